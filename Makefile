@@ -1,0 +1,62 @@
+# Everything that a newcomer needs: `make demo`, then `make test`.
+#
+# A fresh machine needs Python 3.10 or newer, make and a package index; both commands build .venv
+# on their first run and reuse it afterwards. Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# Cheapest first: a broken rule is reported in seconds, a broken recovery in minutes.
+PARTS := tidy unit property scenarios simulation integration chaos
+TESTS := $(wildcard $(PARTS:%=tests/%))
+# For example: make test PYTEST_FLAGS="-x -k sqlite"
+PYTEST_FLAGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint pytest chaos test-gpu proto install clean
+
+help:  ## say what there is
+	@awk -F ":.*## " '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: $(INSTALLED)  ## train on a small cluster, kill parts of it, and watch it go on
+	@$(BIN)/python examples/demo.py
+
+test: lint pytest  ## all checks and tests, under ten minutes on two cores
+
+# Each check says how long it took; pytest prints its own table of seconds by part.
+define check
+	@start=$$(date +%s); $(1) || { echo "failed: $(1)" >&2; exit 1; }; \
+	echo "$$(( $$(date +%s) - start )) s  $(1)"
+endef
+
+lint: $(INSTALLED)  ## style, format and types
+	$(call check,$(BIN)/ruff check --quiet .)
+	$(call check,$(BIN)/ruff format --quiet --check .)
+	$(call check,$(BIN)/mypy --no-error-summary)
+
+pytest: $(INSTALLED)  ## the tests without the checks
+	@$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS) $(TESTS)
+
+chaos: $(INSTALLED)  ## the tests that take minutes or hours
+	@$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS) tests
+
+test-gpu: $(INSTALLED)  ## the tests that need CUDA devices
+	@$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS) tests
+
+proto: $(INSTALLED)  ## make elastic/wire/generated anew from proto/
+	@$(BIN)/python scripts/gen_proto.py
+
+install: $(INSTALLED)  ## build .venv, and nothing else
+
+# The stamp is written last: an install that was interrupted is taken up again.
+$(INSTALLED): pyproject.toml
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (the first time takes a few minutes, most of it PyTorch)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	@touch $@
+
+clean:  ## remove what runs and tools left behind, .venv included
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

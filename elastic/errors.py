@@ -1,0 +1,168 @@
+"""The exception tree of the project, and `check`, the assertion that `python -O` keeps.
+
+    ElasticError
+    ├── UsageError            you called us in a way that cannot work: fix the call
+    │   └── ConfigError       a configuration value, or two of them together, are refused
+    ├── Unavailable           a part is not there now: it may be later
+    │   ├── CoordinatorUnreachable
+    │   └── StoreUnavailable
+    ├── Refused               a peer answered, and said no
+    │   ├── NotAuthorized     wrong or missing token
+    │   ├── VersionMismatch   the peer speaks another major protocol version
+    │   ├── NameTaken         a job or node of this name exists already
+    │   ├── NotFound          no job, node or worker of this name
+    │   └── Fenced            you belong to a generation, life or leadership that is over
+    ├── PeerError             another process sent what the protocol does not allow
+    ├── StoreError            the membership store answered what it must not
+    │   ├── Compacted         the asked-for revision is gone from the store's history
+    │   └── CorruptRecord     a stored record does not decode
+    ├── StorageError          a run directory or checkpoint cannot be written or read
+    ├── TrainingFailed        the job ended without success; carries the first failure
+    ├── GroupError            a torch.distributed group could not form or was broken
+    └── InvariantViolation    a bug of ours; carries the story that led to it
+
+Messages say who did what with which values, what was expected, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ElasticError(Exception):
+    """Every error that this package raises on purpose."""
+
+
+class UsageError(ElasticError):
+    """The caller asked for something that cannot work; the message says what to change."""
+
+
+class ConfigError(UsageError, ValueError):
+    """A configuration value is outside its range, or contradicts another one."""
+
+
+class Unavailable(ElasticError):
+    """Something is not there at the moment; trying again later may succeed."""
+
+
+class CoordinatorUnreachable(Unavailable):
+    """No coordinator answers at the address given."""
+
+    def __init__(self, address: str, detail: str = "") -> None:
+        """Name the address that was tried, and what the attempt said."""
+        self.address = address
+        self.detail = detail
+        because = f" ({detail})" if detail else ""
+        super().__init__(
+            f"no coordinator answers at {address}{because}; start one with "
+            f"'elastic-coord serve --listen {address}', or pass the right address"
+        )
+
+
+class StoreUnavailable(Unavailable):
+    """The membership store did not answer in time; nothing is known of the request's outcome."""
+
+
+class Refused(ElasticError):
+    """A peer understood the request and said no."""
+
+
+class NotAuthorized(Refused):
+    """The token is missing or wrong."""
+
+
+class VersionMismatch(Refused):
+    """The peer speaks another major version of the protocol."""
+
+    def __init__(self, who: str, *, theirs: str, ours: str) -> None:
+        """Name the peer and both versions."""
+        self.theirs = theirs
+        self.ours = ours
+        super().__init__(
+            f"{who} speaks protocol {theirs}, this process speaks {ours}: the major number must be "
+            f"equal; install the same major version of elastic-torch on both sides"
+        )
+
+
+class NameTaken(Refused):
+    """A job, run directory or node of this name exists already."""
+
+
+class NotFound(Refused):
+    """Nothing of this name is known."""
+
+
+class Fenced(Refused):
+    """The sender belongs to a generation, an incarnation or a leadership that is over."""
+
+
+class PeerError(ElasticError):
+    """Another process sent something that the protocol does not allow."""
+
+
+class StoreError(ElasticError):
+    """The membership store answered something that it must not answer."""
+
+
+class Compacted(StoreError):
+    """A watch asked for a revision that the store has already forgotten; read anew."""
+
+    def __init__(self, requested: int, oldest: int) -> None:
+        """Name the revision asked for and the oldest that is kept."""
+        self.requested = requested
+        self.oldest = oldest
+        super().__init__(
+            f"revision {requested} is compacted, the oldest kept is {oldest}; read the keys anew "
+            f"and watch from that revision"
+        )
+
+
+class CorruptRecord(StoreError):
+    """A stored record does not decode; it is refused by name, never guessed at."""
+
+
+class StorageError(ElasticError):
+    """A run directory or a checkpoint cannot be written or read."""
+
+
+class TrainingFailed(ElasticError):
+    """The job ended without success.
+
+    Attributes:
+        reason: one line, what ended the job.
+        worker: the worker that failed first, as "node/serial (rank r)", or "" if none did.
+        traceback: the traceback of that first failure, or "".
+    """
+
+    def __init__(self, reason: str, *, worker: str = "", traceback: str = "") -> None:
+        """Keep the parts apart, so that callers can show the traceback once and last."""
+        self.reason = reason
+        self.worker = worker
+        self.traceback = traceback
+        where = f"; first failure in worker {worker}" if worker else ""
+        story = f"\n\n{traceback.rstrip()}" if traceback else ""
+        super().__init__(f"{reason}{where}{story}")
+
+
+class GroupError(ElasticError):
+    """A torch.distributed group could not be formed, or was broken while in use."""
+
+
+class InvariantViolation(ElasticError):
+    """What must hold did not hold: a bug in this package, never the user's fault.
+
+    Attributes:
+        story: the events that led here, oldest first, one line each.
+    """
+
+    def __init__(self, message: str, story: Sequence[str] = ()) -> None:
+        """Print the story under the message, so that a report carries what is needed."""
+        self.story = tuple(story)
+        lines = "".join(f"\n  {line}" for line in self.story)
+        super().__init__(message + (f"\n  story:{lines}" if lines else ""))
+
+
+def check(condition: object, message: str) -> None:
+    """Raise `InvariantViolation` unless `condition` holds; unlike `assert` it survives -O."""
+    if not condition:
+        raise InvariantViolation(message)

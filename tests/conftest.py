@@ -1,0 +1,91 @@
+"""What all tests share: the event loop they run on, a watch for processes left behind, a table.
+
+Rule: nothing here makes a test easier to pass.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+# Inherited by every process that a test starts, also by those whose parent is gone.
+SESSION_MARK = "ELASTIC_TEST_SESSION"
+# Python's own, ends with us: it frees shared memory that a process left behind.
+RESOURCE_TRACKER = "multiprocessing.resource_tracker"
+GOODBYE_S = 5.0
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Run async tests on asyncio: grpc.aio knows no other loop."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_is_left_behind() -> Iterator[None]:
+    """Fail the session if a process that a test started outlives it; end it all the same."""
+    mark = f"{os.getpid()}-{psutil.Process().create_time()}"
+    os.environ[SESSION_MARK] = mark
+    yield
+    del os.environ[SESSION_MARK]
+    # A process may be on its way out: what counts is that it goes without being told.
+    _, left = psutil.wait_procs(started_here(mark), timeout=GOODBYE_S)
+    left = [process for process in left if is_alive(process)]
+    lines = [described(process) for process in left]
+    for process in left:
+        process.kill()
+    psutil.wait_procs(left, timeout=GOODBYE_S)
+    if lines:
+        pytest.fail("processes outlived the tests that started them:\n" + "\n".join(lines))
+
+
+def started_here(mark: str) -> list[psutil.Process]:
+    """Find living processes that carry our mark, or descend from us."""
+    ours = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(SESSION_MARK) == mark:
+                ours[process.pid] = process
+        except psutil.Error:
+            continue  # Gone, or another user's.
+    return [process for _, process in sorted(ours.items()) if is_alive(process)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Tell a process that can still do something from one that only waits to be reaped."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and RESOURCE_TRACKER not in " ".join(
+            process.cmdline()
+        )
+    except psutil.NoSuchProcess:
+        return False
+
+
+def described(process: psutil.Process) -> str:
+    """Return pid, command, and the test that started it (pytest tells it to every child)."""
+    try:
+        test = process.environ().get("PYTEST_CURRENT_TEST", "an unknown test")
+        return f"  pid {process.pid}: {' '.join(process.cmdline())[:200]} (started in {test})"
+    except psutil.Error:
+        return f"  pid {process.pid}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many tests each part of tests/ has, and the seconds that they took."""
+    seconds: dict[str, float] = defaultdict(float)
+    tests: dict[str, set[str]] = defaultdict(set)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                part = Path(report.nodeid).parts[1]
+                seconds[part] += report.duration
+                tests[part].add(report.nodeid)
+    if seconds:
+        terminalreporter.section("seconds by part")
+    for part, total in seconds.items():
+        terminalreporter.write_line(f"{part:12} {len(tests[part]):5} tests {total:8.1f} s")

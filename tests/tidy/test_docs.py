@@ -1,0 +1,139 @@
+"""What is written is there: docstrings, links, and every command that a page shows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.tidy.tree import ROOT, module_name, parsed, python_files, where
+
+PAGES = sorted(ROOT.glob("*.md"))
+PROGRAMS = {
+    "elastic": "elastic.client.cli",
+    "elastic-agent": "elastic.agent.cli",
+    "elastic-coord": "elastic.coord.cli",
+}
+FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+COMMAND = re.compile(r"^\s*(?:[$#] )?(elastic(?:-agent|-coord)?)((?: +\S+)*)$")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def undescribed(path: Path) -> list[tuple[int, str]]:
+    """Public modules, classes and functions of one file that have no docstring."""
+    tree = parsed(path)
+    missing = []
+    # An empty package file has nothing to describe.
+    if tree.body and not ast.get_docstring(tree):
+        missing.append((1, "the module"))
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                continue
+            # Private names, and magic methods, whose meaning is Python's.
+            if node.name.startswith("_"):
+                continue
+            if not ast.get_docstring(node) and not is_overload(node):
+                missing.append((node.lineno, prefix + node.name))
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{prefix}{node.name}.")
+
+    visit(tree.body, "")
+    return missing
+
+
+def is_overload(node: ast.stmt) -> bool:
+    """A further signature, or a property's setter: described where the first one is."""
+    decorators = [ast.unparse(item) for item in getattr(node, "decorator_list", [])]
+    return any(item.endswith(("overload", ".setter", ".deleter")) for item in decorators)
+
+
+def commands_shown(page: Path) -> dict[tuple[str, str], set[str]]:
+    """(program, subcommand or "") -> the long options that a page shows with it."""
+    text = page.read_text()
+    lines = [line for block in FENCED.findall(text) for line in joined(block).splitlines()]
+    lines += INLINE.findall(FENCED.sub("", text))
+    shown: dict[tuple[str, str], set[str]] = {}
+    for line in lines:
+        match = COMMAND.match(line.split(" # ")[0].rstrip().removesuffix("&").rstrip())
+        if not match:
+            continue
+        # What stands after a bare -- belongs to the user's script.
+        words = match.group(2).split(" -- ")[0].split()
+        subcommand = words[0] if words and re.fullmatch(r"[a-z][a-z-]*", words[0]) else ""
+        options = {word.split("=")[0] for word in words if word.startswith("--") and word != "--"}
+        shown.setdefault((match.group(1), subcommand), set()).update(options)
+    return shown
+
+
+def joined(block: str) -> str:
+    """Put lines that end with a backslash together."""
+    return re.sub(r"\\\n\s*", " ", block)
+
+
+SHOWN = sorted(
+    (page.name, program, subcommand, sorted(options))
+    for page in PAGES
+    for (program, subcommand), options in commands_shown(page).items()
+)
+
+
+def test_everything_public_is_described() -> None:
+    wrong = [
+        f"{where(path, line)}: {name} of {module_name(path)} has no docstring"
+        for path in python_files("elastic")
+        for line, name in undescribed(path)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    headings = {anchor(line) for line in page.read_text().splitlines() if line.startswith("#")}
+    wrong = []
+    for target in targets:
+        file, _, fragment = target.partition("#")
+        if file and not (page.parent / file).exists():
+            wrong.append(target)
+        if not file and fragment not in headings:
+            wrong.append(target)
+    assert not wrong, f"{page.name} links to what is not there: {wrong}"
+
+
+def anchor(heading: str) -> str:
+    """The name that a page's viewer gives to a heading."""
+    kept = re.sub(r"[^\w\- ]", "", heading.lstrip("#").strip().lower())
+    return kept.replace(" ", "-")
+
+
+@pytest.mark.parametrize(
+    ("page", "program", "subcommand", "options"),
+    SHOWN,
+    ids=[f"{page}: {program} {subcommand}".strip() for page, program, subcommand, _ in SHOWN],
+)
+def test_a_command_that_a_page_shows_exists(
+    page: str, program: str, subcommand: str, options: list[str]
+) -> None:
+    module = PROGRAMS[program]
+    if find_spec(module) is None:
+        pytest.skip(f"{module} is not written yet")
+    arguments = [part for part in (subcommand, "--help") if part]
+    code = f"import sys; sys.argv[0] = {program!r}; from {module} import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{page}: {program} {subcommand}: {done.stderr}"
+    missing = [option for option in options if not re.search(rf"{option}\b", done.stdout)]
+    assert not missing, f"{page}: {program} {subcommand} has no {missing}"
