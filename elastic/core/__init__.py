@@ -1,0 +1,1 @@
+"""The pure core: facts, configuration, events, policies and machines; standard library only."""

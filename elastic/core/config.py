@@ -1,0 +1,224 @@
+"""Configuration: frozen, keyword-only, validated on construction; units stand in the names.
+
+Rule: validation never fills in a value. Times are seconds (`_s`) for people and turned into
+nanoseconds once, by the `_ns` properties.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from elastic.core.world import Entry, JobId, Resources, Strategy
+from elastic.errors import ConfigError
+
+NS_PER_S = 1_000_000_000
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+ENTRY_BYTES_MAX = 16 * 1024 * 1024
+"""A pickled train function larger than this carries data that belongs in a file."""
+
+KNOWN_ACCELERATORS = (
+    "A10", "A10G", "A30", "A40", "A100", "A6000", "B100", "B200", "B300", "GB200", "GB300", "GH200",
+    "H20", "H100", "H200", "K80", "L4", "L40", "L40S", "P4", "P100", "RTX3090", "RTX4090",
+    "RTX5090", "T4", "V100",
+)  # fmt: skip
+
+
+def ns(seconds: float) -> int:
+    """Turn seconds into integer nanoseconds."""
+    return round(seconds * NS_PER_S)
+
+
+def check_name(what: str, name: str) -> None:
+    """Refuse a name that cannot be part of a path or a key.
+
+    Raises:
+        ConfigError: with the rule that the name breaks.
+    """
+    if not NAME_PATTERN.fullmatch(name):
+        raise ConfigError(
+            f"{what} name {name!r}: expected 1 to 100 letters, digits, '.', '_' or '-', "
+            f"beginning with a letter or digit"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What a user submitted.
+
+    Attributes:
+        job_id: unique for ever in a cluster; chosen by the coordinator's driver.
+        name: unique among the jobs that have not ended; also names the run directory.
+        entry: what each worker runs.
+        min_workers, max_workers: the group is never smaller while training, nor larger.
+        workers_per_replica: a group's size is a multiple of this; both bounds are as well.
+        resources_per_worker: taken from the node for each worker.
+        strategy: how workers spread over nodes.
+        accelerator_type: only nodes that have this one, "" for any.
+        label_selector: only nodes that carry all of these labels.
+        backend: "gloo", "nccl" or "auto" (nccl with GPUs).
+        collective_timeout_s: torch.distributed's own timeout; a backstop, not the detector.
+        max_failures: how often user code may raise before the job fails; -1 for ever.
+        run_path: the run directory, storage_path/name, as an fsspec path.
+        project: label for accounting, free text.
+        num_to_keep: checkpoints that are kept; -1 for all.
+        score_attribute, score_order: which are the best ones; "" for the newest.
+    """
+
+    job_id: JobId
+    name: str
+    entry: Entry
+    min_workers: int
+    max_workers: int
+    workers_per_replica: int = 1
+    resources_per_worker: Resources = field(default_factory=Resources)
+    strategy: Strategy = Strategy.PACK
+    accelerator_type: str = ""
+    label_selector: tuple[tuple[str, str], ...] = ()
+    backend: str = "auto"
+    collective_timeout_s: float = 1800.0
+    max_failures: int = 0
+    run_path: str = ""
+    project: str = ""
+    num_to_keep: int = -1
+    score_attribute: str = ""
+    score_order: str = "max"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        check_name("job", self.name)
+        if not 1 <= self.min_workers <= self.max_workers:
+            raise ConfigError(
+                f"job {self.name}: min_workers={self.min_workers} and max_workers="
+                f"{self.max_workers}: expected 1 <= min <= max"
+            )
+        replica = self.workers_per_replica
+        if replica < 1 or self.min_workers % replica or self.max_workers % replica:
+            raise ConfigError(
+                f"job {self.name}: workers_per_replica={replica} must be at least 1 and divide "
+                f"min_workers={self.min_workers} and max_workers={self.max_workers}"
+            )
+        if self.backend not in ("auto", "gloo", "nccl"):
+            raise ConfigError(
+                f"job {self.name}: backend={self.backend!r}: expected auto, gloo or nccl"
+            )
+        if self.collective_timeout_s <= 0:
+            raise ConfigError(
+                f"job {self.name}: collective_timeout_s={self.collective_timeout_s}: expected > 0"
+            )
+        if self.max_failures < -1:
+            raise ConfigError(
+                f"job {self.name}: max_failures={self.max_failures}: expected -1 (for ever) or more"
+            )
+        if self.num_to_keep != -1 and self.num_to_keep < 1:
+            raise ConfigError(
+                f"job {self.name}: num_to_keep={self.num_to_keep}: expected -1 (all) or >= 1"
+            )
+        if self.score_order not in ("max", "min"):
+            raise ConfigError(
+                f"job {self.name}: score_order={self.score_order!r}: expected max or min"
+            )
+        if len(self.entry.payload) > ENTRY_BYTES_MAX:
+            raise ConfigError(
+                f"job {self.name}: the pickled train function has {len(self.entry.payload)} bytes, "
+                f"at most {ENTRY_BYTES_MAX} are sent; load large data inside the function"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """Times and limits of the coordinator's machine.
+
+    Attributes:
+        start_patience_s: a first group waits this long for workers that are still starting,
+            once it has min; too small: an early second re-form; too large: a late start.
+        node_grace_s: a node whose stream broke is lost after this, or at once when a member of
+            its group says that the group broke.
+        adoption_grace_s: after its own restart the coordinator waits this long for agents that
+            it knows from the journal; must exceed the agents' longest back-off.
+        broken_grace_s: a group that broke without a known loss is formed anew after this.
+        form_timeout_s: a member that has not begun to train this long after its generation was
+            announced is killed.
+        boundary_timeout_s: members leave a group at one boundary; those that linger this long
+            after the first are cut off.
+        stop_grace_s: between asking a worker to end and killing it.
+        restart_delay_s_max: longest back-off between replacements of a failing worker.
+        crash_loop_limit: losses in a row, without any report or healthy period in between,
+            after which the job fails.
+        healthy_after_s: training this long without a loss ends a row of losses.
+        jobs_max: jobs that have not ended, at once.
+        ended_jobs_kept: ended jobs that are remembered.
+    """
+
+    start_patience_s: float = 10.0
+    node_grace_s: float = 0.5
+    adoption_grace_s: float = 10.0
+    broken_grace_s: float = 0.3
+    form_timeout_s: float = 60.0
+    boundary_timeout_s: float = 30.0
+    stop_grace_s: float = 5.0
+    restart_delay_s_max: float = 30.0
+    crash_loop_limit: int = 10
+    healthy_after_s: float = 30.0
+    jobs_max: int = 1000
+    ended_jobs_kept: int = 200
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name in (
+            "start_patience_s", "node_grace_s", "adoption_grace_s", "broken_grace_s",
+            "form_timeout_s", "boundary_timeout_s", "stop_grace_s", "restart_delay_s_max",
+            "healthy_after_s",
+        ):  # fmt: skip
+            if getattr(self, name) < 0:
+                raise ConfigError(f"coordinator: {name}={getattr(self, name)}: expected >= 0")
+        for name in ("crash_loop_limit", "jobs_max", "ended_jobs_kept"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"coordinator: {name}={getattr(self, name)}: expected >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """Times and limits of an agent's machine.
+
+    Attributes:
+        num_spares: processes kept warm (torch imported) beside the workers.
+        reconnect_delay_s_min, reconnect_delay_s_max: bounds of the jittered back-off.
+        drain_timeout_s: a drained node leaves by then at the latest.
+        ping_interval_s: how often a worker's control thread is asked for an answer.
+        hang_timeout_s: a worker whose control thread does not answer this long is killed.
+        stopped_timeout_s: a worker process that the kernel shows as stopped (SIGSTOP) this long
+            is killed.
+        stop_grace_s: at the agent's own end, between asking workers to end and killing them.
+        spawn_failures_max: spawns that fail in a row before the agent gives up.
+    """
+
+    num_spares: int = 1
+    reconnect_delay_s_min: float = 0.05
+    reconnect_delay_s_max: float = 5.0
+    drain_timeout_s: float = 30.0
+    ping_interval_s: float = 1.0
+    hang_timeout_s: float = 30.0
+    stopped_timeout_s: float = 0.5
+    stop_grace_s: float = 5.0
+    spawn_failures_max: int = 5
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.num_spares < 0:
+            raise ConfigError(f"agent: num_spares={self.num_spares}: expected >= 0")
+        if not 0 < self.reconnect_delay_s_min <= self.reconnect_delay_s_max:
+            raise ConfigError(
+                f"agent: reconnect_delay_s_min={self.reconnect_delay_s_min} and "
+                f"reconnect_delay_s_max={self.reconnect_delay_s_max}: expected 0 < min <= max"
+            )
+        for name in ("drain_timeout_s", "stop_grace_s", "stopped_timeout_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"agent: {name}={getattr(self, name)}: expected >= 0")
+        if not 0 < self.ping_interval_s <= self.hang_timeout_s:
+            raise ConfigError(
+                f"agent: ping_interval_s={self.ping_interval_s} and hang_timeout_s="
+                f"{self.hang_timeout_s}: expected 0 < interval <= timeout"
+            )
+        if self.spawn_failures_max < 1:
+            raise ConfigError(f"agent: spawn_failures_max={self.spawn_failures_max}: expected >= 1")

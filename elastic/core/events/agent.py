@@ -1,0 +1,178 @@
+"""What can happen to an agent's machine, and what it may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.core.events.shared import Note, Tick
+from elastic.core.messages import (
+    AgentMessage,
+    Assign,
+    CoordinatorMessage,
+    PipeToAgent,
+    PipeToWorker,
+)
+from elastic.core.world import (
+    ExitCause,
+    SessionId,
+)
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A stream to the coordinator stands; nothing has been said yet."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True)
+class ConnectionLost:
+    """The stream ended, or the attempt to open one failed.
+
+    Attributes:
+        jitter: 0.0 to 1.0, drawn by the driver, spreads the next attempt.
+    """
+
+    session: SessionId
+    reason: str
+    jitter: float
+
+
+@dataclass(frozen=True)
+class CoordinatorSaid:
+    """A message of the coordinator came."""
+
+    session: SessionId
+    message: CoordinatorMessage
+
+
+@dataclass(frozen=True)
+class ProcessStarted:
+    """A process that the machine asked for stands; it is not warm yet."""
+
+    process_id: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class SpawnFailed:
+    """The operating system refused to start the process."""
+
+    process_id: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class ProcessSaid:
+    """A message came over a process's pipe."""
+
+    process_id: int
+    message: PipeToAgent
+
+
+@dataclass(frozen=True)
+class ProcessExited:
+    """A process is gone; nothing more will come over its pipe."""
+
+    process_id: int
+    cause: ExitCause
+
+
+@dataclass(frozen=True)
+class ProcessStopped:
+    """The kernel shows the process as stopped (True) or running again (False)."""
+
+    process_id: int
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class DrainSignalled:
+    """SIGTERM or a notice: this node must leave within `timeout_ns`; at once if it is 0."""
+
+    reason: str
+    timeout_ns: int
+
+
+AgentEvent = (
+    Connected
+    | ConnectionLost
+    | CoordinatorSaid
+    | ProcessStarted
+    | SpawnFailed
+    | ProcessSaid
+    | ProcessExited
+    | ProcessStopped
+    | DrainSignalled
+    | Tick
+)
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Open a stream to the coordinator under this session id (the machine numbers them)."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    """Drop the stream; no `ConnectionLost` is awaited for it."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True)
+class SendCoordinator:
+    """Send over the session; if it is gone, the message is dropped."""
+
+    session: SessionId
+    message: AgentMessage
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Start a spare process under this number (numbers are never reused)."""
+
+    process_id: int
+
+
+@dataclass(frozen=True)
+class SendProcess:
+    """Write to the process's pipe; if it is gone, the message is dropped."""
+
+    process_id: int
+    message: PipeToWorker
+
+
+@dataclass(frozen=True)
+class OpenLog:
+    """From here on the process's output belongs to this worker; comes before its `Assign`."""
+
+    process_id: int
+    assign: Assign
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Send SIGKILL to the process and all that it started."""
+
+    process_id: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExitAgent:
+    """End the agent process; every process it started is gone or is killed now.
+
+    Attributes:
+        code: 0 done, 75 drained, 69 the coordinator refused for good.
+    """
+
+    code: int
+    reason: str
+
+
+AgentEffect = (
+    Connect | Disconnect | SendCoordinator | Spawn | SendProcess | OpenLog | Kill | ExitAgent | Note
+)

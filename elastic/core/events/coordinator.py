@@ -1,0 +1,174 @@
+"""What can happen to the coordinator's machine, and what it may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.core.config import JobSpec
+from elastic.core.events.shared import Note, Tick
+from elastic.core.messages import (
+    AgentMessage,
+    CoordinatorMessage,
+    Hello,
+)
+from elastic.core.world import (
+    CheckpointRecord,
+    Failure,
+    Generation,
+    Group,
+    JobId,
+    JobPhase,
+    NodeId,
+    SessionId,
+)
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """All that must survive the coordinator of one job; written whole.
+
+    Attributes:
+        phase: where the job stands.
+        group: the newest group, None before the first.
+        generation: of the newest group; never falls, also when there is no group now.
+        failures: how often user code raised so far.
+        losses: how many workers were lost in a row without a healthy period.
+        checkpoints: recorded and kept, oldest first.
+        reason: why it waits, or how it ended.
+        failure, failed_worker: the first failure of the last attempt, shown once and last.
+        result: JSON that rank 0's train function returned.
+        metrics: JSON of rank 0's newest report.
+        sequence: order of submission.
+    """
+
+    spec: JobSpec
+    phase: JobPhase
+    generation: Generation = 0
+    group: Group | None = None
+    failures: int = 0
+    losses: int = 0
+    checkpoints: tuple[CheckpointRecord, ...] = ()
+    reason: str = ""
+    failure: Failure | None = None
+    failed_worker: str = ""
+    result: str = ""
+    metrics: str = ""
+    sequence: int = 0
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """First event of a coordinator's life: what the journal holds (nothing, at the very first)."""
+
+    jobs: tuple[JobRecord, ...]
+
+
+@dataclass(frozen=True)
+class AgentConnected:
+    """An agent opened a stream and introduced itself."""
+
+    session: SessionId
+    hello: Hello
+
+
+@dataclass(frozen=True)
+class AgentDisconnected:
+    """A stream ended, or keepalive gave it up."""
+
+    session: SessionId
+    reason: str
+
+
+@dataclass(frozen=True)
+class AgentSaid:
+    """A message came over a stream."""
+
+    session: SessionId
+    message: AgentMessage
+
+
+@dataclass(frozen=True)
+class SubmitRequested:
+    """A user submits a job; answered by `Reply`."""
+
+    request_id: str
+    spec: JobSpec
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """A user stops a job; answered by `Reply`. Stopping an ended job is refused by name."""
+
+    request_id: str
+    job_id: JobId
+    reason: str
+
+
+@dataclass(frozen=True)
+class NodeDrainRequested:
+    """An operator drains a node; answered by `Reply`."""
+
+    request_id: str
+    node_id: NodeId
+    timeout_ns: int
+    reason: str
+
+
+CoordinatorEvent = (
+    Recovered
+    | AgentConnected
+    | AgentDisconnected
+    | AgentSaid
+    | SubmitRequested
+    | StopRequested
+    | NodeDrainRequested
+    | Tick
+)
+
+
+@dataclass(frozen=True)
+class Persist:
+    """Make these records durable (replacing those of the same job) before what follows."""
+
+    records: tuple[JobRecord, ...]
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Remove the records of these ended jobs; need not be durable before what follows."""
+
+    job_ids: tuple[JobId, ...]
+
+
+@dataclass(frozen=True)
+class SendAgent:
+    """Send over this session; if it is gone, the message is dropped."""
+
+    session: SessionId
+    message: CoordinatorMessage
+
+
+@dataclass(frozen=True)
+class CloseSession:
+    """End the stream after what was sent before."""
+
+    session: SessionId
+    reason: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answer to a request of a user.
+
+    Attributes:
+        error: "" for success, else one of "already_exists", "not_found", "invalid",
+            "failed_precondition", "exhausted".
+        text: for success the job's id, else what to tell the user.
+    """
+
+    request_id: str
+    error: str
+    text: str
+
+
+CoordinatorEffect = Persist | Forget | SendAgent | CloseSession | Reply | Note

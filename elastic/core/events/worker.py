@@ -1,0 +1,208 @@
+"""What can happen to a worker's machine, and what it may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.core.events.shared import Note, Tick
+from elastic.core.messages import (
+    Assign,
+    PipeToAgent,
+    PipeToWorker,
+)
+from elastic.core.world import (
+    Assignment,
+    Failure,
+    Generation,
+)
+
+
+@dataclass(frozen=True)
+class Started:
+    """First event: the process runs, torch is imported."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class AgentTold:
+    """A message came over the pipe."""
+
+    message: PipeToWorker
+
+
+@dataclass(frozen=True)
+class PipeClosed:
+    """The agent is gone."""
+
+
+@dataclass(frozen=True)
+class StoreOpened:
+    """This worker's rendezvous store listens."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class SetupFailed:
+    """The entry point could not be loaded (a script that is not there, an import error)."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class GroupFormed:
+    """The group of this generation stands; main thread."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class GroupFailed:
+    """Forming failed or was aborted; main thread."""
+
+    generation: Generation
+    detail: str
+
+
+@dataclass(frozen=True)
+class TrainReturned:
+    """The train function returned; `result` is JSON."""
+
+    generation: Generation
+    result: str
+
+
+@dataclass(frozen=True)
+class TrainRaised:
+    """User code raised.
+
+    Attributes:
+        group_broken: the error came out of a broken collective, it is no fault of user code.
+        exit_code: set when user code asked the process to end (sys.exit(3)).
+    """
+
+    generation: Generation
+    failure: Failure
+    group_broken: bool
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True)
+class TrainLeft:
+    """The train function was left by order (interrupt, or at a boundary)."""
+
+    generation: Generation
+    at_boundary: bool
+
+
+@dataclass(frozen=True)
+class UserReported:
+    """`train.report` was called on the main thread; the checkpoint, if any, is uploaded."""
+
+    generation: Generation
+    rank: int
+    metrics: str
+    checkpoint: str
+
+
+WorkerEvent = (
+    Started
+    | AgentTold
+    | PipeClosed
+    | StoreOpened
+    | SetupFailed
+    | GroupFormed
+    | GroupFailed
+    | TrainReturned
+    | TrainRaised
+    | TrainLeft
+    | UserReported
+    | Tick
+)
+
+
+@dataclass(frozen=True)
+class SendPipe:
+    """Write to the agent."""
+
+    message: PipeToAgent
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Open the store, set the environment, load the entry point; main thread.
+
+    Answered by `StoreOpened` or `SetupFailed`.
+    """
+
+    assign: Assign
+
+
+@dataclass(frozen=True)
+class FormGroup:
+    """Form this group; main thread. Answered by `GroupFormed` or `GroupFailed`."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True)
+class EnterTrain:
+    """Call the train function; main thread. Answered by one of the Train events."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True)
+class AbortGroup:
+    """Free everyone who is blocked in this generation's group, or in forming it; any thread."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class InterruptTrain:
+    """Raise `GroupChanged` in the main thread until it has left the train function."""
+
+    generation: Generation
+    reason: str
+
+
+@dataclass(frozen=True)
+class WishBoundary:
+    """Let the next boundary of this generation be the last: leave there, all together."""
+
+    generation: Generation
+    reason: str
+
+
+@dataclass(frozen=True)
+class ResolveReport:
+    """Tell the waiting `train.report` call whether its checkpoint was recorded."""
+
+    generation: Generation
+    index: int
+    accepted: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExitWorker:
+    """End the process at once with this code; output is flushed before."""
+
+    code: int
+    reason: str
+
+
+WorkerEffect = (
+    SendPipe
+    | Setup
+    | FormGroup
+    | EnterTrain
+    | AbortGroup
+    | InterruptTrain
+    | WishBoundary
+    | ResolveReport
+    | ExitWorker
+    | Note
+)

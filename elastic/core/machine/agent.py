@@ -1,0 +1,266 @@
+"""The agent's machine: runs workers for the coordinator, and goes on without it.
+
+Rule: every event first changes what is known, then one turn brings the node to rest: connect,
+leave, give waiting workers a process, kill, ping, spawn, tell. Training never depends on the
+connection. A worker that was accepted is reported until the coordinator says to forget it.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import AgentConfig, ns
+from elastic.core.events.agent import (
+    AgentEffect,
+    AgentEvent,
+    Connected,
+    ConnectionLost,
+    CoordinatorSaid,
+    DrainSignalled,
+    ExitAgent,
+    ProcessExited,
+    ProcessSaid,
+    ProcessStarted,
+    ProcessStopped,
+    SpawnFailed,
+)
+from elastic.core.events.shared import Tick
+from elastic.core.machine import agent_orders
+from elastic.core.machine.agent_books import AgentBooks
+from elastic.core.machine.agent_departure import EXIT_DRAINED
+from elastic.core.machine.agent_processes import Process, describe_exit, judge_exit
+from elastic.core.machine.story import Story, note
+from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
+from elastic.core.messages import PipeToAgent, Pong, Progress, Reported, Warm, WorkerUpdate
+from elastic.core.world import ExitCause, ExitKind, Node
+from elastic.errors import InvariantViolation, check
+
+
+class AgentMachine:
+    """Events in, effects out; owned by one task of the agent.
+
+    `AgentBooks` holds what is known, `agent_orders` takes what the coordinator says; what comes
+    from processes, and the turn after every event, is here.
+    """
+
+    def __init__(self, node: Node, config: AgentConfig, devices: tuple[str, ...] = ()) -> None:
+        """Begin disconnected, with no process; the first `step` connects and spawns.
+
+        Args:
+            node: what this agent says it is.
+            config: times and limits.
+            devices: accelerators, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
+        """
+        self._books = AgentBooks(node, config, devices)
+        self._story = Story()
+        self._due_ns: int | None = None
+        self._is_over = False
+        # The length of the row of failed spawns that waiting workers were judged by last.
+        self._row_judged = 0
+
+    def step(self, event: AgentEvent, now_ns: int) -> tuple[AgentEffect, ...]:
+        """Take one event.
+
+        Args:
+            event: what happened.
+            now_ns: monotonic; never falls.
+
+        Returns:
+            Effects, to be performed in this order; none once `ExitAgent` was returned.
+
+        Raises:
+            InvariantViolation: a bug; carries the last events.
+        """
+        if self._is_over:
+            return ()
+        books = self._books
+        books.out.clear()
+        if not _is_chatter(event):
+            self._story.tell(now_ns, event)
+        try:
+            check(now_ns >= books.now_ns, f"time fell from {books.now_ns} to {now_ns}")
+            books.now_ns = now_ns
+            self._forgive_own_sleep()
+            self._take(event)
+            self._turn()
+            books.check_books()
+        except InvariantViolation as violation:
+            raise InvariantViolation(str(violation), self._story.lines()) from violation
+        self._due_ns = self.next_deadline_ns()
+        return tuple(books.out)
+
+    def next_deadline_ns(self) -> int | None:
+        """Return when to call `step(Tick)` at the latest, None if nothing waits for time."""
+        if self._is_over:
+            return None
+        parts = (self._books.connection, self._books.processes, self._books.departure)
+        moments = [part.next_deadline_ns() for part in parts]
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    def _take(self, event: AgentEvent) -> None:
+        if isinstance(event, CoordinatorSaid):
+            if self._books.connection.is_current(event.session):
+                agent_orders.on_said(self._books, event.message)
+        elif isinstance(event, (Connected, ConnectionLost)):
+            self._connection_changed(event)
+        elif isinstance(event, DrainSignalled):
+            self._drain(event)
+        elif not isinstance(event, Tick):
+            process = self._books.processes.get(event.process_id)
+            if process is not None:
+                self._process_changed(process, event)
+
+    def _forgive_own_sleep(self) -> None:
+        """If this agent was stopped itself, silence meanwhile is nobody's fault.
+
+        The answers of its workers wait in their pipes then, and are read after this step.
+        """
+        late_ns = self._books.now_ns - self._due_ns if self._due_ns is not None else 0
+        if late_ns > ns(self._books.config.ping_interval_s):
+            self._books.processes.forgive(late_ns)
+
+    def _connection_changed(self, event: Connected | ConnectionLost) -> None:
+        connection = self._books.connection
+        if not connection.is_current(event.session):
+            return
+        if isinstance(event, ConnectionLost):
+            connection.lost(event.reason, event.jitter, self._books.now_ns)
+        elif connection.phase is ConnectionPhase.CONNECTING:
+            connection.greet(self._books.hello())
+
+    def _drain(self, event: DrainSignalled) -> None:
+        """Leave in time; the coordinator lets the workers go at a boundary if there is time."""
+        books = self._books
+        if books.departure.drain(event.reason, event.timeout_ns, books.now_ns):
+            seconds = f"{event.timeout_ns / 1e9:g}"
+            books.out.append(note("drain_started", reason=event.reason, timeout_s=seconds))
+            if books.departure.code is not None:
+                books.begin_end(books.departure.code, event.reason)
+
+    # ------------------------------------------------------------ processes
+
+    def _process_changed(
+        self,
+        process: Process,
+        event: ProcessStarted | SpawnFailed | ProcessSaid | ProcessExited | ProcessStopped,
+    ) -> None:
+        processes, now_ns = self._books.processes, self._books.now_ns
+        if isinstance(event, ProcessSaid):
+            self._process_said(process, event.message)
+        elif isinstance(event, ProcessStarted):
+            processes.started(process, event.pid, now_ns)
+        elif isinstance(event, ProcessStopped):
+            processes.halted(process, event.stopped, now_ns)
+        elif isinstance(event, ProcessExited):
+            self._process_exited(process, event.cause)
+        elif process.phase is ProcessPhase.SPAWNING:
+            processes.exited(process)
+            processes.failed(process, event.detail, now_ns)
+
+    def _process_said(self, process: Process, message: PipeToAgent) -> None:
+        """Take a message of a process; as a worker it speaks for itself only."""
+        books = self._books
+        if isinstance(message, Warm):
+            books.processes.warmed(process, message.pid)
+            return
+        if isinstance(message, Pong):
+            books.processes.ponged(process, message.number, books.now_ns)
+            return
+        worker = books.workers.get(process.worker_id)
+        if worker is None:
+            return
+        if isinstance(message, WorkerUpdate):
+            said = message.report
+            if said.worker_id != worker.worker_id or not books.workers.hear(worker, said):
+                what = f"{said.worker_id} {said.phase.value} in {said.generation}"
+                books.note(worker, "worker_update_ignored", said=what)
+        elif isinstance(message, Reported):
+            if message.report.worker_id == worker.worker_id and books.reports.add(message):
+                books.tell(message)
+        elif message.worker_id == worker.worker_id:
+            books.tell(message)
+
+    def _process_exited(self, process: Process, cause: ExitCause) -> None:
+        books = self._books
+        books.processes.exited(process)
+        worker = books.workers.get(process.worker_id)
+        if worker is not None:
+            books.exit_worker(worker, judge_exit(process, cause))
+        elif process.end is None:
+            books.processes.failed(process, f"a spare {describe_exit(cause)}", books.now_ns)
+
+    # ------------------------------------------------------------ the turn
+
+    def _turn(self) -> None:
+        """Bring the node to rest under what is known now."""
+        books = self._books
+        books.connection.turn(books.now_ns)
+        self._leave()
+        self._assign_waiting()
+        books.processes.turn(
+            books.now_ns,
+            waiting=len(books.workers.waiting()),
+            num_spares=0 if books.is_leaving() else books.config.num_spares,
+        )
+        self._give_up_waiting()
+        books.tell_changes()
+        self._finish()
+
+    def _leave(self) -> None:
+        """Begin the end of a drain, when its time has come or when nobody is left to wait for."""
+        books, departure = self._books, self._books.departure
+        if not departure.is_draining() or departure.is_ending():
+            return
+        is_alone = not books.connection.is_registered() and not len(books.reports)
+        if books.now_ns >= departure.stop_at_ns:
+            books.begin_end(EXIT_DRAINED, f"the time to drain is over: {departure.reason}")
+        elif is_alone and books.workers.are_gone():
+            books.begin_end(EXIT_DRAINED, departure.reason)
+
+    def _assign_waiting(self) -> None:
+        """Give each warm spare to the worker that has waited longest."""
+        books = self._books
+        for worker in books.workers.waiting():
+            process = books.processes.take_warm()
+            if process is None:
+                return
+            held, worker.held = worker.held, ()
+            assign = books.workers.assign(worker, process.process_id, process.pid, books.node.host)
+            books.processes.assign(process, assign, books.now_ns)
+            for message in held:
+                books.processes.send(process, message)
+            books.note(
+                worker,
+                "worker_assigned",
+                process=process.process_id,
+                pid=process.pid,
+                devices=",".join(assign.devices),
+            )
+
+    def _give_up_waiting(self) -> None:
+        """After too many failed spawns in a row, tell so of workers that no process is for."""
+        books, spawning = self._books, self._books.processes.spawning
+        is_judged = spawning.num_failures == self._row_judged
+        self._row_judged = spawning.num_failures
+        if is_judged or not spawning.has_given_up():
+            return
+        detail = f"{spawning.num_failures} processes in a row did not start: {spawning.detail}"
+        for worker in books.workers.waiting()[books.processes.num_unassigned() :]:
+            books.exit_worker(worker, ExitCause(ExitKind.SPAWN_FAILED, detail=detail))
+
+    def _finish(self) -> None:
+        """Exit once no worker runs, or when the time for it is over."""
+        books, departure = self._books, self._books.departure
+        if departure.code is None:
+            return
+        if books.processes.working() and books.now_ns < departure.kill_at_ns:
+            return
+        for process in books.processes.all():
+            books.processes.kill(process, ExitCause(ExitKind.STOPPED, detail="the agent ends"))
+        self._is_over = True
+        books.out.append(ExitAgent(departure.code, departure.why))
+
+
+def _is_chatter(event: AgentEvent) -> bool:
+    """Return whether an event comes all the time and tells no story."""
+    if isinstance(event, ProcessSaid):
+        return isinstance(event.message, (Pong, Progress))
+    return isinstance(event, Tick)

@@ -1,0 +1,154 @@
+"""All that an agent's machine knows, and the few changes that concern more than one part of it.
+
+Rule: the parts agree on who has whom; `check_books` says so after every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.core.config import AgentConfig
+from elastic.core.events.agent import AgentEffect
+from elastic.core.machine.agent_connection import Connection, Unacknowledged
+from elastic.core.machine.agent_departure import Departure
+from elastic.core.machine.agent_processes import Processes
+from elastic.core.machine.agent_workers import Worker, Workers
+from elastic.core.machine.story import note
+from elastic.core.messages import DrainNotice, Hello, Progress, Reported, Stop, WorkerUpdate
+from elastic.core.world import (
+    MILLI,
+    ExitCause,
+    ExitKind,
+    Node,
+    WorkerPhase,
+    WorkerReport,
+)
+from elastic.errors import check
+
+
+class AgentBooks:
+    """The parts of an agent, which keep books and ask for effects, all into one list.
+
+    Attributes:
+        out: effects of the current step.
+        now_ns: moment of the current step.
+        connection: the stream to the coordinator.
+        reports: what the coordinator has not acknowledged yet.
+        processes: spares and workers' processes.
+        workers: what is told of each worker.
+        departure: whether and when this agent ends.
+    """
+
+    def __init__(self, node: Node, config: AgentConfig, devices: tuple[str, ...]) -> None:
+        """Begin with empty books."""
+        self.node = node
+        self.config = config
+        self.now_ns = 0
+        self.out: list[AgentEffect] = []
+        self.connection = Connection(node, config, self.out)
+        self.reports = Unacknowledged(self.out)
+        self.processes = Processes(config, self.out)
+        self.workers = Workers(devices)
+        self.departure = Departure(config)
+
+    def is_leaving(self) -> bool:
+        """Return whether this node takes no new workers any more."""
+        return self.departure.is_draining() or self.departure.is_ending()
+
+    def note(self, worker: Worker, name: str, **fields: object) -> None:
+        """Ask for a line in the event log about a worker."""
+        self.out.append(note(name, worker.report.job_id, worker=worker.worker_id, **fields))
+
+    def exit_worker(self, worker: Worker, cause: ExitCause) -> None:
+        """A worker is no more, for the reason given."""
+        process_id = worker.process_id
+        self.workers.exited(worker, cause)
+        self.note(
+            worker,
+            "worker_exited",
+            process=process_id,
+            kind=cause.kind.value,
+            code=cause.code,
+            detail=cause.detail,
+        )
+
+    def begin_end(self, code: int, why: str) -> None:
+        """Ask all workers to end, and the agent after them; a second time may only hasten it."""
+        if self.departure.end(code, why, self.now_ns):
+            self.out.append(note("agent_ending", code=code, reason=why))
+            for worker in self.workers.waiting():
+                self.exit_worker(worker, ExitCause(ExitKind.STOPPED, detail=why))
+        order = Stop(why, self.departure.kill_at_ns - self.now_ns)
+        for process in self.processes.working():
+            self.processes.stop(process, order, self.now_ns)
+
+    # ------------------------------------------------------------ what the coordinator is told
+
+    def hello(self) -> Hello:
+        """Return all that the coordinator must know of us; it counts as told."""
+        self.workers.take_changed()
+        self.departure.is_told = True
+        return Hello(
+            node=self.node,
+            workers=tuple(self._as_of_its_reports(worker) for worker in self.workers.all()),
+            draining=self.departure.is_draining(),
+            drain_reason=self.departure.reason,
+            drain_timeout_ns=self.departure.remaining_ns(self.now_ns),
+        )
+
+    def _as_of_its_reports(self, worker: Worker) -> WorkerReport:
+        """Return what to say of a worker in a hello, before its waiting reports are sent.
+
+        A worker that reported and then left its group, while we were cut off, must not be said
+        to have left before the coordinator has those reports: it would form the next group, or
+        end the job, without the checkpoint in them. The truth follows them.
+        """
+        report = worker.report
+        has_left = report.phase is not WorkerPhase.TRAINING
+        if has_left and self.reports.has_any_of(report.worker_id, report.generation):
+            self.workers.tell(worker)
+            return replace(report, phase=WorkerPhase.TRAINING, exit=None)
+        return report
+
+    def tell(self, message: Reported | Progress) -> None:
+        """Pass on what a worker says; while the coordinator is away only reports are kept."""
+        if self.connection.is_registered():
+            self.connection.send(message)
+
+    def tell_changes(self) -> None:
+        """Tell the coordinator what it does not know yet; while it is away, hello does later."""
+        if not self.connection.is_registered():
+            return
+        for worker in self.workers.take_changed():
+            self.connection.send(WorkerUpdate(worker.report))
+        if not self.departure.is_told:
+            self.departure.is_told = True
+            remaining_ns = self.departure.remaining_ns(self.now_ns)
+            self.connection.send(DrainNotice(self.departure.reason, remaining_ns))
+
+    # ------------------------------------------------------------ what must hold
+
+    def check_books(self) -> None:
+        """Hold the books of workers, processes and devices against each other.
+
+        Raises:
+            InvariantViolation: they disagree.
+        """
+        for process in self.processes.working():
+            worker = self.workers.get(process.worker_id)
+            agrees = worker is not None and worker.process_id == process.process_id
+            check(agrees, f"process {process.process_id}: {process.worker_id} does not know it")
+        taken = 0
+        for worker in self.workers.all():
+            who = f"worker {worker.worker_id}"
+            is_bare = worker.process_id is None
+            is_served = self.processes.get(worker.process_id) is not None
+            check(is_bare or is_served, f"{who}: process {worker.process_id} is gone")
+            has_cause = worker.report.exit is not None
+            check(worker.has_exited() == has_cause, f"{who}: {worker.report}")
+            taken += len(worker.devices) * worker.device_milli
+        free = self.workers.devices.free_milli()
+        check(
+            sum(free) + taken == MILLI * len(free) and all(0 <= each <= MILLI for each in free),
+            f"devices: {free} thousandths free and {taken} taken of {len(free)} devices",
+        )

@@ -1,0 +1,168 @@
+"""The agent's stream to the coordinator: attempts, sessions, and the reports that wait for it.
+
+Rule: nothing that a worker does waits for the connection. What must not be lost is kept here
+until the coordinator took it; all else is a fact that the next `Hello` states anew.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from elastic.core.config import AgentConfig, ns
+from elastic.core.events.agent import AgentEffect, Connect, Disconnect, SendCoordinator
+from elastic.core.machine.story import note
+from elastic.core.machine.transitions import CONNECTION, ConnectionPhase, check_move
+from elastic.core.messages import AgentMessage, Hello, ReportAck, Reported
+from elastic.core.world import Generation, Node, SessionId, WorkerId
+
+REPORTS_KEPT_MAX = 20_000
+"""Unacknowledged reports that are kept; beyond it the oldest without a checkpoint is dropped."""
+DOUBLINGS_MAX = 40
+
+ReportKey = tuple[WorkerId, Generation, int]
+
+
+class Connection:
+    """One stream at a time, tried again for ever with growing, jittered pauses.
+
+    Attributes:
+        phase: see `transitions.CONNECTION`.
+        session: the newest attempt; whatever comes over another one is old.
+    """
+
+    def __init__(self, node: Node, config: AgentConfig, out: list[AgentEffect]) -> None:
+        """Begin disconnected, with the first attempt due at once; effects go to `out`."""
+        self.phase = ConnectionPhase.DISCONNECTED
+        self.session = SessionId("")
+        self._node = node
+        self._out = out
+        self._pause_min_ns = ns(config.reconnect_delay_s_min)
+        self._pause_max_ns = ns(config.reconnect_delay_s_max)
+        self._retry_at_ns: int | None = 0
+        self._attempts = 0
+        self._num_sessions = 0
+        # The driver draws jitter, but a refusal brings none: nodes differ by name at least.
+        self._jitter = zlib.crc32(node.node_id.encode()) / 2**32
+
+    def is_registered(self) -> bool:
+        """Return whether the coordinator has taken this node in, over the stream that stands."""
+        return self.phase is ConnectionPhase.REGISTERED
+
+    def is_current(self, session: SessionId) -> bool:
+        """Return whether this session is the one that counts."""
+        return session == self.session and self.phase is not ConnectionPhase.DISCONNECTED
+
+    def turn(self, now_ns: int) -> None:
+        """Try to connect if that is due."""
+        if self._retry_at_ns is None or now_ns < self._retry_at_ns:
+            return
+        self._retry_at_ns = None
+        self._num_sessions += 1
+        session = f"{self._node.node_id}/{self._node.incarnation}/{self._num_sessions}"
+        self.session = SessionId(session)
+        self._move(ConnectionPhase.CONNECTING)
+        self._out.append(Connect(self.session))
+
+    def greet(self, hello: Hello) -> None:
+        """The stream stands: introduce ourselves."""
+        self._move(ConnectionPhase.GREETED)
+        self.send(hello)
+
+    def welcomed(self, coordinator: str) -> None:
+        """The coordinator took us in: the next pause is a short one again."""
+        self._move(ConnectionPhase.REGISTERED)
+        self._attempts = 0
+        self._out.append(note("connected", coordinator=coordinator, session=self.session))
+
+    def lost(self, reason: str, jitter: float, now_ns: int) -> None:
+        """The stream ended, or none came about: try again after a pause."""
+        self._jitter = min(1.0, max(0.0, jitter))
+        if self.phase is not ConnectionPhase.CONNECTING:
+            self._out.append(note("connection_lost", session=self.session, reason=reason))
+        elif self._attempts == 0:
+            self._out.append(note("coordinator_unreachable", reason=reason))
+        self._pause(now_ns)
+
+    def refused(self, reason: str, now_ns: int, *, final: bool) -> None:
+        """The coordinator said no: drop the stream, and try again unless that is of no use."""
+        self._out.append(note("registration_refused", reason=reason, final=final))
+        self._out.append(Disconnect(self.session))
+        self._pause(now_ns)
+        if final:
+            self._retry_at_ns = None
+
+    def send(self, message: AgentMessage) -> None:
+        """Send over the stream that stands."""
+        self._out.append(SendCoordinator(self.session, message))
+
+    def next_deadline_ns(self) -> int | None:
+        """Return when the next attempt is due."""
+        return self._retry_at_ns
+
+    def _pause(self, now_ns: int) -> None:
+        """Wait between min and min * 2^n, at most max: full jitter, so that no herd forms."""
+        self._move(ConnectionPhase.DISCONNECTED)
+        self._attempts = min(self._attempts + 1, DOUBLINGS_MAX)
+        most_ns = min(self._pause_max_ns, self._pause_min_ns << self._attempts)
+        spread_ns = round(self._jitter * (most_ns - self._pause_min_ns))
+        self._retry_at_ns = now_ns + self._pause_min_ns + spread_ns
+
+    def _move(self, phase: ConnectionPhase) -> None:
+        check_move(CONNECTION, f"session {self.session or '(none)'}", self.phase, phase)
+        self.phase = phase
+
+
+class Unacknowledged:
+    """Reports of workers that the coordinator has not answered yet, oldest first.
+
+    A train function may report for hours while the coordinator is away; reports with a
+    checkpoint wait for their answer, so only the others can pile up.
+    """
+
+    def __init__(self, out: list[AgentEffect], limit: int = REPORTS_KEPT_MAX) -> None:
+        """Keep at most `limit` reports (more only if all of them carry checkpoints)."""
+        self._kept: dict[ReportKey, Reported] = {}
+        self._limit = limit
+        self._out = out
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._kept)
+
+    def add(self, reported: Reported) -> bool:
+        """Keep a report; False if it was known already."""
+        report = reported.report
+        key = (report.worker_id, report.generation, report.index)
+        if key in self._kept:
+            return False
+        self._kept[key] = reported
+        if len(self._kept) > self._limit:
+            self._drop_oldest()
+        return True
+
+    def ack(self, ack: ReportAck) -> None:
+        """The coordinator answered: there is nothing to send again."""
+        self._kept.pop((ack.worker_id, ack.generation, ack.index), None)
+
+    def all(self) -> tuple[Reported, ...]:
+        """Return what must be sent again, in the order in which it came."""
+        return tuple(self._kept.values())
+
+    def has_any_of(self, worker_id: WorkerId, generation: Generation) -> bool:
+        """Return whether a report of this worker in this generation waits."""
+        return any(key[:2] == (worker_id, generation) for key in self._kept)
+
+    def _drop_oldest(self) -> None:
+        for key, reported in self._kept.items():
+            if not reported.report.checkpoint:
+                del self._kept[key]
+                report = reported.report
+                dropped = note(
+                    "report_dropped",
+                    report.job_id,
+                    worker=report.worker_id,
+                    generation=report.generation,
+                    index=report.index,
+                )
+                self._out.append(dropped)
+                return

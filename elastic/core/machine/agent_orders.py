@@ -1,0 +1,127 @@
+"""What the coordinator says, taken into an agent's books.
+
+Rule: orders are wishes about how things should be, not about what to do: the same one twice, or
+one for a worker that is gone, does no harm, and is answered with how things are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.core.machine.agent_books import AgentBooks
+from elastic.core.machine.agent_departure import EXIT_DRAINED, EXIT_REFUSED
+from elastic.core.machine.agent_workers import GPU
+from elastic.core.machine.transitions import ConnectionPhase
+from elastic.core.messages import (
+    Announce,
+    CoordinatorMessage,
+    ForgetWorker,
+    LeaveGroup,
+    Refusal,
+    Release,
+    ReportAck,
+    StartWorker,
+    Stop,
+    StopWorker,
+    Welcome,
+    WorkerUpdate,
+)
+from elastic.core.world import (
+    MILLI,
+    ExitCause,
+    ExitKind,
+    JobId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
+
+
+def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
+    """Take one message of the current session; before the welcome only the answer counts."""
+    if isinstance(message, Refusal):
+        books.connection.refused(message.reason, books.now_ns, final=message.final)
+        if message.final:
+            books.begin_end(EXIT_REFUSED, message.reason)
+    elif isinstance(message, Welcome):
+        _welcomed(books, message)
+    elif not books.connection.is_registered():
+        return
+    elif isinstance(message, StartWorker):
+        _start(books, message)
+    elif isinstance(message, StopWorker):
+        _stop(books, message)
+    elif isinstance(message, ForgetWorker):
+        worker = books.workers.get(message.worker_id)
+        if worker is not None and worker.has_exited():
+            books.workers.forget(worker)
+    elif isinstance(message, Announce):
+        _forward(books, message.assignment.worker_id, message)
+    elif isinstance(message, LeaveGroup):
+        _forward(books, message.worker_id, message)
+    elif isinstance(message, ReportAck):
+        books.reports.ack(message)
+        _forward(books, message.worker_id, message)
+    elif isinstance(message, Release):
+        books.begin_end(EXIT_DRAINED, message.reason)
+
+
+def _welcomed(books: AgentBooks, message: Welcome) -> None:
+    """We are registered: reports come first, what became of their workers after."""
+    if books.connection.phase is ConnectionPhase.GREETED:
+        books.connection.welcomed(message.coordinator)
+        for reported in books.reports.all():
+            books.connection.send(reported)
+
+
+def _start(books: AgentBooks, message: StartWorker) -> None:
+    """Accept a worker; a known one is only told of again."""
+    known = books.workers.get(message.worker_id)
+    if known is not None:
+        books.workers.tell(known)
+        return
+    node_id = books.node.node_id
+    worker = books.workers.enter(message.worker_id, message.spec)
+    books.note(worker, "worker_accepted")
+    if books.is_leaving():
+        why = books.departure.reason or books.departure.why
+        detail = f"node {node_id} is about to leave: {why}"
+        books.exit_worker(worker, ExitCause(ExitKind.STOPPED, detail=detail))
+    elif not books.workers.equip(worker):
+        wanted = message.spec.resources_per_worker.amount(GPU)
+        free = ", ".join(f"{milli / MILLI:g}" for milli in books.workers.devices.free_milli())
+        detail = f"wants {GPU}={wanted:g}; free on the devices of node {node_id}: {free or 'none'}"
+        books.exit_worker(worker, ExitCause(ExitKind.SPAWN_FAILED, detail=detail))
+
+
+def _stop(books: AgentBooks, message: StopWorker) -> None:
+    """End a worker; one that does not run here is said to have ended."""
+    worker = books.workers.get(message.worker_id)
+    cause = ExitCause(ExitKind.STOPPED, detail=message.reason)
+    if worker is None:
+        cause = replace(cause, detail=f"does not run on node {books.node.node_id}")
+        report = WorkerReport(message.worker_id, JobId(""), WorkerPhase.EXITED, exit=cause)
+        books.connection.send(WorkerUpdate(report))
+        return
+    process = books.processes.get(worker.process_id)
+    if process is not None:
+        books.note(worker, "worker_stopping", reason=message.reason)
+        books.processes.stop(process, Stop(message.reason, message.grace_ns), books.now_ns)
+    elif worker.has_exited():
+        books.workers.tell(worker)
+    else:
+        books.exit_worker(worker, cause)
+
+
+def _forward(
+    books: AgentBooks, worker_id: WorkerId, message: Announce | LeaveGroup | ReportAck
+) -> None:
+    """Pass on what is meant for one worker; one without a process hears it later."""
+    worker = books.workers.get(worker_id)
+    if worker is None or worker.has_exited():
+        return
+    process = books.processes.get(worker.process_id)
+    if process is not None:
+        books.processes.send(process, message)
+    elif not isinstance(message, ReportAck):
+        worker.hold(message)

@@ -1,0 +1,288 @@
+"""The processes that an agent asked for: spares, those that work, and those on their way out.
+
+Rule: a process is one thing for its whole life and its number is never used again. Nothing is
+sent to a process that has not started or is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.core.config import AgentConfig, ns
+from elastic.core.events.agent import AgentEffect, Kill, OpenLog, SendProcess, Spawn
+from elastic.core.machine.agent_spawning import SpawnBackoff
+from elastic.core.machine.story import note
+from elastic.core.machine.transitions import PROCESS, ProcessPhase, check_move
+from elastic.core.messages import Assign, Ping, PipeToWorker, Stop
+from elastic.core.world import ExitCause, ExitKind, WorkerId
+
+WARM_UP_S_MAX = 300.0
+"""A spare that has not imported torch by then never will; a cold network disk needs a minute."""
+
+_P = ProcessPhase
+UNASSIGNED = (_P.SPAWNING, _P.WARMING, _P.WARM)
+TELLABLE = (_P.ASSIGNED, _P.STOPPING)
+KILLABLE = (_P.WARMING, _P.WARM, _P.ASSIGNED, _P.STOPPING)
+
+
+@dataclass
+class Process:
+    """One process.
+
+    Attributes:
+        spawned_ns: when it was asked for.
+        worker_id: whose it is, None for a spare.
+        end: why we end it, None as long as we do not; decides what its exit counts as.
+        kill_at_ns: when it is killed if it still lives: too slow to warm up, or to stop.
+        stopped_since_ns: since when the kernel shows it as stopped, None if it runs.
+        silent_since_ns: since when a ping is unanswered, None if none is.
+        num_pings, last_pong: numbers of the newest ping and of the newest answer.
+    """
+
+    process_id: int
+    spawned_ns: int
+    phase: ProcessPhase = ProcessPhase.SPAWNING
+    pid: int = 0
+    worker_id: WorkerId | None = None
+    end: ExitCause | None = None
+    kill_at_ns: int | None = None
+    stopped_since_ns: int | None = None
+    silent_since_ns: int | None = None
+    num_pings: int = 0
+    last_pong: int = 0
+
+    def move(self, phase: ProcessPhase) -> None:
+        """Enter a phase."""
+        check_move(PROCESS, f"process {self.process_id}", self.phase, phase)
+        self.phase = phase
+
+
+class Processes:
+    """All processes of one agent that are not gone, by number."""
+
+    def __init__(self, config: AgentConfig, out: list[AgentEffect]) -> None:
+        """Begin with none; effects go to `out`."""
+        self.spawning = SpawnBackoff(config)
+        self._out = out
+        self._all: dict[int, Process] = {}
+        self._num_spawned = 0
+        self._ping_interval_ns = ns(config.ping_interval_s)
+        self._hang_ns = ns(config.hang_timeout_s)
+        self._stopped_ns = ns(config.stopped_timeout_s)
+        self._ping_at_ns: int | None = None
+        self._spawn_at_ns: int | None = None
+
+    def get(self, process_id: int | None) -> Process | None:
+        """Return the process of this number, None if it is gone or was never asked for."""
+        return self._all.get(process_id) if process_id is not None else None
+
+    def all(self) -> tuple[Process, ...]:
+        """Return all, oldest first."""
+        return tuple(self._all.values())
+
+    def working(self) -> list[Process]:
+        """Return those that have a worker to their name, also the killed ones, oldest first."""
+        return [process for process in self._all.values() if process.worker_id is not None]
+
+    def num_unassigned(self) -> int:
+        """Return how many are, or may get, ready for a worker."""
+        return sum(1 for process in self._all.values() if process.phase in UNASSIGNED)
+
+    # ------------------------------------------------------------ what happens to them
+
+    def started(self, process: Process, pid: int, now_ns: int) -> None:
+        """The operating system made it; it imports torch now."""
+        if process.phase is ProcessPhase.SPAWNING:
+            process.pid = pid
+            process.move(ProcessPhase.WARMING)
+            process.kill_at_ns = now_ns + ns(WARM_UP_S_MAX)
+
+    def warmed(self, process: Process, pid: int) -> None:
+        """It waits for a job: spawning works."""
+        if process.phase in (ProcessPhase.SPAWNING, ProcessPhase.WARMING):
+            process.pid = process.pid or pid
+            process.move(ProcessPhase.WARM)
+            process.kill_at_ns = None
+            self.spawning.succeeded()
+
+    def exited(self, process: Process) -> None:
+        """It is gone."""
+        process.move(ProcessPhase.GONE)
+        del self._all[process.process_id]
+
+    def failed(self, process: Process, detail: str, now_ns: int) -> None:
+        """It never came to stand, or ended by itself before it got a job."""
+        self.spawning.failed(process.spawned_ns, detail, now_ns)
+        row = self.spawning.num_failures
+        self._out.append(note("spare_failed", process=process.process_id, detail=detail, row=row))
+
+    def halted(self, process: Process, stopped: bool, now_ns: int) -> None:
+        """The kernel shows it as stopped, or as running again."""
+        if not stopped:
+            process.stopped_since_ns = None
+        elif process.stopped_since_ns is None:
+            process.stopped_since_ns = now_ns
+
+    def ponged(self, process: Process, number: int, now_ns: int) -> None:
+        """Its control thread lives: an older answer than the newest one says nothing new."""
+        if process.last_pong < number <= process.num_pings:
+            process.last_pong = number
+            process.silent_since_ns = None if number == process.num_pings else now_ns
+
+    # ------------------------------------------------------------ what we do with them
+
+    def take_warm(self) -> Process | None:
+        """Return the spare that has been there longest, None if no one is warm."""
+        for process in self._all.values():
+            if process.phase is ProcessPhase.WARM:
+                return process
+        return None
+
+    def assign(self, process: Process, assign: Assign, now_ns: int) -> None:
+        """Make a warm spare a worker."""
+        process.move(ProcessPhase.ASSIGNED)
+        process.worker_id = assign.worker_id
+        if self._ping_at_ns is None:
+            self._ping_at_ns = now_ns + self._ping_interval_ns
+        self._out.append(OpenLog(process.process_id, assign))
+        self.send(process, assign)
+
+    def send(self, process: Process, message: PipeToWorker) -> None:
+        """Write to a working process's pipe; one that is killed reads no more."""
+        if process.phase in TELLABLE:
+            self._out.append(SendProcess(process.process_id, message))
+
+    def stop(self, process: Process, order: Stop, now_ns: int) -> None:
+        """Ask a working process to end; a second order may only shorten its time."""
+        kill_at_ns = now_ns + order.grace_ns
+        cause = ExitCause(ExitKind.STOPPED, detail=order.reason)
+        if order.grace_ns <= 0:
+            self.kill(process, cause)
+        elif process.phase is ProcessPhase.ASSIGNED:
+            self.send(process, order)
+            process.move(ProcessPhase.STOPPING)
+            process.end, process.kill_at_ns = cause, kill_at_ns
+        elif process.phase is ProcessPhase.STOPPING and process.kill_at_ns is not None:
+            process.kill_at_ns = min(process.kill_at_ns, kill_at_ns)
+
+    def kill(self, process: Process, cause: ExitCause) -> None:
+        """Send SIGKILL, once; the first reason that we had to end it stays the reason."""
+        if process.phase in KILLABLE:
+            process.move(ProcessPhase.KILLED)
+            process.end = process.end or cause
+            process.kill_at_ns = None
+            self._out.append(Kill(process.process_id, cause.detail))
+
+    # ------------------------------------------------------------ time
+
+    def turn(self, now_ns: int, *, waiting: int, num_spares: int) -> None:
+        """Kill what is overdue, ping what works, and keep as many spares as are wanted.
+
+        Args:
+            now_ns: monotonic.
+            waiting: workers that have no process yet; each takes the next that is warm.
+            num_spares: processes wanted beside those; they are not replaced while spawning fails.
+        """
+        for process in self.all():
+            self._end_overdue(process, now_ns)
+        self._ping(now_ns)
+        self._balance(now_ns, waiting, num_spares)
+
+    def forgive(self, late_ns: int) -> None:
+        """This agent itself did not run for so long: no process is to blame for it."""
+        for process in self._all.values():
+            if process.silent_since_ns is not None:
+                process.silent_since_ns += late_ns
+            if process.stopped_since_ns is not None:
+                process.stopped_since_ns += late_ns
+            if process.phase is ProcessPhase.WARMING and process.kill_at_ns is not None:
+                process.kill_at_ns += late_ns
+
+    def next_deadline_ns(self) -> int | None:
+        """Return when `turn` has something to do."""
+        moments = [moment for moment in (self._ping_at_ns, self._spawn_at_ns) if moment is not None]
+        for process in self._all.values():
+            moments.extend(moment for moment, _ in self._limits(process))
+        return min(moments, default=None)
+
+    def _limits(self, process: Process) -> list[tuple[int, ExitCause]]:
+        """Return when the process is to be killed, and for what, in order of precedence."""
+        if process.phase not in KILLABLE:
+            return []
+        limits = []
+        if process.kill_at_ns is not None:
+            why = "did not get warm in time"
+            if process.end is not None:
+                why = f"did not end within its grace period: {process.end.detail}"
+            limits.append((process.kill_at_ns, ExitCause(ExitKind.HUNG, detail=why)))
+        if process.stopped_since_ns is not None:
+            why = f"stopped (SIGSTOP) for {self._stopped_ns / 1e9:g} s"
+            limit_ns = process.stopped_since_ns + self._stopped_ns
+            limits.append((limit_ns, ExitCause(ExitKind.HUNG, detail=why)))
+        if process.silent_since_ns is not None and process.phase is ProcessPhase.ASSIGNED:
+            why = f"its control thread did not answer for {self._hang_ns / 1e9:g} s"
+            limit_ns = process.silent_since_ns + self._hang_ns
+            limits.append((limit_ns, ExitCause(ExitKind.HUNG, detail=why)))
+        return limits
+
+    def _end_overdue(self, process: Process, now_ns: int) -> None:
+        for limit_ns, cause in self._limits(process):
+            if now_ns < limit_ns:
+                continue
+            if process.phase is ProcessPhase.WARMING and process.stopped_since_ns is None:
+                self.failed(process, cause.detail, now_ns)
+            worker = process.worker_id or ""
+            self._out.append(
+                note("process_overdue", process=process.process_id, worker=worker, why=cause.detail)
+            )
+            self.kill(process, cause)
+            return
+
+    def _ping(self, now_ns: int) -> None:
+        """Ask all that work, together; there are only a few on a node."""
+        if self._ping_at_ns is None or now_ns < self._ping_at_ns:
+            return
+        working = [p for p in self._all.values() if p.phase is ProcessPhase.ASSIGNED]
+        self._ping_at_ns = now_ns + self._ping_interval_ns if working else None
+        for process in working:
+            process.num_pings += 1
+            if process.silent_since_ns is None:
+                process.silent_since_ns = now_ns
+            self.send(process, Ping(process.num_pings))
+
+    def _balance(self, now_ns: int, waiting: int, num_spares: int) -> None:
+        """Spawn what is missing; end spares that nobody is going to need."""
+        idle = [process for process in self._all.values() if process.phase in UNASSIGNED]
+        idle.sort(key=lambda p: (p.phase is ProcessPhase.WARM, -p.process_id))
+        surplus = [p for p in idle if p.phase in KILLABLE][
+            : max(0, len(idle) - waiting - num_spares)
+        ]
+        for process in surplus:
+            self.kill(process, ExitCause(ExitKind.STOPPED, detail="more spares than are wanted"))
+        wanted = waiting if self.spawning.has_given_up() else waiting + num_spares
+        missing = wanted - len(idle)
+        self._spawn_at_ns = self.spawning.not_before_ns if missing > 0 else None
+        if missing > 0 and now_ns >= self.spawning.not_before_ns:
+            self._spawn_at_ns = None
+            for _ in range(missing):
+                self._num_spawned += 1
+                self._all[self._num_spawned] = Process(self._num_spawned, now_ns)
+                self._out.append(Spawn(self._num_spawned))
+
+
+def judge_exit(process: Process, cause: ExitCause) -> ExitCause:
+    """Return what an exit counts as: ours if we ordered it, else what the system says.
+
+    A process that we were about to kill as hung, but that ended with a code, was not hung.
+    """
+    end = process.end
+    if end is None or (end.kind is ExitKind.HUNG and cause.kind is not ExitKind.SIGNAL):
+        return cause
+    return ExitCause(end.kind, detail=f"{end.detail} ({describe_exit(cause)})")
+
+
+def describe_exit(cause: ExitCause) -> str:
+    """Return how a process ended, as the end of a sentence."""
+    names = {ExitKind.CODE: "exited with code", ExitKind.SIGNAL: "was ended by signal"}
+    text = f"{names[cause.kind]} {cause.code}" if cause.kind in names else cause.kind.value
+    return f"{text}: {cause.detail}" if cause.detail else text

@@ -1,0 +1,203 @@
+"""The workers that an agent answers for, and which accelerators each of them has.
+
+Rule: a worker stays in the book, exited or not, until the coordinator says that it may be
+forgotten. What changed is told once per step, as a whole report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elastic.core.config import JobSpec
+from elastic.core.machine.transitions import WORKER_SEEN, check_move
+from elastic.core.messages import Announce, Assign, LeaveGroup
+from elastic.core.world import MILLI, ExitCause, WorkerId, WorkerPhase, WorkerReport
+
+GPU = "GPU"
+"""Name of the resource that stands for accelerators."""
+
+
+@dataclass
+class Worker:
+    """One worker.
+
+    Attributes:
+        report: all that is known, as it is told to the coordinator.
+        devices: accelerators it has, by position; empty on CPU and once it exited.
+        device_milli: thousandths that it takes of each of them.
+        process_id: its process, None while it waits for one, and after the exit.
+        held: what the coordinator said to it before it had a process.
+    """
+
+    spec: JobSpec
+    report: WorkerReport
+    devices: tuple[int, ...] = ()
+    device_milli: int = 0
+    process_id: int | None = None
+    held: tuple[Announce | LeaveGroup, ...] = ()
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """Return its id."""
+        return self.report.worker_id
+
+    def is_waiting(self) -> bool:
+        """Return whether it still needs a process."""
+        return self.process_id is None and not self.has_exited()
+
+    def has_exited(self) -> bool:
+        """Return whether it is no more."""
+        return self.report.phase is WorkerPhase.EXITED
+
+    def hold(self, message: Announce | LeaveGroup) -> None:
+        """Keep the newest announcement, and the order to leave it if there is one."""
+        if isinstance(message, Announce):
+            first = self.held[0] if self.held else None
+            generation = message.assignment.generation
+            if not isinstance(first, Announce) or first.assignment.generation < generation:
+                self.held = (message,)
+        elif self.held:
+            self.held = (self.held[0], message)
+
+
+class Devices:
+    """Which accelerator belongs to whom.
+
+    A worker that takes whole ones shares them with nobody; workers that take less than one share
+    a device as long as their parts add up.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        """Begin with all of them free."""
+        self._names = names
+        self._free_milli = [MILLI] * len(names)
+
+    def take(self, milli: int) -> tuple[tuple[int, ...], int] | None:
+        """Take the lowest free devices for an amount in thousandths.
+
+        Returns:
+            Positions and the thousandths taken of each; None if they are not there.
+        """
+        if milli <= 0:
+            return (), 0
+        count = -(-milli // MILLI)
+        each = MILLI if milli > MILLI else milli
+        fitting = [at for at, free in enumerate(self._free_milli) if free >= each]
+        if len(fitting) < count:
+            return None
+        taken = tuple(fitting[:count])
+        for at in taken:
+            self._free_milli[at] -= each
+        return taken, each
+
+    def give_back(self, taken: tuple[int, ...], each: int) -> None:
+        """Free what `take` returned."""
+        for at in taken:
+            self._free_milli[at] += each
+
+    def names(self, taken: tuple[int, ...]) -> tuple[str, ...]:
+        """Return what the worker sees them as."""
+        return tuple(self._names[at] for at in taken)
+
+    def free_milli(self) -> tuple[int, ...]:
+        """Return what is left of each."""
+        return tuple(self._free_milli)
+
+
+class Workers:
+    """The book of workers, in the order in which they came."""
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        """Begin empty."""
+        self.devices = Devices(devices)
+        self._book: dict[WorkerId, Worker] = {}
+        self._changed: dict[WorkerId, None] = {}
+
+    def get(self, worker_id: WorkerId | None) -> Worker | None:
+        """Return a worker, None if it is not known (any more)."""
+        return self._book.get(worker_id) if worker_id is not None else None
+
+    def all(self) -> tuple[Worker, ...]:
+        """Return all, also the exited ones."""
+        return tuple(self._book.values())
+
+    def waiting(self) -> list[Worker]:
+        """Return those that need a process, first come first."""
+        return [worker for worker in self._book.values() if worker.is_waiting()]
+
+    def are_gone(self) -> bool:
+        """Return whether none lives."""
+        return all(worker.has_exited() for worker in self._book.values())
+
+    def enter(self, worker_id: WorkerId, spec: JobSpec) -> Worker:
+        """Take a worker into the book; its fate will be told."""
+        report = WorkerReport(worker_id, spec.job_id, WorkerPhase.STARTING)
+        worker = self._book[worker_id] = Worker(spec, report)
+        self.tell(worker)
+        return worker
+
+    def equip(self, worker: Worker) -> bool:
+        """Reserve the accelerators that the job asks for; False if too few are free."""
+        amounts = dict(worker.spec.resources_per_worker.milli)
+        taken = self.devices.take(amounts.get(GPU, 0))
+        if taken is None:
+            return False
+        worker.devices, worker.device_milli = taken
+        return True
+
+    def assign(self, worker: Worker, process_id: int, pid: int, host: str) -> Assign:
+        """Give a waiting worker its process; return what the process must know."""
+        worker.process_id = process_id
+        worker.report = replace(worker.report, pid=pid)
+        self.tell(worker)
+        devices = self.devices.names(worker.devices)
+        return Assign(worker.worker_id, worker.spec, host, devices)
+
+    def hear(self, worker: Worker, said: WorkerReport) -> bool:
+        """Merge what the worker says of itself; False if it cannot be true.
+
+        The pid and the exit are the agent's to know; a failure once told stays told.
+        """
+        known = worker.report
+        is_stale = said.generation < known.generation
+        is_legal = said.phase in WORKER_SEEN.moves[known.phase]
+        if is_stale or not is_legal or said.phase is WorkerPhase.EXITED:
+            return False
+        worker.report = replace(
+            known,
+            phase=said.phase,
+            generation=said.generation,
+            store_address=said.store_address,
+            failure=said.failure or known.failure,
+            result=said.result,
+        )
+        if worker.report != known:
+            self.tell(worker)
+        return True
+
+    def exited(self, worker: Worker, cause: ExitCause) -> None:
+        """The worker is no more: its accelerators are free, its report says how it ended."""
+        who = f"worker {worker.worker_id}"
+        check_move(WORKER_SEEN, who, worker.report.phase, WorkerPhase.EXITED)
+        worker.report = replace(
+            worker.report, phase=WorkerPhase.EXITED, exit=cause, store_address=""
+        )
+        self.devices.give_back(worker.devices, worker.device_milli)
+        worker.devices, worker.device_milli = (), 0
+        worker.process_id, worker.held = None, ()
+        self.tell(worker)
+
+    def forget(self, worker: Worker) -> None:
+        """Strike a worker from the book."""
+        del self._book[worker.worker_id]
+        self._changed.pop(worker.worker_id, None)
+
+    def tell(self, worker: Worker) -> None:
+        """See that the coordinator hears of this worker, also if it is known already."""
+        self._changed[worker.worker_id] = None
+
+    def take_changed(self) -> list[Worker]:
+        """Return the workers that are to be told of, and take them for told."""
+        changed = [self._book[worker_id] for worker_id in self._changed]
+        self._changed = {}
+        return changed

@@ -1,0 +1,246 @@
+"""The coordinator's machine: one door for every event, effects in the order to perform them.
+
+Rule: `step` is the only thing that changes state. It takes the event into the books
+(`intake`), brings every job that the event touched to rest (`settle`), and checks what must
+hold (`invariants`). It reads no clock, does no IO and draws no random number, so that a journal
+and a list of events replay it exactly.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import CoordinatorConfig, ns
+from elastic.core.events.coordinator import (
+    AgentConnected,
+    AgentDisconnected,
+    AgentSaid,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Forget,
+    NodeDrainRequested,
+    Persist,
+    Recovered,
+    Reply,
+    StopRequested,
+    SubmitRequested,
+)
+from elastic.core.events.shared import Tick
+from elastic.core.machine import intake, invariants, settle
+from elastic.core.machine.jobs import Cluster, JobState, restore
+from elastic.core.machine.nodes import NodeState
+from elastic.core.machine.story import Story
+from elastic.core.policy import placement
+from elastic.core.view import ClusterView
+from elastic.core.world import JobPhase, Node, NodeId, NodePhase
+from elastic.errors import InvariantViolation, check
+
+HOLD_AFTER_RESTART_S = 2.0
+"""Agents that run something report it within this time of a restart, as a rule; starting
+workers earlier would start some of them twice."""
+GONE_NODES_MAX = 1000
+
+
+class CoordinatorMachine:
+    """All decisions about nodes, jobs and groups.
+
+    Guarantees, checked by the simulator: one current generation per job; a generation is never
+    reused; nobody hears of a generation before it is durable; groups are never below min nor
+    above max.
+    """
+
+    def __init__(self, config: CoordinatorConfig, name: str = "coordinator") -> None:
+        """Begin empty; the first event must be `Recovered`."""
+        self._cluster = Cluster(config, name)
+        self._story = Story()
+        self._recovered = False
+
+    def step(self, event: CoordinatorEvent, now_ns: int) -> tuple[CoordinatorEffect, ...]:
+        """Take one event.
+
+        Args:
+            event: what happened.
+            now_ns: monotonic; never falls.
+
+        Returns:
+            Effects, to be performed in this order; `Persist` is a barrier.
+
+        Raises:
+            InvariantViolation: a bug; carries the last events.
+        """
+        cluster = self._cluster
+        check(now_ns >= cluster.now_ns, f"time fell from {cluster.now_ns} to {now_ns}")
+        cluster.now_ns = now_ns
+        cluster.effects = []
+        self._story.tell(now_ns, event)
+        try:
+            check(
+                self._recovered or isinstance(event, Recovered),
+                f"the first event must be Recovered, got {type(event).__name__}",
+            )
+            self._take(event)
+            self._come_to_rest()
+            invariants.check_cluster(cluster)
+        except InvariantViolation as violation:
+            raise InvariantViolation(str(violation), self._story.lines()) from violation
+        return tuple(cluster.effects)
+
+    def next_deadline_ns(self) -> int | None:
+        """Return when to call `step(Tick)` at the latest, None if nothing waits for time."""
+        moments = [job.wake_ns for job in self._cluster.active() if job.wake_ns is not None]
+        node = self._cluster.book.next_deadline_ns()
+        if node is not None:
+            moments.append(node)
+        return min(moments, default=None)
+
+    def view(self, now_ns: int) -> ClusterView:
+        """Return all that status shows."""
+        return ClusterView(
+            now_ns,
+            tuple(state.view() for state in self._cluster.book.ordered()),
+            tuple(job.view() for job in self._cluster.jobs.values()),
+        )
+
+    def _take(self, event: CoordinatorEvent) -> None:
+        cluster = self._cluster
+        if isinstance(event, AgentSaid):
+            intake.on_said(cluster, event)
+        elif isinstance(event, Tick):
+            self._touch_due()
+        elif isinstance(event, AgentConnected):
+            intake.on_connected(cluster, event)
+        elif isinstance(event, AgentDisconnected):
+            intake.on_disconnected(cluster, event)
+        elif isinstance(event, SubmitRequested):
+            self._submit(event)
+        elif isinstance(event, StopRequested):
+            self._stop(event)
+        elif isinstance(event, NodeDrainRequested):
+            self._drain(event)
+        else:
+            self._recover(event)
+
+    def _touch_due(self) -> None:
+        for job in self._cluster.active():
+            if job.wake_ns is not None and job.wake_ns <= self._cluster.now_ns:
+                self._cluster.touch(job)
+
+    def _come_to_rest(self) -> None:
+        cluster = self._cluster
+        intake.settle_nodes(cluster)
+        while cluster.dirty:
+            job_id = next(iter(cluster.dirty))
+            del cluster.dirty[job_id]
+            job = cluster.jobs.get(job_id)
+            if job is not None:
+                settle.settle_job(cluster, job)
+                invariants.check_job(cluster, job)
+            if not cluster.dirty:
+                intake.settle_nodes(cluster)
+        self._drop_ended()
+        cluster.book.drop_gone(GONE_NODES_MAX)
+
+    def _drop_ended(self) -> None:
+        """Forget the oldest ended jobs whose workers are gone."""
+        cluster = self._cluster
+        ended = [job for job in cluster.jobs.values() if job.has_ended() and not job.workers]
+        over = ended[: max(0, len(ended) - cluster.config.ended_jobs_kept)]
+        for job in over:
+            del cluster.jobs[job.job_id]
+        if over:
+            cluster.do(Forget(tuple(job.job_id for job in over)))
+
+    # ------------------------------------------------------------ requests
+
+    def _recover(self, event: Recovered) -> None:
+        """Take over what the journal holds; members of running groups are awaited."""
+        cluster = self._cluster
+        check(not self._recovered, "Recovered came twice")
+        self._recovered = True
+        cluster.sequence = max((record.sequence for record in event.jobs), default=0)
+        for record in sorted(event.jobs, key=lambda r: r.sequence):
+            job = restore(record, cluster.now_ns)
+            cluster.jobs[job.job_id] = job
+            if job.has_ended():
+                continue
+            cluster.hold_until_ns = cluster.now_ns + ns(HOLD_AFTER_RESTART_S)
+            for member in job.group.members if job.is_open and job.group else ():
+                state = self._await_node(member.node_id)
+                cluster.add_worker(job, state, intake.placeholder(job, member.worker_id))
+            cluster.touch(job)
+        cluster.note("recovered", jobs=len(event.jobs))
+
+    def _await_node(self, node_id: NodeId) -> NodeState:
+        """Enter a node that is known from the journal only, and must come back in time."""
+        cluster = self._cluster
+        state = cluster.book.nodes.get(node_id)
+        if state is None:
+            state = NodeState(
+                Node(node_id, incarnation=0, host="", num_slots=0),
+                NodePhase.DISCONNECTED,
+                cluster.now_ns,
+                lost_at_ns=cluster.now_ns + ns(cluster.config.adoption_grace_s),
+                unconfirmed=True,
+                reason="known from the journal, has not come back yet",
+            )
+            cluster.book.nodes[node_id] = state
+            cluster.book.settle(state)
+        return state
+
+    def _submit(self, event: SubmitRequested) -> None:
+        cluster, spec = self._cluster, event.spec
+        same = [job for job in cluster.active() if job.spec.name == spec.name]
+        types = [s.node.accelerator_type for s in cluster.book.ordered() if s.is_live()]
+        refusal = placement.refuse_accelerator(spec, [t for t in types if t])
+        num_active = sum(1 for _ in cluster.active())
+        if same:
+            text = (
+                f"a job named {spec.name!r} is {same[0].phase.value} already "
+                f"({same[0].job_id}): choose another name, or stop it first"
+            )
+            cluster.do(Reply(event.request_id, "already_exists", text))
+        elif spec.job_id in cluster.jobs:
+            text = f"job id {spec.job_id} exists already"
+            cluster.do(Reply(event.request_id, "already_exists", text))
+        elif refusal:
+            cluster.do(Reply(event.request_id, "invalid", refusal))
+        elif num_active >= cluster.config.jobs_max:
+            text = f"{num_active} jobs have not ended, jobs_max={cluster.config.jobs_max}"
+            cluster.do(Reply(event.request_id, "exhausted", text))
+        else:
+            cluster.sequence += 1
+            job = JobState(spec, cluster.sequence, JobPhase.PENDING, cluster.now_ns)
+            job.reason = "submitted"
+            cluster.jobs[job.job_id] = job
+            cluster.do(Persist((job.record(),)), Reply(event.request_id, "", job.job_id))
+            cluster.note(
+                "job_submitted",
+                job.job_id,
+                job_name=spec.name,
+                min_workers=spec.min_workers,
+                max_workers=spec.max_workers,
+            )
+            cluster.touch(job)
+
+    def _stop(self, event: StopRequested) -> None:
+        job = self._cluster.jobs.get(event.job_id)
+        if job is None:
+            text = f"no job {event.job_id} is known here"
+            self._cluster.do(Reply(event.request_id, "not_found", text))
+        elif job.has_ended():
+            text = f"job {job.job_id} has ended already: {job.phase.value}"
+            self._cluster.do(Reply(event.request_id, "failed_precondition", text))
+        else:
+            settle.end_job(self._cluster, job, JobPhase.STOPPED, event.reason or "stopped")
+            self._cluster.do(Reply(event.request_id, "", job.job_id))
+
+    def _drain(self, event: NodeDrainRequested) -> None:
+        state = self._cluster.book.nodes.get(event.node_id)
+        if state is None:
+            known = ", ".join(sorted(self._cluster.book.nodes)) or "none"
+            text = f"no node {event.node_id} is known here; known: {known}"
+            self._cluster.do(Reply(event.request_id, "not_found", text))
+        elif not state.is_live():
+            text = f"node {event.node_id} is {state.phase.value}, only a connected one can drain"
+            self._cluster.do(Reply(event.request_id, "failed_precondition", text))
+        else:
+            intake.start_drain(self._cluster, state, event.reason, event.timeout_ns)
+            self._cluster.do(Reply(event.request_id, "", event.node_id))

@@ -1,0 +1,446 @@
+"""What agents say, taken into the coordinator's books.
+
+Rule: a report is a fact about now. Whatever was missed while a stream was broken is made good
+by comparing what the agent says with what the job wants: announce again, or tell to leave or
+to end.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import ns
+from elastic.core.events.coordinator import (
+    AgentConnected,
+    AgentDisconnected,
+    AgentSaid,
+    CloseSession,
+    Persist,
+    SendAgent,
+)
+from elastic.core.machine.jobs import Cluster, JobState, WorkerState
+from elastic.core.machine.nodes import NodeState
+from elastic.core.machine.settle import announcement, end_job, forgive, tell
+from elastic.core.messages import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    DrainNotice,
+    ForgetWorker,
+    Hello,
+    LeaveGroup,
+    Progress,
+    Refusal,
+    Release,
+    Report,
+    ReportAck,
+    Reported,
+    StartWorker,
+    StopWorker,
+    Welcome,
+    WorkerUpdate,
+)
+from elastic.core.policy import failure as failure_policy
+from elastic.core.policy import retention
+from elastic.core.world import (
+    CheckpointRecord,
+    ExitCause,
+    ExitKind,
+    Failure,
+    JobPhase,
+    NodePhase,
+    SessionId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
+
+UNCONFIRMED_GRACE_S = 2.0
+"""After a restart, when a group is known to be broken, its silent nodes are given up after this:
+their agents may be about to come back, and cannot all be the culprit."""
+
+
+# ---------------------------------------------------------------- connections
+
+
+def on_connected(cluster: Cluster, event: AgentConnected) -> None:
+    """Register a node, or refuse it with the reason."""
+    node = event.hello.node
+    refusal = _refuse(cluster, event.hello)
+    if refusal is not None:
+        cluster.do(SendAgent(event.session, refusal), CloseSession(event.session, refusal.reason))
+        cluster.note("agent_refused", node=node.node_id, reason=refusal.reason)
+        return
+    state = _enter(cluster, event)
+    cluster.do(SendAgent(event.session, Welcome(cluster.name)))
+    if event.hello.draining:
+        start_drain(cluster, state, event.hello.drain_reason, event.hello.drain_timeout_ns)
+    _compare(cluster, state, event.hello)
+    cluster.book.settle(state)
+    cluster.touch_active()
+    cluster.note(
+        "node_registered",
+        node=node.node_id,
+        slots=node.num_slots,
+        workers=len(event.hello.workers),
+        host=node.host,
+    )
+
+
+def _refuse(cluster: Cluster, hello: Hello) -> Refusal | None:
+    """Return why this agent may not register, None if it may."""
+    if hello.protocol_major != PROTOCOL_MAJOR:
+        theirs = f"{hello.protocol_major}.{hello.protocol_minor}"
+        return Refusal(
+            f"agent {hello.node.node_id} speaks protocol {theirs}, the coordinator "
+            f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: install the same major version of elastic-torch",
+            final=True,
+        )
+    known = cluster.book.nodes.get(hello.node.node_id)
+    if known is None or known.unconfirmed:
+        return None
+    if hello.node.incarnation < known.node.incarnation:
+        return Refusal(
+            f"node {hello.node.node_id} belongs to an agent that started later "
+            f"(incarnation {known.node.incarnation}, yours is {hello.node.incarnation}): "
+            f"this agent is stale, end it or give it another --node-id",
+            final=True,
+        )
+    if known.is_live() and hello.node.incarnation != known.node.incarnation:
+        return Refusal(
+            f"node {hello.node.node_id} is in use by another live agent on {known.node.host}: "
+            f"give this one another --node-id",
+            final=False,
+        )
+    return None
+
+
+def _enter(cluster: Cluster, event: AgentConnected) -> NodeState:
+    """Write the node into the books under its new session."""
+    node = event.hello.node
+    book = cluster.book
+    state = book.nodes.get(node.node_id)
+    if state is None or state.phase in (NodePhase.LOST, NodePhase.LEFT):
+        serial = state.last_serial if state is not None else 0
+        state = NodeState(node, NodePhase.READY, cluster.now_ns, last_serial=serial)
+        book.nodes[node.node_id] = state
+    elif not state.unconfirmed and state.node.incarnation != node.incarnation:
+        lose_node_workers(cluster, state, "its agent was started anew")
+        state.draining, state.released, state.leave_by_ns = False, False, None
+    if state.session is not None:
+        cluster.do(CloseSession(state.session, "replaced by a newer connection"))
+    state.node = node
+    state.unconfirmed = False
+    state.lost_at_ns = None
+    book.bind(state, event.session)
+    phase = NodePhase.DRAINING if state.draining else NodePhase.READY
+    state.move(phase, cluster.now_ns, state.reason if state.draining else "")
+    return state
+
+
+def _compare(cluster: Cluster, state: NodeState, hello: Hello) -> None:
+    """Hold all that the agent says against the books."""
+    said = {report.worker_id: report for report in hello.workers}
+    for worker_id in sorted(set(state.held) - set(said)):
+        job, worker = _find(cluster, worker_id)
+        if job is None or worker is None:
+            continue
+        unheard = worker.report.phase is WorkerPhase.STARTING and worker.report.pid == 0
+        if unheard and worker.stop_cause is None and not job.has_ended():
+            tell(cluster, worker, StartWorker(worker_id, job.spec))
+        else:
+            cause = ExitCause(ExitKind.LOST, detail="its agent does not know it any more")
+            lose_worker(cluster, job, worker_id, cause)
+    for report in hello.workers:
+        take_report(cluster, state, report)
+        _resume(cluster, report)
+
+
+def _find(cluster: Cluster, worker_id: WorkerId) -> tuple[JobState | None, WorkerState | None]:
+    job = cluster.job_of(worker_id)
+    return job, job.workers[worker_id] if job else None
+
+
+def _resume(cluster: Cluster, report: WorkerReport) -> None:
+    """Say again to a worker what it may have missed while its agent was away."""
+    job = cluster.jobs.get(report.job_id)
+    worker = job.workers.get(report.worker_id) if job else None
+    if job is None or worker is None:
+        return
+    if worker.stop_cause is not None:
+        grace = ns(cluster.config.stop_grace_s)
+        tell(cluster, worker, StopWorker(report.worker_id, grace, worker.stop_cause.detail))
+        return
+    is_member = job.is_open and report.worker_id in job.member_ids()
+    if is_member and report.generation < job.generation:
+        tell(cluster, worker, announcement(job, report.worker_id))
+    elif is_member and job.asked:
+        leave = LeaveGroup(report.worker_id, job.generation, True, "planned change")
+        tell(cluster, worker, leave)
+    elif not is_member and report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
+        leave = LeaveGroup(report.worker_id, report.generation, False, "the group is over")
+        tell(cluster, worker, leave)
+
+
+def on_disconnected(cluster: Cluster, event: AgentDisconnected) -> None:
+    """A stream ended: the node has a moment to come back, then it is lost."""
+    state = cluster.book.of_session(event.session)
+    if state is None:
+        return
+    cluster.book.unbind(state)
+    if state.released:
+        state.move(NodePhase.LEFT, cluster.now_ns, state.reason)
+        state.draining = False
+        lose_node_workers(cluster, state, "its node left")
+        cluster.note("node_left", node=state.node.node_id, reason=state.reason)
+    else:
+        state.move(NodePhase.DISCONNECTED, cluster.now_ns, event.reason)
+        state.lost_at_ns = cluster.now_ns + ns(cluster.config.node_grace_s)
+        cluster.note("node_disconnected", node=state.node.node_id, reason=event.reason)
+        _check_broken_groups(cluster, state)
+    cluster.book.settle(state)
+    cluster.touch_active()
+
+
+def _check_broken_groups(cluster: Cluster, state: NodeState) -> None:
+    """If a group with members on this node is known to be broken, the node is the cause."""
+    for worker_id in sorted(state.held):
+        job, _ = _find(cluster, worker_id)
+        if job is None or not job.is_open or worker_id not in job.member_ids():
+            continue
+        members = [job.workers[w] for w in job.member_ids() if w in job.workers]
+        if any(_is_broken(job, member) for member in members):
+            state.lost_at_ns = cluster.now_ns
+
+
+def _is_broken(job: JobState, worker: WorkerState) -> bool:
+    report = worker.report
+    return report.phase is WorkerPhase.BROKEN and report.generation == job.generation
+
+
+def start_drain(cluster: Cluster, state: NodeState, reason: str, timeout_ns: int) -> None:
+    """The node is about to leave: its workers go at a boundary, or at the deadline."""
+    leave_by_ns = cluster.now_ns + timeout_ns
+    if state.draining and state.leave_by_ns is not None:
+        state.leave_by_ns = min(state.leave_by_ns, leave_by_ns)
+        return
+    state.draining, state.leave_by_ns = True, leave_by_ns
+    if state.is_live():
+        state.move(NodePhase.DRAINING, cluster.now_ns, reason)
+    cluster.book.settle(state)
+    cluster.touch_active()
+    cluster.note(
+        "drain_started",
+        node=state.node.node_id,
+        reason=reason,
+        timeout_s=f"{timeout_ns / 1e9:g}",
+    )
+
+
+def settle_nodes(cluster: Cluster) -> None:
+    """Give up nodes whose time is over; release drained ones that hold no worker."""
+    for state in cluster.book.unsettled_nodes():
+        overdue = state.lost_at_ns is not None and cluster.now_ns >= state.lost_at_ns
+        if state.phase is NodePhase.DISCONNECTED and overdue:
+            why = state.reason or "its agent did not come back"
+            state.move(NodePhase.LOST, cluster.now_ns, why)
+            state.draining = False
+            cluster.note("node_lost", node=state.node.node_id, reason=why)
+            lose_node_workers(cluster, state, why)
+            cluster.touch_active()
+        elif state.phase is NodePhase.DRAINING and not state.held and not state.released:
+            state.released = True
+            if state.session is not None:
+                cluster.do(SendAgent(state.session, Release(state.reason)))
+            cluster.note("node_released", node=state.node.node_id)
+        cluster.book.settle(state)
+
+
+def lose_node_workers(cluster: Cluster, state: NodeState, why: str) -> None:
+    """All workers of a node are gone; each job is charged for one loss at most."""
+    charged: set[str] = set()
+    for worker_id in sorted(state.held):
+        job, _ = _find(cluster, worker_id)
+        if job is None:
+            state.held.pop(worker_id)
+            continue
+        cause = ExitCause(ExitKind.LOST, detail=f"node {state.node.node_id}: {why}")
+        lose_worker(cluster, job, worker_id, cause, charge=job.job_id not in charged)
+        charged.add(job.job_id)
+
+
+# ---------------------------------------------------------------- workers
+
+
+def on_said(cluster: Cluster, event: AgentSaid) -> None:
+    """Take one message of a registered agent; what comes over an old session is ignored."""
+    state = cluster.book.of_session(event.session)
+    if state is None:
+        return
+    message = event.message
+    if isinstance(message, WorkerUpdate):
+        take_report(cluster, state, message.report)
+    elif isinstance(message, Reported):
+        _take_metrics(cluster, event.session, message.report)
+    elif isinstance(message, Progress):
+        _take_progress(cluster, message)
+    elif isinstance(message, DrainNotice):
+        start_drain(cluster, state, message.reason, message.timeout_ns)
+
+
+def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> None:
+    """Take what an agent says about a worker into the books."""
+    job = cluster.jobs.get(report.job_id)
+    known = job is not None and report.worker_id in job.workers
+    if report.phase is WorkerPhase.EXITED:
+        if job is not None and known:
+            cause = report.exit or ExitCause(ExitKind.LOST, detail="its agent gave no cause")
+            lose_worker(cluster, job, report.worker_id, cause, failure=report.failure)
+        _answer(cluster, state, ForgetWorker(report.worker_id))
+        return
+    if job is None or report.generation > job.generation:
+        why = "its job is not known here" if job is None else "it is from another history"
+        grace = ns(cluster.config.stop_grace_s)
+        _answer(cluster, state, StopWorker(report.worker_id, grace, why))
+        return
+    if not known:
+        other = cluster.job_of(report.worker_id)
+        if other is not None:
+            lose_worker(cluster, other, report.worker_id, ExitCause(ExitKind.LOST))
+        cluster.add_worker(job, state, report)
+        cluster.note("worker_adopted", job.job_id, worker=report.worker_id)
+    worker = job.workers[report.worker_id]
+    worker.update(report, cluster.now_ns)
+    cluster.touch(job)
+    if _is_broken(job, worker) and job.is_open:
+        _blame_silent_nodes(cluster, job)
+
+
+def _answer(cluster: Cluster, state: NodeState, message: ForgetWorker | StopWorker) -> None:
+    if state.session is not None:
+        cluster.do(SendAgent(state.session, message))
+
+
+def _blame_silent_nodes(cluster: Cluster, job: JobState) -> None:
+    """A member says that the group broke: a node that is silent at this moment is the cause."""
+    for worker_id in job.member_ids():
+        worker = job.workers.get(worker_id)
+        node = cluster.node_of(worker) if worker else None
+        if node is None or node.phase is not NodePhase.DISCONNECTED or node.lost_at_ns is None:
+            continue
+        grace = ns(UNCONFIRMED_GRACE_S) if node.unconfirmed else 0
+        node.lost_at_ns = min(node.lost_at_ns, cluster.now_ns + grace)
+
+
+def lose_worker(
+    cluster: Cluster,
+    job: JobState,
+    worker_id: WorkerId,
+    cause: ExitCause,
+    *,
+    failure: Failure | None = None,
+    charge: bool = True,
+) -> None:
+    """Strike a worker that is gone, and let the failure policy say what that means."""
+    rank = job.rank_of(worker_id)
+    worker = cluster.remove_worker(job, worker_id)
+    what = failure_policy.describe(worker.stop_cause or cause)
+    cluster.note("worker_gone", job.job_id, worker=worker_id, rank=rank, cause=what)
+    if job.has_ended() or not charge:
+        return
+    if worker.stop_cause is not None:
+        cause, failure = worker.stop_cause, None
+    failure = failure or (worker.report.failure if worker.stop_cause is None else None)
+    decision = failure_policy.judge_exit(job.spec, job.history, cause, failure, cluster.config)
+    judgement = decision.value
+    is_users = judgement.history.failures > job.history.failures
+    job.history = judgement.history
+    if is_users and job.failure_generation != job.generation:
+        job.failure_generation = job.generation
+        job.failure = failure or Failure("WorkerExited", f"worker {worker_id} {what}")
+        job.failed_worker = f"{worker_id} (rank {rank})" if rank >= 0 else worker_id
+    if judgement.job_fails:
+        end_job(cluster, job, JobPhase.FAILED, decision.reason)
+        return
+    job.restart_at_ns = max(job.restart_at_ns, cluster.now_ns + judgement.delay_ns)
+    if is_users:
+        cluster.do(Persist((job.record(),)))
+
+
+# ---------------------------------------------------------------- reports
+
+
+def _take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
+    """Record a report, durable if it carries a checkpoint; refuse one from an old generation."""
+    job = cluster.jobs.get(report.job_id)
+    refusal = _refuse_report(job, report)
+    if job is None or refusal:
+        ack = ReportAck(report.worker_id, report.generation, report.index, False, refusal)
+        cluster.do(SendAgent(session, ack))
+        if report.checkpoint:
+            cluster.note(
+                "checkpoint_refused", report.job_id, path=report.checkpoint, reason=refusal
+            )
+        return
+    if report.rank == 0:
+        job.metrics = report.metrics
+    forgive(job)
+    is_known = any(
+        (c.generation, c.index) == (report.generation, report.index) for c in job.checkpoints
+    )
+    if report.checkpoint and not is_known:
+        record = CheckpointRecord(
+            report.checkpoint, report.generation, report.index, report.metrics
+        )
+        job.checkpoints = retention.keep(
+            (*job.checkpoints, record),
+            num_to_keep=job.spec.num_to_keep,
+            score_attribute=job.spec.score_attribute,
+            score_order=job.spec.score_order,
+        )
+        cluster.do(Persist((job.record(),)))
+        cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)
+    cluster.do(
+        SendAgent(session, ReportAck(report.worker_id, report.generation, report.index, True))
+    )
+    if report.rank == 0:
+        cluster.note(
+            "report",
+            job.job_id,
+            generation=report.generation,
+            index=report.index,
+            metrics=report.metrics,
+        )
+
+
+def _refuse_report(job: JobState | None, report: Report) -> str:
+    """Return why a report does not count, "" if it does."""
+    if job is None:
+        return f"job {report.job_id} is not known here"
+    if job.has_ended():
+        return f"job {job.job_id} has ended: {job.phase.value}"
+    if report.generation != job.generation or not job.is_open:
+        state = "is suspended" if report.generation == job.generation else "is over"
+        return f"generation {report.generation} {state}, the job is at {job.generation}"
+    if report.worker_id not in job.member_ids():
+        return f"worker {report.worker_id} is not a member of generation {job.generation}"
+    return ""
+
+
+def _take_progress(cluster: Cluster, progress: Progress) -> None:
+    """Take telemetry; note when every member has done its first step of the generation."""
+    job, worker = _find(cluster, progress.worker_id)
+    if job is None or worker is None or progress.generation != job.generation:
+        return
+    worker.steps = progress.steps
+    if progress.worker_id in job.first_steps or not progress.first_step_unix_ns:
+        return
+    job.first_steps[progress.worker_id] = progress.first_step_unix_ns
+    if set(job.member_ids()) <= set(job.first_steps):
+        last = max(job.first_steps[w] for w in job.member_ids())
+        cluster.note(
+            "first_step", job.job_id, generation=job.generation, unix_ns=last,
+            world_size=len(job.member_ids()),
+        )  # fmt: skip
+
+
+def placeholder(job: JobState, worker_id: WorkerId) -> WorkerReport:
+    """Return the report of a member that is known from the journal only."""
+    return WorkerReport(worker_id, job.job_id, WorkerPhase.TRAINING, job.generation)

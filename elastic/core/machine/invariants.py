@@ -1,0 +1,50 @@
+"""What must hold after every step of the coordinator's machine, whatever happened before.
+
+A violation is a bug of ours; it is raised with the story that led to it.
+"""
+
+from __future__ import annotations
+
+from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.world import JobPhase
+from elastic.errors import check
+
+
+def check_cluster(cluster: Cluster) -> None:
+    """Check the books against each other.
+
+    Raises:
+        InvariantViolation: naming the entry that contradicts another.
+    """
+    for session, node_id in cluster.book.sessions.items():
+        state = cluster.book.nodes[node_id]
+        check(state.session == session, f"session {session} of node {node_id} is not its own")
+        check(state.is_live(), f"node {node_id} has a session and is {state.phase.value}")
+    for job_id in cluster.dirty:
+        check(False, f"job {job_id} was left unsettled")
+
+
+def check_job(cluster: Cluster, job: JobState) -> None:
+    """Check one job that was settled in this step."""
+    who = f"job {job.job_id}"
+    check(job.is_open == (job.phase is JobPhase.RUNNING), f"{who}: open group, {job.phase.value}")
+    for worker_id, worker in job.workers.items():
+        node = cluster.book.nodes.get(worker.node_id)
+        check(node is not None, f"{who}: worker {worker_id} is on unknown node {worker.node_id}")
+        held = node is not None and worker_id in node.held
+        check(held, f"{who}: worker {worker_id} is not in the books of node {worker.node_id}")
+    if job.group is None:
+        check(job.generation == 0, f"{who}: generation {job.generation} without a group")
+        return
+    members = job.member_ids()
+    check(job.group.generation == job.generation, f"{who}: group and generation differ")
+    check(len(set(members)) == len(members), f"{who}: a worker is a member twice: {members}")
+    ranks = [member.rank for member in job.group.members]
+    check(ranks == list(range(len(ranks))), f"{who}: ranks {ranks} are no permutation")
+    spec = job.spec
+    check(
+        spec.min_workers <= len(members) <= spec.max_workers
+        and len(members) % spec.workers_per_replica == 0,
+        f"{who}: {len(members)} members, allowed {spec.min_workers} to {spec.max_workers} in "
+        f"replicas of {spec.workers_per_replica}",
+    )

@@ -1,0 +1,271 @@
+"""The coordinator's memory of jobs and their workers, and the state that all of it makes up.
+
+Rule: this module keeps books; decisions are policies, and what follows from them is in
+`settle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from elastic.core.config import CoordinatorConfig, JobSpec
+from elastic.core.events.coordinator import CoordinatorEffect, JobRecord
+from elastic.core.machine.nodes import NodeBook, NodeState
+from elastic.core.machine.story import note
+from elastic.core.machine.transitions import JOB, check_move
+from elastic.core.policy.failure import History
+from elastic.core.policy.membership import Candidate, Current
+from elastic.core.view import JobView, WorkerView
+from elastic.core.world import (
+    ENDED,
+    NO_GENERATION,
+    CheckpointRecord,
+    ExitCause,
+    Failure,
+    Generation,
+    Group,
+    JobId,
+    JobPhase,
+    NodeId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
+
+
+@dataclass
+class WorkerState:
+    """One worker as the coordinator knows it.
+
+    Attributes:
+        stop_cause: set once it was told to end; what its exit will then count as.
+    """
+
+    report: WorkerReport
+    node_id: NodeId
+    since_ns: int
+    steps: int = 0
+    stop_cause: ExitCause | None = None
+
+    def update(self, report: WorkerReport, now_ns: int) -> None:
+        """Take over a newer report."""
+        moved = (report.phase, report.generation) != (self.report.phase, self.report.generation)
+        if moved:
+            self.since_ns = now_ns
+        self.report = report
+
+
+@dataclass
+class JobState:
+    """One job.
+
+    Attributes:
+        is_open: the members of `group` were announced and not told to leave at once.
+        asked: they were asked to leave at a boundary.
+        announced_ns: when `group` was announced in this coordinator's life.
+        training_since_ns: when the last member of `group` began to train, None before.
+        waits_for: what keeps the next group from forming, "" while there is one.
+        restart_at_ns: no worker is started before (back-off).
+        wake_ns: when this job must be looked at again.
+        first_steps: wall clock at the end of each member's first step in this generation.
+        failure_generation: the generation in which `failure` was raised.
+    """
+
+    spec: JobSpec
+    sequence: int
+    phase: JobPhase
+    since_ns: int
+    generation: Generation = NO_GENERATION
+    group: Group | None = None
+    is_open: bool = False
+    asked: bool = False
+    announced_ns: int = 0
+    training_since_ns: int | None = None
+    workers: dict[WorkerId, WorkerState] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    checkpoints: tuple[CheckpointRecord, ...] = ()
+    reason: str = ""
+    waits_for: str = ""
+    failure: Failure | None = None
+    failed_worker: str = ""
+    failure_generation: Generation = -1
+    result: str = ""
+    metrics: str = ""
+    restart_at_ns: int = 0
+    wake_ns: int | None = None
+    first_steps: dict[WorkerId, int] = field(default_factory=dict)
+
+    @property
+    def job_id(self) -> JobId:
+        """Return the job's id."""
+        return self.spec.job_id
+
+    def has_ended(self) -> bool:
+        """Return whether the outcome stands; workers may still be on their way out."""
+        return self.phase in ENDED
+
+    def move(self, phase: JobPhase, now_ns: int) -> None:
+        """Enter a phase."""
+        if phase is not self.phase:
+            check_move(JOB, f"job {self.job_id}", self.phase, phase)
+            self.phase = phase
+            self.since_ns = now_ns
+
+    def member_ids(self) -> tuple[WorkerId, ...]:
+        """Return the newest group's members by rank."""
+        return self.group.worker_ids() if self.group else ()
+
+    def rank_of(self, worker_id: WorkerId) -> int:
+        """Return the worker's rank in the newest group, -1 if it has none."""
+        members = self.member_ids()
+        return members.index(worker_id) if worker_id in members else -1
+
+    def current(self) -> Current:
+        """Return the newest group as the membership policy sees it."""
+        return Current(self.generation, self.member_ids(), self.is_open, self.asked)
+
+    def candidate(self, worker_id: WorkerId, book: NodeBook) -> Candidate:
+        """Return one worker as the membership policy sees it."""
+        worker = self.workers[worker_id]
+        node = book.nodes[worker.node_id]
+        return Candidate(
+            worker_id=worker_id,
+            node_id=worker.node_id,
+            phase=worker.report.phase,
+            generation=worker.report.generation,
+            since_ns=worker.since_ns,
+            present=node.is_present() and worker.stop_cause is None,
+            reachable=node.is_live(),
+            leaving=node.draining,
+            leave_by_ns=node.leave_by_ns if node.draining else None,
+        )
+
+    def latest_checkpoint(self) -> str:
+        """Return the path of the newest recorded checkpoint, "" for none."""
+        return self.checkpoints[-1].path if self.checkpoints else ""
+
+    def record(self) -> JobRecord:
+        """Return what must survive the coordinator."""
+        return JobRecord(
+            spec=self.spec,
+            phase=self.phase,
+            generation=self.generation,
+            group=self.group,
+            failures=self.history.failures,
+            losses=self.history.losses,
+            checkpoints=self.checkpoints,
+            reason=self.reason,
+            failure=self.failure,
+            failed_worker=self.failed_worker,
+            result=self.result,
+            metrics=self.metrics,
+            sequence=self.sequence,
+        )
+
+    def view(self) -> JobView:
+        """Return what status shows; an ended job shows STOPPING until its workers are gone."""
+        record = self.record()
+        reason = self.reason
+        if self.has_ended() and self.workers:
+            reason = f"{reason} ({self.phase.value}, {len(self.workers)} workers are ending)"
+            record = replace(record, phase=JobPhase.STOPPING)
+        workers = tuple(
+            WorkerView(w.report, w.node_id, self.rank_of(worker_id), w.since_ns, w.steps)
+            for worker_id, w in sorted(self.workers.items())
+        )
+        return JobView(record, reason, self.since_ns, workers)
+
+
+def restore(record: JobRecord, now_ns: int) -> JobState:
+    """Return the state that a journal record stands for; its workers are not known yet."""
+    return JobState(
+        spec=record.spec,
+        sequence=record.sequence,
+        phase=record.phase,
+        since_ns=now_ns,
+        generation=record.generation,
+        group=record.group,
+        is_open=record.phase is JobPhase.RUNNING,
+        history=History(record.failures, record.losses),
+        checkpoints=record.checkpoints,
+        reason=record.reason,
+        failure=record.failure,
+        failed_worker=record.failed_worker,
+        result=record.result,
+        metrics=record.metrics,
+        announced_ns=now_ns,
+    )
+
+
+@dataclass
+class Cluster:
+    """All that the coordinator's machine knows, and the effects that the current step made.
+
+    Attributes:
+        owner: the job of each worker in the books.
+        dirty: jobs that must be looked at before the step ends, in order of first mention.
+        hold_until_ns: after a restart no worker is started before, so that agents can report
+            what runs already.
+    """
+
+    config: CoordinatorConfig
+    name: str
+    book: NodeBook = field(default_factory=NodeBook)
+    jobs: dict[JobId, JobState] = field(default_factory=dict)
+    owner: dict[WorkerId, JobId] = field(default_factory=dict)
+    dirty: dict[JobId, None] = field(default_factory=dict)
+    sequence: int = 0
+    hold_until_ns: int = 0
+    now_ns: int = 0
+    effects: list[CoordinatorEffect] = field(default_factory=list)
+
+    def do(self, *effects: CoordinatorEffect) -> None:
+        """Ask for effects, in this order."""
+        self.effects.extend(effects)
+
+    def note(self, name: str, job_id: str = "", **fields: object) -> None:
+        """Ask for a line in the event log."""
+        self.do(note(name, job_id, **fields))
+
+    def touch(self, job: JobState) -> None:
+        """Look at this job before the step ends."""
+        self.dirty[job.job_id] = None
+
+    def touch_active(self) -> None:
+        """Look at every job that has not ended: capacity changed."""
+        for job in self.active():
+            self.touch(job)
+
+    def active(self) -> Iterable[JobState]:
+        """Return the jobs that have not ended, oldest first."""
+        return [job for job in self.jobs.values() if not job.has_ended()]
+
+    def node_of(self, worker: WorkerState) -> NodeState:
+        """Return the node that a worker runs on."""
+        return self.book.nodes[worker.node_id]
+
+    def job_of(self, worker_id: WorkerId) -> JobState | None:
+        """Return the job that a worker in the books belongs to."""
+        job_id = self.owner.get(worker_id)
+        return self.jobs[job_id] if job_id is not None else None
+
+    def add_worker(self, job: JobState, state: NodeState, report: WorkerReport) -> WorkerState:
+        """Enter a worker into the books."""
+        worker = WorkerState(report, state.node.node_id, self.now_ns)
+        job.workers[report.worker_id] = worker
+        self.owner[report.worker_id] = job.job_id
+        state.held[report.worker_id] = job.spec.resources_per_worker
+        state.saw_worker(report.worker_id)
+        return worker
+
+    def remove_worker(self, job: JobState, worker_id: WorkerId) -> WorkerState:
+        """Strike a worker from the books."""
+        worker = job.workers.pop(worker_id)
+        self.owner.pop(worker_id, None)
+        node = self.book.nodes.get(worker.node_id)
+        if node is not None:
+            node.held.pop(worker_id, None)
+        self.touch(job)
+        self.touch_active()
+        return worker

@@ -1,0 +1,156 @@
+"""The coordinator's memory of nodes: sessions, phases and what each still has free.
+
+Rule: this module keeps books; what a change means for jobs is decided by the coordinator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic.core.machine.transitions import NODE, check_move
+from elastic.core.policy.placement import Offer
+from elastic.core.view import NodeView
+from elastic.core.world import Node, NodeId, NodePhase, Resources, SessionId, WorkerId
+
+LIVE = (NodePhase.READY, NodePhase.DRAINING)
+
+
+@dataclass
+class NodeState:
+    """One node as the coordinator knows it.
+
+    Attributes:
+        session: the stream that stands, None while disconnected, lost or gone.
+        held: what each worker on the node takes, for every job.
+        lost_at_ns: when a disconnected node is given up.
+        leave_by_ns: when a draining node's workers must be out of their groups.
+        unconfirmed: known only from the journal; its agent has not come back yet.
+        released: its agent was told that it may end.
+        last_serial: of the workers started here, in any life of the agent.
+    """
+
+    node: Node
+    phase: NodePhase
+    since_ns: int
+    session: SessionId | None = None
+    held: dict[WorkerId, Resources] = field(default_factory=dict)
+    lost_at_ns: int | None = None
+    leave_by_ns: int | None = None
+    draining: bool = False
+    released: bool = False
+    unconfirmed: bool = False
+    reason: str = ""
+    last_serial: int = 0
+
+    def next_worker_id(self) -> WorkerId:
+        """Return an id that no worker of this node has had as far as we know."""
+        self.last_serial += 1
+        return WorkerId(f"{self.node.node_id}/{self.last_serial}")
+
+    def saw_worker(self, worker_id: WorkerId) -> None:
+        """Never give this id to another worker."""
+        serial = worker_id.rpartition("/")[2]
+        if serial.isdigit():
+            self.last_serial = max(self.last_serial, int(serial))
+
+    def move(self, phase: NodePhase, now_ns: int, reason: str = "") -> None:
+        """Enter a phase; a move to the same phase changes nothing but the reason."""
+        if phase is not self.phase:
+            check_move(NODE, f"node {self.node.node_id}", self.phase, phase)
+            self.phase = phase
+            self.since_ns = now_ns
+        self.reason = reason
+
+    def is_live(self) -> bool:
+        """Return whether its stream stands."""
+        return self.phase in LIVE
+
+    def is_present(self) -> bool:
+        """Return whether its workers still count as living."""
+        return self.phase in (*LIVE, NodePhase.DISCONNECTED)
+
+    def free_slots(self) -> int:
+        """Return how many more workers may start here."""
+        return max(0, self.node.num_slots - len(self.held))
+
+    def free(self) -> Resources:
+        """Return the resources that no worker holds."""
+        left = self.node.resources
+        for held in self.held.values():
+            left = left.minus(held)
+        return left
+
+    def offer(self, hosting: int) -> Offer:
+        """Return what this node could take of a job of which it hosts some workers already."""
+        return Offer(
+            node_id=self.node.node_id,
+            free_slots=self.free_slots(),
+            free=self.free(),
+            total=self.node.resources,
+            accelerator_type=self.node.accelerator_type,
+            labels=self.node.labels,
+            hosting=hosting,
+        )
+
+    def view(self) -> NodeView:
+        """Return what status shows."""
+        return NodeView(self.node, self.phase, self.since_ns, self.free_slots(), self.reason)
+
+
+@dataclass
+class NodeBook:
+    """All nodes, and which session belongs to which."""
+
+    nodes: dict[NodeId, NodeState] = field(default_factory=dict)
+    sessions: dict[SessionId, NodeId] = field(default_factory=dict)
+    unsettled: dict[NodeId, None] = field(default_factory=dict)
+
+    def of_session(self, session: SessionId) -> NodeState | None:
+        """Return the node that speaks over this session; None for an old or refused one."""
+        node_id = self.sessions.get(session)
+        return self.nodes[node_id] if node_id is not None else None
+
+    def bind(self, state: NodeState, session: SessionId) -> None:
+        """Make this the node's session; an older one is forgotten."""
+        self.unbind(state)
+        state.session = session
+        self.sessions[session] = state.node.node_id
+
+    def unbind(self, state: NodeState) -> None:
+        """Forget the node's session."""
+        if state.session is not None:
+            self.sessions.pop(state.session, None)
+            state.session = None
+
+    def ordered(self) -> list[NodeState]:
+        """Return all nodes by id."""
+        return [self.nodes[node_id] for node_id in sorted(self.nodes)]
+
+    def settle(self, state: NodeState) -> None:
+        """Note whether time may still change this node (it drains, or its stream broke)."""
+        node_id = state.node.node_id
+        if state.phase is NodePhase.DISCONNECTED or state.draining:
+            self.unsettled[node_id] = None
+        else:
+            self.unsettled.pop(node_id, None)
+
+    def unsettled_nodes(self) -> list[NodeState]:
+        """Return the nodes that time may change, by id."""
+        return [self.nodes[node_id] for node_id in sorted(self.unsettled)]
+
+    def next_deadline_ns(self) -> int | None:
+        """Return when the next node is given up."""
+        moments = [
+            state.lost_at_ns
+            for state in self.unsettled_nodes()
+            if state.phase is NodePhase.DISCONNECTED and state.lost_at_ns is not None
+        ]
+        return min(moments, default=None)
+
+    def drop_gone(self, limit: int) -> None:
+        """Forget the nodes that are longest gone, so that at most `limit` of them are kept."""
+        gone = [s for s in self.nodes.values() if s.phase in (NodePhase.LOST, NodePhase.LEFT)]
+        gone.sort(key=lambda s: (s.since_ns, s.node.node_id))
+        for state in gone[: max(0, len(gone) - limit)]:
+            del self.nodes[state.node.node_id]
+            self.unsettled.pop(state.node.node_id, None)

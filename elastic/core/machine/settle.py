@@ -1,0 +1,347 @@
+"""What follows from the facts for one job: form, ask, suspend, start, stop, end.
+
+Rule: `settle_job` is called after every event that touched the job and brings it to rest; it
+asks policies, and turns their answers into effects. A group is persisted before anyone hears
+of it.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import ns
+from elastic.core.events.coordinator import Persist, SendAgent
+from elastic.core.machine.jobs import Cluster, JobState, WorkerState
+from elastic.core.messages import Announce, CoordinatorMessage, LeaveGroup, StartWorker, StopWorker
+from elastic.core.policy import membership, placement
+from elastic.core.policy.membership import Act, Plan
+from elastic.core.policy.ranks import assign_ranks
+from elastic.core.world import (
+    NO_GENERATION,
+    Assignment,
+    ExitCause,
+    ExitKind,
+    Group,
+    JobPhase,
+    Member,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
+from elastic.errors import InvariantViolation, check
+
+ROUNDS_MAX = 8
+"""A job comes to rest in two or three rounds; more mean that two policies contradict."""
+
+
+def settle_job(cluster: Cluster, job: JobState) -> None:
+    """Bring the job to rest under what is known now."""
+    job.wake_ns = None
+    if job.has_ended():
+        _stop_all(cluster, job)
+        return
+    for _ in range(ROUNDS_MAX):
+        _give_up_stuck(cluster, job)
+        if _is_complete(job):
+            end_job(cluster, job, JobPhase.SUCCEEDED, "all workers finished")
+            return
+        if not _settle_group(cluster, job):
+            break
+    else:
+        check(False, f"job {job.job_id} does not come to rest: {job.reason}")
+    _stop_leavers(cluster, job)
+    _stop_surplus(cluster, job)
+    _start_workers(cluster, job)
+    _say_why_waiting(cluster, job)
+    _watch_health(cluster, job)
+
+
+def end_job(cluster: Cluster, job: JobState, phase: JobPhase, reason: str) -> None:
+    """Write down how the job ended, then tell every worker to end."""
+    job.move(phase, cluster.now_ns)
+    job.is_open = False
+    job.reason = reason
+    if phase is JobPhase.SUCCEEDED:
+        job.failure, job.failed_worker = None, ""
+        leader = job.workers.get(job.member_ids()[0])
+        finished = [w for w in job.workers.values() if w.report.phase is WorkerPhase.FINISHED]
+        job.result = (leader or finished[0]).report.result
+    cluster.do(Persist((job.record(),)))
+    cluster.note("job_ended", job.job_id, phase=phase.value, reason=reason)
+    cluster.touch(job)
+    cluster.touch_active()
+
+
+def stop_worker(cluster: Cluster, job: JobState, worker_id: WorkerId, cause: ExitCause) -> None:
+    """Tell a worker to end, once; from here on it counts as absent."""
+    worker = job.workers[worker_id]
+    if worker.stop_cause is not None:
+        return
+    worker.stop_cause = cause
+    grace = 0 if cause.kind is ExitKind.HUNG else ns(cluster.config.stop_grace_s)
+    tell(cluster, worker, StopWorker(worker_id, grace, cause.detail))
+
+
+def tell(cluster: Cluster, worker: WorkerState, message: CoordinatorMessage) -> None:
+    """Send to the worker's agent; a broken stream is made good when the agent says hello."""
+    session = cluster.node_of(worker).session
+    if session is not None:
+        cluster.do(SendAgent(session, message))
+
+
+def announcement(job: JobState, worker_id: WorkerId) -> Announce:
+    """Return what this member must know of the newest group."""
+    group = job.group
+    if group is None:
+        raise InvariantViolation(f"job {job.job_id} has no group to announce")
+    node_of = {m.worker_id: m.node_id for m in group.members}
+    places = assign_ranks(group.worker_ids(), node_of, group.worker_ids())
+    place = next(p for p in places if p.worker_id == worker_id)
+    return Announce(
+        Assignment(
+            job_id=job.job_id,
+            worker_id=worker_id,
+            generation=group.generation,
+            rank=place.rank,
+            world_size=len(places),
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            node_rank=place.node_rank,
+            num_nodes=places[-1].node_rank + 1,
+            leader_address=group.members[0].store_address,
+            checkpoint=job.latest_checkpoint(),
+            cause=group.reason,
+        )
+    )
+
+
+# ---------------------------------------------------------------- the group
+
+
+def _settle_group(cluster: Cluster, job: JobState) -> bool:
+    """Ask the membership policy and do what it says; True if that may change its next answer."""
+    candidates = [job.candidate(worker_id, cluster.book) for worker_id in job.workers]
+    decision = membership.decide(
+        job.spec, job.current(), candidates, cluster.now_ns, cluster.config
+    )
+    _wake(job, decision.wake_ns)
+    plan = decision.value
+    if plan.act is Act.FORM:
+        _form(cluster, job, plan, decision.reason)
+        return True
+    if plan.act is Act.ASK:
+        _ask(cluster, job, plan, decision.reason)
+        return True
+    if plan.act is Act.SUSPEND:
+        _suspend(cluster, job, plan, decision.reason)
+        return True
+    job.waits_for = decision.reason if plan.act is Act.WAIT else ""
+    if not job.waits_for:
+        job.reason = decision.reason
+    return False
+
+
+def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
+    """Number, rank, persist and announce the next group."""
+    node_of = {w: job.workers[w].node_id for w in plan.members}
+    places = assign_ranks(plan.members, node_of, job.member_ids())
+    before = set(job.member_ids()) if job.is_open else set()
+    job.generation += 1
+    job.group = Group(
+        generation=job.generation,
+        members=tuple(
+            Member(p.worker_id, p.node_id, p.rank, job.workers[p.worker_id].report.store_address)
+            for p in places
+        ),
+        reason=plan.cause,
+    )
+    job.is_open, job.asked = True, False
+    job.announced_ns, job.training_since_ns = cluster.now_ns, None
+    job.first_steps = {}
+    job.reason = reason
+    job.move(JobPhase.RUNNING, cluster.now_ns)
+    cluster.do(Persist((job.record(),)))
+    for place in places:
+        worker = job.workers[place.worker_id]
+        worker.steps = 0
+        tell(cluster, worker, announcement(job, place.worker_id))
+    for worker_id in sorted(before - set(plan.members)):
+        if worker_id in job.workers:
+            leave = LeaveGroup(worker_id, job.generation - 1, False, reason)
+            tell(cluster, job.workers[worker_id], leave)
+    cluster.note(
+        "group_formed",
+        job.job_id,
+        generation=job.generation,
+        world_size=len(places),
+        cause=plan.cause,
+        reason=reason,
+    )
+
+
+def _ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
+    """Ask every member to leave at the next boundary."""
+    job.asked = True
+    for worker_id in job.member_ids():
+        worker = job.workers[worker_id]
+        tell(cluster, worker, LeaveGroup(worker_id, job.generation, True, plan.cause))
+    cluster.note(
+        "change_planned", job.job_id, generation=job.generation, cause=plan.cause, reason=reason
+    )
+
+
+def _suspend(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
+    """Let the members leave at once; they keep their state and wait."""
+    job.is_open, job.asked = False, False
+    job.reason = reason
+    job.move(JobPhase.PENDING, cluster.now_ns)
+    cluster.do(Persist((job.record(),)))
+    for worker_id in job.member_ids():
+        if worker_id in job.workers:
+            leave = LeaveGroup(worker_id, job.generation, False, plan.cause)
+            tell(cluster, job.workers[worker_id], leave)
+    cluster.note("group_suspended", job.job_id, generation=job.generation, reason=reason)
+
+
+def _say_why_waiting(cluster: Cluster, job: JobState) -> None:
+    """Keep why the job waits, if it does; log it when it changes."""
+    full = f"waiting: {job.waits_for}"
+    if job.waits_for and job.reason != full:
+        job.reason = full
+        cluster.note("waiting", job.job_id, reason=job.waits_for)
+
+
+def _is_complete(job: JobState) -> bool:
+    """Return whether every member that is left has finished this generation."""
+    if not job.is_open:
+        return False
+    left = [job.workers[w] for w in job.member_ids() if w in job.workers]
+    return bool(left) and all(
+        w.report.phase is WorkerPhase.FINISHED and w.report.generation == job.generation
+        for w in left
+    )
+
+
+def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
+    """Kill members that were announced into the group and never came to train."""
+    if not job.is_open:
+        return
+    until = job.announced_ns + ns(cluster.config.form_timeout_s)
+    for worker_id in job.member_ids():
+        worker = job.workers.get(worker_id)
+        if worker is None or worker.stop_cause is not None:
+            continue
+        behind = worker.report.generation < job.generation
+        if not behind and worker.report.phase is not WorkerPhase.FORMING:
+            continue
+        if not cluster.node_of(worker).is_live():
+            continue
+        if cluster.now_ns < until:
+            _wake(job, until)
+            continue
+        limit = f"{cluster.config.form_timeout_s:g} s"
+        detail = f"did not join generation {job.generation} within {limit}"
+        stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
+
+
+# ---------------------------------------------------------------- workers
+
+
+def _start_workers(cluster: Cluster, job: JobState) -> None:
+    """Start as many further workers as max and the nodes allow."""
+    members = [job.workers[w] for w in job.member_ids() if w in job.workers]
+    if job.is_open and any(w.report.phase is WorkerPhase.FINISHED for w in members):
+        return
+    alive = [w for w in job.workers.values() if w.stop_cause is None]
+    have = sum(1 for w in alive if not cluster.node_of(w).draining)
+    if have >= job.spec.max_workers:
+        return
+    not_before = max(job.restart_at_ns, cluster.hold_until_ns)
+    if cluster.now_ns < not_before:
+        _wake(job, not_before)
+        return
+    hosting: dict[str, int] = {}
+    for worker in alive:
+        hosting[worker.node_id] = hosting.get(worker.node_id, 0) + 1
+    offers = [
+        state.offer(hosting.get(state.node.node_id, 0))
+        for state in cluster.book.ordered()
+        if state.is_live() and not state.draining
+    ]
+    decision = placement.place(job.spec, offers, have)
+    for node_id in decision.value:
+        state = cluster.book.nodes[node_id]
+        worker_id = state.next_worker_id()
+        report = WorkerReport(worker_id, job.job_id, WorkerPhase.STARTING, NO_GENERATION)
+        worker = cluster.add_worker(job, state, report)
+        tell(cluster, worker, StartWorker(worker_id, job.spec))
+        cluster.note("worker_starting", job.job_id, worker=worker_id, node=node_id)
+    if (
+        not decision.value
+        and not job.is_open
+        and not any(w.report.phase is WorkerPhase.STARTING for w in alive)
+    ):
+        job.waits_for = decision.reason
+
+
+def _stop_leavers(cluster: Cluster, job: JobState) -> None:
+    """End workers on draining nodes as soon as no group needs them."""
+    needed = job.member_ids() if job.is_open else ()
+    for worker_id in sorted(job.workers):
+        node = cluster.node_of(job.workers[worker_id])
+        if node.draining and worker_id not in needed:
+            cause = ExitCause(ExitKind.STOPPED, detail=f"node drains: {node.reason}")
+            stop_worker(cluster, job, worker_id, cause)
+
+
+def _stop_surplus(cluster: Cluster, job: JobState) -> None:
+    """End workers above max that no group needs, newest first."""
+    alive = [
+        worker_id
+        for worker_id, worker in sorted(job.workers.items())
+        if worker.stop_cause is None and not cluster.node_of(worker).draining
+    ]
+    idle = [w for w in alive if not (job.is_open and w in job.member_ids())]
+    idle.sort(key=lambda w: (-job.workers[w].since_ns, w))
+    for worker_id in idle[: max(0, len(alive) - job.spec.max_workers)]:
+        cause = ExitCause(ExitKind.STOPPED, detail=f"max_workers={job.spec.max_workers} is reached")
+        stop_worker(cluster, job, worker_id, cause)
+
+
+def _stop_all(cluster: Cluster, job: JobState) -> None:
+    """End every worker of a job that has ended."""
+    for worker_id in sorted(job.workers):
+        cause = ExitCause(ExitKind.STOPPED, detail=f"job {job.phase.value}")
+        stop_worker(cluster, job, worker_id, cause)
+
+
+def _watch_health(cluster: Cluster, job: JobState) -> None:
+    """Note when the whole group trains, and forgive losses once it has trained long enough."""
+    if not job.is_open or job.group is None:
+        return
+    members = [job.workers.get(w) for w in job.member_ids()]
+    training = (WorkerPhase.TRAINING, WorkerPhase.FINISHED)
+    if job.training_since_ns is None:
+        if all(
+            w and w.report.phase in training and w.report.generation == job.generation
+            for w in members
+        ):
+            job.training_since_ns = cluster.now_ns
+            took_ms = (cluster.now_ns - job.announced_ns) // 1_000_000
+            cluster.note("group_training", job.job_id, generation=job.generation, took_ms=took_ms)
+    if job.training_since_ns is not None and job.history.losses:
+        until = job.training_since_ns + ns(cluster.config.healthy_after_s)
+        if cluster.now_ns >= until:
+            forgive(job)
+        else:
+            _wake(job, until)
+
+
+def forgive(job: JobState) -> None:
+    """The job made progress: a row of losses is over."""
+    job.history = type(job.history)(job.history.failures, 0, job.history.last)
+    job.restart_at_ns = 0
+
+
+def _wake(job: JobState, moment: int | None) -> None:
+    """Look at the job again at `moment`, or earlier if something else says so."""
+    if moment is not None:
+        job.wake_ns = moment if job.wake_ns is None else min(job.wake_ns, moment)

@@ -1,0 +1,216 @@
+"""Which phase may follow which, as tables: the machines obey them, tests and docs read them.
+
+Rule: a machine changes a phase only after `check_move` agreed. A table lists every phase of its
+enum, moves to itself included where they mean something (a newer generation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from elastic.core.world import JobPhase, NodePhase, WorkerPhase
+from elastic.errors import InvariantViolation
+
+Phase = TypeVar("Phase", bound=Enum)
+
+
+class ConnectionPhase(Enum):
+    """How far an agent's stream to the coordinator is."""
+
+    DISCONNECTED = "disconnected"
+    """No stream; the next attempt waits for its back-off."""
+    CONNECTING = "connecting"
+    GREETED = "greeted"
+    """The stream stands and `Hello` was sent; nothing else is said before the answer."""
+    REGISTERED = "registered"
+
+
+class ProcessPhase(Enum):
+    """What an agent knows of a process that it asked for."""
+
+    SPAWNING = "spawning"
+    """Asked for; it has no pid, so it can be neither told nor killed."""
+    WARMING = "warming"
+    WARM = "warm"
+    """A spare: torch is imported, no job yet."""
+    ASSIGNED = "assigned"
+    """It works for a job."""
+    STOPPING = "stopping"
+    """Asked to end; killed after the grace period."""
+    KILLED = "killed"
+    """SIGKILL is sent; only its exit is awaited."""
+    GONE = "gone"
+
+
+class MainPhase(Enum):
+    """What the main thread of a worker process does, as its control thread knows."""
+
+    IDLE = "idle"
+    SETTING_UP = "setting_up"
+    FORMING = "forming"
+    TRAINING = "training"
+    OVER = "over"
+    """The process was told to end; nothing follows."""
+
+
+@dataclass(frozen=True)
+class Table(Generic[Phase]):
+    """The legal moves of one kind of thing.
+
+    Attributes:
+        name: printed in errors and as the heading of the rendered table.
+        starts: phases in which a thing may come to be known.
+        moves: for every phase those that may follow it; none for a last one.
+    """
+
+    name: str
+    starts: tuple[Phase, ...]
+    moves: Mapping[Phase, tuple[Phase, ...]]
+
+
+_W = WorkerPhase
+WORKER: Table[WorkerPhase] = Table(
+    "WORKER",
+    (_W.STARTING,),
+    {
+        _W.STARTING: (_W.READY, _W.EXITED),
+        _W.READY: (_W.FORMING, _W.EXITED),
+        _W.FORMING: (_W.FORMING, _W.TRAINING, _W.BROKEN, _W.READY, _W.EXITED),
+        _W.TRAINING: (_W.FORMING, _W.FINISHED, _W.BROKEN, _W.READY, _W.EXITED),
+        _W.BROKEN: (_W.FORMING, _W.EXITED),
+        _W.FINISHED: (_W.FORMING, _W.EXITED),
+        _W.EXITED: (),
+    },
+)
+"""What a worker does, step by step, as its own machine lives it."""
+
+
+def seen(table: Table[Phase], name: str) -> Table[Phase]:
+    """Return what one sees who hears only of some phases: several moves may look like one.
+
+    Reports replace each other and get lost with connections, so a reader of reports must accept
+    every phase that some row of moves leads to, and the same phase again.
+    """
+    reached: dict[Phase, tuple[Phase, ...]] = {}
+    for phase in table.moves:
+        found = [phase]
+        for one in found:
+            found.extend(after for after in table.moves[one] if after not in found)
+        reached[phase] = tuple(one for one in table.moves if one in found)
+    return Table(name, tuple(table.moves), reached)
+
+
+WORKER_SEEN: Table[WorkerPhase] = seen(WORKER, "WORKER_SEEN")
+"""What agents and the coordinator may see from one report about a worker to the next."""
+
+_J = JobPhase
+JOB: Table[JobPhase] = Table(
+    "JOB",
+    (_J.PENDING,),
+    {
+        _J.PENDING: (_J.RUNNING, _J.STOPPING, _J.FAILED, _J.STOPPED),
+        _J.RUNNING: (_J.PENDING, _J.STOPPING, _J.SUCCEEDED, _J.FAILED, _J.STOPPED),
+        _J.STOPPING: (_J.SUCCEEDED, _J.FAILED, _J.STOPPED),
+        _J.SUCCEEDED: (),
+        _J.FAILED: (),
+        _J.STOPPED: (),
+    },
+)
+"""Where a job stands; a group that is replaced by the next is no move."""
+
+_N = NodePhase
+NODE: Table[NodePhase] = Table(
+    "NODE",
+    (_N.READY, _N.DRAINING, _N.DISCONNECTED),
+    {
+        _N.READY: (_N.DISCONNECTED, _N.DRAINING, _N.LOST),
+        _N.DISCONNECTED: (_N.READY, _N.DRAINING, _N.LOST, _N.LEFT),
+        _N.DRAINING: (_N.DISCONNECTED, _N.LOST, _N.LEFT),
+        _N.LOST: (_N.READY, _N.DRAINING),
+        _N.LEFT: (_N.READY, _N.DRAINING),
+    },
+)
+"""What the coordinator thinks of a node; one that was lost or has left may come back."""
+
+_C = ConnectionPhase
+CONNECTION: Table[ConnectionPhase] = Table(
+    "CONNECTION",
+    (_C.DISCONNECTED,),
+    {
+        _C.DISCONNECTED: (_C.CONNECTING,),
+        _C.CONNECTING: (_C.GREETED, _C.DISCONNECTED),
+        _C.GREETED: (_C.REGISTERED, _C.DISCONNECTED),
+        _C.REGISTERED: (_C.DISCONNECTED,),
+    },
+)
+"""An agent's stream; each new attempt is a new session."""
+
+_P = ProcessPhase
+PROCESS: Table[ProcessPhase] = Table(
+    "PROCESS",
+    (_P.SPAWNING,),
+    {
+        _P.SPAWNING: (_P.WARMING, _P.WARM, _P.GONE),
+        _P.WARMING: (_P.WARM, _P.KILLED, _P.GONE),
+        _P.WARM: (_P.ASSIGNED, _P.KILLED, _P.GONE),
+        _P.ASSIGNED: (_P.STOPPING, _P.KILLED, _P.GONE),
+        _P.STOPPING: (_P.KILLED, _P.GONE),
+        _P.KILLED: (_P.GONE,),
+        _P.GONE: (),
+    },
+)
+"""A process that an agent asked for, from the wish to the exit."""
+
+_M = MainPhase
+MAIN: Table[MainPhase] = Table(
+    "MAIN",
+    (_M.IDLE,),
+    {
+        _M.IDLE: (_M.SETTING_UP, _M.FORMING, _M.OVER),
+        _M.SETTING_UP: (_M.IDLE, _M.OVER),
+        _M.FORMING: (_M.IDLE, _M.TRAINING, _M.OVER),
+        _M.TRAINING: (_M.IDLE, _M.OVER),
+        _M.OVER: (),
+    },
+)
+"""The main thread of a worker process; one order at a time."""
+
+
+def check_move(table: Table[Phase], what: str, old: Phase, new: Phase) -> None:
+    """Agree to a move, or raise; the machine adds its story to the error.
+
+    Args:
+        table: the legal moves.
+        what: names the thing, such as "worker n1/4".
+        old: the phase it is in.
+        new: the phase it is to enter.
+
+    Raises:
+        InvariantViolation: the table does not list the move.
+    """
+    if new in table.moves[old]:
+        return
+    legal = ", ".join(phase.value for phase in table.moves[old])
+    raise InvariantViolation(
+        f"{what}: move {old.value} -> {new.value} is not in table {table.name}; "
+        f"from {old.value} the legal ones are: {legal or 'none, it is a last phase'}"
+    )
+
+
+def render(table: Table[Phase]) -> str:
+    """Return the table as text, one phase a line, for documents and terminals.
+
+    ">" marks a phase in which a thing may begin, "." one that nothing follows.
+    """
+    width = max(len(phase.value) for phase in table.moves)
+    lines = [table.name]
+    for phase, after in table.moves.items():
+        mark = ">" if phase in table.starts else " " if after else "."
+        names = " | ".join(one.value for one in after)
+        lines.append(
+            f" {mark} {phase.value:<{width}} -> {names}" if after else f" {mark} {phase.value}"
+        )
+    return "\n".join(lines)

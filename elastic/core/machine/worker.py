@@ -1,0 +1,430 @@
+"""The worker's machine: what the control thread of a training process decides.
+
+Rule: the main thread has one order at a time (set up, form, train), and gets the next one only
+after it answered. Whatever comes in between is remembered, newest generation first, and what
+the main thread says of a group that it was told to leave is fallout, never news.
+"""
+
+from __future__ import annotations
+
+from elastic.core.events.worker import (
+    AbortGroup,
+    AgentTold,
+    EnterTrain,
+    ExitWorker,
+    FormGroup,
+    GroupFailed,
+    GroupFormed,
+    InterruptTrain,
+    PipeClosed,
+    ResolveReport,
+    SendPipe,
+    Setup,
+    SetupFailed,
+    Started,
+    StoreOpened,
+    TrainLeft,
+    TrainRaised,
+    TrainReturned,
+    UserReported,
+    WishBoundary,
+    WorkerEffect,
+    WorkerEvent,
+)
+from elastic.core.machine.story import Story, note
+from elastic.core.machine.transitions import MAIN, WORKER, MainPhase, check_move
+from elastic.core.messages import (
+    Announce,
+    Assign,
+    LeaveGroup,
+    Ping,
+    PipeToWorker,
+    Pong,
+    Report,
+    ReportAck,
+    Reported,
+    Stop,
+    Warm,
+    WorkerUpdate,
+)
+from elastic.core.world import (
+    NO_GENERATION,
+    Assignment,
+    Failure,
+    Generation,
+    WorkerPhase,
+    WorkerReport,
+)
+from elastic.errors import InvariantViolation, check
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_AGENT_GONE = 70
+NO_RESULT = "null"
+"""What counts as the result of a train function that ended with `sys.exit(0)`."""
+
+
+class WorkerMachine:
+    """Events in, effects out; owned by the control thread.
+
+    A spare has no job: it answers pings and stops. From `Assign` on it is a worker, whose phase
+    `transitions.WORKER` rules, while `transitions.MAIN` rules what the main thread does.
+    """
+
+    def __init__(self) -> None:
+        """Begin as a spare that has not started."""
+        self._out: list[WorkerEffect] = []
+        self._story = Story()
+        self._now_ns = 0
+        self._main = MainPhase.IDLE
+        self._phase = WorkerPhase.STARTING
+        self._pid = 0
+        self._assign: Assign | None = None
+        self._store_address = ""
+        # The group that the main thread forms, trains in, or left last.
+        self._current: Assignment | None = None
+        # The newest announced one, if the main thread must first leave what it does.
+        self._next: Assignment | None = None
+        self._newest: Generation = NO_GENERATION
+        # The order to leave the newest group, if there is one.
+        self._leave: LeaveGroup | None = None
+        self._stop: Stop | None = None
+        self._is_cut = False
+        self._has_wished = False
+        self._num_reports = 0
+        self._unanswered: dict[int, None] = {}
+        self._failure: Failure | None = None
+        self._result = ""
+
+    def step(self, event: WorkerEvent, now_ns: int) -> tuple[WorkerEffect, ...]:
+        """Take one event.
+
+        Args:
+            event: what happened.
+            now_ns: monotonic; never falls.
+
+        Returns:
+            Effects, to be performed in this order; none once `ExitWorker` was returned.
+
+        Raises:
+            InvariantViolation: a bug; carries the last events.
+        """
+        if self._main is MainPhase.OVER:
+            return ()
+        self._out = []
+        self._story.tell(now_ns, event)
+        try:
+            check(now_ns >= self._now_ns, f"time fell from {self._now_ns} to {now_ns}")
+            self._now_ns = now_ns
+            self._take(event)
+        except InvariantViolation as violation:
+            raise InvariantViolation(str(violation), self._story.lines()) from violation
+        return tuple(self._out)
+
+    def next_deadline_ns(self) -> int | None:
+        """Return None: a worker waits for its agent and its main thread, never for time."""
+        return None
+
+    def _take(self, event: WorkerEvent) -> None:
+        if isinstance(event, AgentTold):
+            self._told(event.message)
+        elif isinstance(event, Started):
+            self._started(event)
+        elif isinstance(event, PipeClosed):
+            self._exit(EXIT_AGENT_GONE, "the agent is gone")
+        elif isinstance(event, StoreOpened):
+            self._opened(event)
+        elif isinstance(event, SetupFailed):
+            self._setup_failed(event)
+        elif isinstance(event, (GroupFormed, GroupFailed)):
+            if self._is_at(MainPhase.FORMING, event.generation):
+                self._formed(event)
+        elif isinstance(event, (TrainReturned, TrainRaised, TrainLeft)):
+            if self._is_at(MainPhase.TRAINING, event.generation):
+                self._left_train(event)
+        elif isinstance(event, UserReported) and self._is_at(MainPhase.TRAINING, event.generation):
+            self._reported(event)
+
+    # ------------------------------------------------------------ what the agent tells
+
+    def _told(self, message: PipeToWorker) -> None:
+        if isinstance(message, Ping):
+            self._out.append(SendPipe(Pong(message.number)))
+        elif isinstance(message, Assign):
+            self._assigned(message)
+        elif isinstance(message, Stop):
+            self._stop_ordered(message)
+        elif isinstance(message, ReportAck):
+            self._acked(message)
+        elif isinstance(message, Announce):
+            self._announced(message.assignment)
+        else:
+            self._leave_ordered(message)
+
+    def _assigned(self, assign: Assign) -> None:
+        if self._assign is not None:
+            if assign.worker_id != self._assign.worker_id:
+                self._out.append(note("assign_ignored", worker=assign.worker_id))
+            return
+        self._assign = assign
+        self._update()
+        self._set_main(MainPhase.SETTING_UP)
+        self._out.append(Setup(assign))
+
+    def _announced(self, assignment: Assignment) -> None:
+        """Join this group as soon as the main thread is free; see that it becomes free."""
+        if not self._is_mine(assignment.worker_id) or assignment.generation <= self._newest:
+            return
+        self._newest = assignment.generation
+        self._next = assignment
+        self._leave = None
+        if self._main is MainPhase.IDLE:
+            self._begin()
+        elif self._main is not MainPhase.SETTING_UP:
+            reason = f"generation {assignment.generation} was announced: {assignment.cause}"
+            self._cut(reason)
+
+    def _leave_ordered(self, order: LeaveGroup) -> None:
+        """Leave the newest group, at a boundary or now.
+
+        An order to leave at once a group that was never announced here says that the one before
+        it is over as well; should its announcement come late, it is old.
+        """
+        if not self._is_mine(order.worker_id) or order.generation < self._newest:
+            return
+        if order.generation > self._newest:
+            if order.at_boundary:
+                return
+            self._newest = order.generation
+            self._next = None
+        if self._leave is None or (self._leave.at_boundary and not order.at_boundary):
+            self._leave = order
+        if order.at_boundary:
+            self._wish()
+        elif self._main in (MainPhase.FORMING, MainPhase.TRAINING):
+            self._cut(order.reason)
+
+    def _stop_ordered(self, stop: Stop) -> None:
+        """End, after the main thread left its group; at once if it is in none."""
+        if self._stop is not None:
+            return
+        self._stop = stop
+        if self._main in (MainPhase.FORMING, MainPhase.TRAINING):
+            self._cut(stop.reason)
+        else:
+            self._exit(EXIT_DONE, stop.reason)
+
+    def _acked(self, ack: ReportAck) -> None:
+        """Let the waiting `report` call go on; each is answered once."""
+        is_current = self._is_at(MainPhase.TRAINING, ack.generation)
+        if not (self._is_mine(ack.worker_id) and is_current and ack.index in self._unanswered):
+            return
+        del self._unanswered[ack.index]
+        self._out.append(ResolveReport(ack.generation, ack.index, ack.accepted, ack.reason))
+
+    # ------------------------------------------------------------ what the main thread says
+
+    def _started(self, event: Started) -> None:
+        if self._pid == 0:
+            self._pid = event.pid
+            self._out.append(SendPipe(Warm(event.pid)))
+
+    def _opened(self, event: StoreOpened) -> None:
+        if self._main is not MainPhase.SETTING_UP:
+            return
+        self._store_address = event.address
+        self._set_main(MainPhase.IDLE)
+        self._become(WorkerPhase.READY)
+        if self._next is not None:
+            self._begin()
+
+    def _setup_failed(self, event: SetupFailed) -> None:
+        if self._main is MainPhase.SETTING_UP:
+            self._fail(event.failure, EXIT_FAILED)
+
+    def _formed(self, event: GroupFormed | GroupFailed) -> None:
+        """The group stands, or does not; a group that nobody wants any more is dropped."""
+        generation = event.generation
+        if isinstance(event, GroupFailed):
+            self._note("group_failed", generation=generation, detail=event.detail)
+            self._settle(WorkerPhase.BROKEN)
+        elif self._is_ordered_out():
+            self._out.append(AbortGroup(generation))
+            self._settle(WorkerPhase.READY)
+        else:
+            self._set_main(MainPhase.TRAINING)
+            self._become(WorkerPhase.TRAINING)
+            self._out.append(EnterTrain(self._assignment()))
+            self._wish()
+
+    def _left_train(self, event: TrainReturned | TrainRaised | TrainLeft) -> None:
+        """The main thread left the train function; why, and what that is worth."""
+        if isinstance(event, TrainLeft):
+            self._settle(WorkerPhase.READY)
+        elif isinstance(event, TrainReturned):
+            self._finished(event.result)
+        elif self._is_ordered_out():
+            # Nobody can tell an error of the user's from one that the abort caused. The group
+            # is over in any case; a real fault comes again in the next one.
+            self._note_fallout(event)
+            self._settle(WorkerPhase.READY)
+        elif event.group_broken:
+            self._note_fallout(event)
+            self._settle(WorkerPhase.BROKEN)
+        elif event.exit_code == EXIT_DONE:
+            self._finished(NO_RESULT)
+        else:
+            self._fail(event.failure, event.exit_code or EXIT_FAILED)
+
+    def _finished(self, result: str) -> None:
+        """The train function is through, unless a newer group wants it to run again."""
+        if self._next is None:
+            self._result = result
+            self._set_main(MainPhase.IDLE)
+            self._become(WorkerPhase.FINISHED)
+            if self._stop is not None:
+                self._exit(EXIT_DONE, self._stop.reason)
+        else:
+            self._note("finish_superseded", generation=self._generation())
+            self._settle(WorkerPhase.READY)
+
+    def _reported(self, event: UserReported) -> None:
+        assign = self._assign
+        if assign is None:
+            raise InvariantViolation("a report came from a process that has no job")
+        report = Report(
+            worker_id=assign.worker_id,
+            job_id=assign.spec.job_id,
+            generation=event.generation,
+            index=self._num_reports,
+            rank=event.rank,
+            metrics=event.metrics,
+            checkpoint=event.checkpoint,
+        )
+        self._unanswered[self._num_reports] = None
+        self._num_reports += 1
+        self._out.append(SendPipe(Reported(report)))
+
+    # ------------------------------------------------------------ moves
+
+    def _begin(self) -> None:
+        """Form the newest announced group; the main thread is idle."""
+        self._current, self._next = self._next, None
+        self._is_cut = self._has_wished = False
+        self._num_reports = 0
+        self._unanswered = {}
+        self._result = ""
+        self._become(WorkerPhase.FORMING)
+        if self._must_leave_now():
+            self._become(WorkerPhase.READY)
+        else:
+            self._set_main(MainPhase.FORMING)
+            self._out.append(FormGroup(self._assignment()))
+
+    def _settle(self, otherwise: WorkerPhase) -> None:
+        """The main thread is free: do what was ordered meanwhile, else stand in `otherwise`."""
+        self._set_main(MainPhase.IDLE)
+        if self._stop is not None:
+            self._exit(EXIT_DONE, self._stop.reason)
+        elif self._next is not None:
+            self._begin()
+        else:
+            self._become(WorkerPhase.READY if self._must_leave_now() else otherwise)
+
+    def _cut(self, reason: str) -> None:
+        """Free the main thread from the group it is in; once is enough."""
+        if self._is_cut:
+            return
+        self._is_cut = True
+        self._out.append(AbortGroup(self._generation()))
+        if self._main is MainPhase.TRAINING:
+            self._out.append(InterruptTrain(self._generation(), reason))
+
+    def _wish(self) -> None:
+        """Ask once for the next boundary to be the last, if that is ordered and we train."""
+        order = self._leave
+        if order is None or not order.at_boundary or self._has_wished or self._is_cut:
+            return
+        if self._is_at(MainPhase.TRAINING, order.generation):
+            self._has_wished = True
+            self._out.append(WishBoundary(order.generation, order.reason))
+
+    def _fail(self, failure: Failure, code: int) -> None:
+        """User code raised: say so, then end; the agent adds how the process ended."""
+        self._failure = failure
+        self._update()
+        self._exit(code, f"{failure.error_type}: {failure.message}")
+
+    def _exit(self, code: int, reason: str) -> None:
+        self._set_main(MainPhase.OVER)
+        self._out.append(ExitWorker(code, reason))
+
+    def _become(self, phase: WorkerPhase) -> None:
+        """Enter a phase and tell the agent."""
+        check_move(WORKER, self._name(), self._phase, phase)
+        self._phase = phase
+        self._update()
+
+    def _set_main(self, phase: MainPhase) -> None:
+        check_move(MAIN, f"main thread of {self._name()}", self._main, phase)
+        self._main = phase
+
+    # ------------------------------------------------------------ facts
+
+    def _is_at(self, main: MainPhase, generation: Generation) -> bool:
+        """Return whether the main thread does this, in this generation; all else is stale."""
+        return self._main is main and self._generation() == generation
+
+    def _is_mine(self, worker_id: str) -> bool:
+        return self._assign is not None and worker_id == self._assign.worker_id
+
+    def _must_leave_now(self) -> bool:
+        return self._leave is not None and not self._leave.at_boundary
+
+    def _is_ordered_out(self) -> bool:
+        """Return whether the group that the main thread is in is over for us."""
+        return self._stop is not None or self._next is not None or self._must_leave_now()
+
+    def _generation(self) -> Generation:
+        return self._current.generation if self._current is not None else NO_GENERATION
+
+    def _assignment(self) -> Assignment:
+        if self._current is None:
+            raise InvariantViolation(f"{self._name()}: no group was announced")
+        return self._current
+
+    def _name(self) -> str:
+        return f"worker {self._assign.worker_id}" if self._assign else f"spare {self._pid}"
+
+    def _update(self) -> None:
+        """Say all about this worker; a later report replaces this one."""
+        assign = self._assign
+        if assign is None:
+            raise InvariantViolation(f"{self._name()} has nothing to report")
+        report = WorkerReport(
+            worker_id=assign.worker_id,
+            job_id=assign.spec.job_id,
+            phase=self._phase,
+            generation=self._generation(),
+            store_address=self._store_address,
+            pid=self._pid,
+            failure=self._failure,
+            result=self._result,
+        )
+        self._out.append(SendPipe(WorkerUpdate(report)))
+
+    def _note(self, name: str, **fields: object) -> None:
+        job_id = self._assign.spec.job_id if self._assign else ""
+        worker_id = self._assign.worker_id if self._assign else ""
+        self._out.append(note(name, job_id, worker=worker_id, **fields))
+
+    def _note_fallout(self, event: TrainRaised) -> None:
+        """Keep the text of an error that does not count."""
+        self._note(
+            "train_error_ignored",
+            generation=event.generation,
+            error=event.failure.error_type,
+            message=event.failure.message,
+            exit_code=event.exit_code,
+            traceback=event.failure.traceback,
+        )

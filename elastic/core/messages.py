@@ -1,0 +1,283 @@
+"""What agents, the coordinator and workers tell each other; `wire.codec` maps each to proto.
+
+Rule: messages state facts or wishes as they are now, so that receiving one twice, or a later
+one without an earlier one, does no harm. A broken connection is healed by one `Hello` that
+says all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.core.config import JobSpec
+from elastic.core.world import (
+    Assignment,
+    Generation,
+    JobId,
+    Node,
+    WorkerId,
+    WorkerReport,
+)
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """One call of `train.report` by one worker.
+
+    Attributes:
+        index: counts this worker's reports in this generation from 0.
+        rank: the worker's rank when it reported.
+        metrics: JSON object.
+        checkpoint: path of a complete, uploaded checkpoint directory, "" for none.
+    """
+
+    worker_id: WorkerId
+    job_id: JobId
+    generation: Generation
+    index: int
+    rank: int
+    metrics: str
+    checkpoint: str = ""
+
+
+# ---------------------------------------------------------------- agent -> coordinator
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first message of every connection: who I am and all that runs here.
+
+    Attributes:
+        workers: every worker of this agent that the coordinator has not told it to forget.
+        draining: the node has been told to leave (SIGTERM, a notice).
+        drain_reason: why, when draining.
+        drain_timeout_ns: how much time is left for it.
+    """
+
+    node: Node
+    workers: tuple[WorkerReport, ...] = ()
+    draining: bool = False
+    drain_reason: str = ""
+    drain_timeout_ns: int = 0
+    protocol_major: int = PROTOCOL_MAJOR
+    protocol_minor: int = PROTOCOL_MINOR
+
+
+@dataclass(frozen=True)
+class WorkerUpdate:
+    """A worker changed; `report` says all about it."""
+
+    report: WorkerReport
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A worker reported; kept by the agent and sent again until `ReportAck` comes."""
+
+    report: Report
+
+
+@dataclass(frozen=True)
+class DrainNotice:
+    """This node is about to leave: let its workers go at a step boundary."""
+
+    reason: str
+    timeout_ns: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Telemetry: the first step of a generation is over, and then at most one a second.
+
+    Attributes:
+        steps: optimizer steps (loader iterations) that this worker did in this generation.
+        first_step_unix_ns: wall clock at the end of the first one.
+    """
+
+    worker_id: WorkerId
+    generation: Generation
+    steps: int
+    first_step_unix_ns: int = 0
+
+
+@dataclass(frozen=True)
+class LogLines:
+    """Output of a worker, for whoever follows. Never passes through a machine."""
+
+    follow_id: str
+    worker_id: WorkerId
+    text: str
+    end: bool = False
+
+
+AgentMessage = Hello | WorkerUpdate | Reported | DrainNotice | Progress | LogLines
+
+
+# ---------------------------------------------------------------- coordinator -> agent
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The node is registered."""
+
+    coordinator: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The node is not registered; `final` means that trying again is of no use."""
+
+    reason: str
+    final: bool
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """Run a worker of this job under this id; a second one for the same id changes nothing."""
+
+    worker_id: WorkerId
+    spec: JobSpec
+
+
+@dataclass(frozen=True)
+class StopWorker:
+    """End this worker: ask, and kill after the grace period. Unknown ids are no error."""
+
+    worker_id: WorkerId
+    grace_ns: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ForgetWorker:
+    """The coordinator knows that this worker is gone: stop mentioning it."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Leave whatever group you are in, at once, and join this one."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True)
+class LeaveGroup:
+    """Leave the group of this generation and wait for the next.
+
+    Attributes:
+        at_boundary: True: at the next boundary that all members agree on (nothing is lost);
+            False: at once, because the group cannot go on.
+    """
+
+    worker_id: WorkerId
+    generation: Generation
+    at_boundary: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReportAck:
+    """The report was taken (a checkpoint in it is durable), or refused for the reason given."""
+
+    worker_id: WorkerId
+    generation: Generation
+    index: int
+    accepted: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Release:
+    """The drained node has no workers left that matter: the agent may end."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class FollowLogs:
+    """Send the output of this worker as `LogLines`. Never passes through a machine.
+
+    Attributes:
+        tail_lines: how many lines of what there is already, -1 for all.
+        follow: go on until the worker ends or `stop` comes.
+    """
+
+    follow_id: str
+    worker_id: WorkerId
+    tail_lines: int = -1
+    follow: bool = False
+    stop: bool = False
+
+
+CoordinatorMessage = (
+    Welcome
+    | Refusal
+    | StartWorker
+    | StopWorker
+    | ForgetWorker
+    | Announce
+    | LeaveGroup
+    | ReportAck
+    | Release
+    | FollowLogs
+)
+
+
+# ---------------------------------------------------------------- agent <-> worker (the pipe)
+
+
+@dataclass(frozen=True)
+class Assign:
+    """A spare becomes a worker.
+
+    Attributes:
+        host: address that this worker's store and gloo bind to and announce.
+        devices: accelerators it may see, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
+        log_dir: directory of its output files, for people.
+    """
+
+    worker_id: WorkerId
+    spec: JobSpec
+    host: str
+    devices: tuple[str, ...] = ()
+    log_dir: str = ""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End; the agent kills after `grace_ns`."""
+
+    reason: str
+    grace_ns: int
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Is your control thread alive? Answered with the same number."""
+
+    number: int
+
+
+PipeToWorker = Assign | Announce | LeaveGroup | ReportAck | Stop | Ping
+
+
+@dataclass(frozen=True)
+class Warm:
+    """The spare has imported what a worker needs and waits for a job."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Pong:
+    """Answer to `Ping`."""
+
+    number: int
+
+
+PipeToAgent = Warm | WorkerUpdate | Reported | Progress | Pong

@@ -1,0 +1,1 @@
+"""Decisions: pure functions (facts, now_ns, config) -> Decision(value, reason)."""

@@ -1,0 +1,133 @@
+"""What a lost worker costs: nothing, a back-off, or the job.
+
+Rule: what user code does (raises, exits with a code, crashes natively) is charged to
+`max_failures`; what happens to a machine (a kill, a lost node, a hang) is not, but a row of such
+losses without any progress ends the job instead of burning the cluster for ever. A drain is
+neither.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from elastic.core.config import CoordinatorConfig, JobSpec, ns
+from elastic.core.policy.decision import Decision
+from elastic.core.world import ExitCause, ExitKind, Failure
+
+CRASH_SIGNALS = (
+    signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS,
+)  # fmt: skip
+FREE_LOSSES = 2
+"""Losses in a row that are replaced without delay."""
+FIRST_DELAY_S = 0.5
+
+
+@dataclass(frozen=True)
+class History:
+    """What the job has been through.
+
+    Attributes:
+        failures: failures of user code in the whole run.
+        losses: losses in a row since the last progress.
+        last: the failure before this one, None if the job made progress since.
+    """
+
+    failures: int = 0
+    losses: int = 0
+    last: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The outcome: the job ends, or the worker is replaced after `delay_ns`."""
+
+    job_fails: bool
+    history: History
+    delay_ns: int = 0
+
+
+def judge_exit(
+    spec: JobSpec,
+    history: History,
+    cause: ExitCause,
+    failure: Failure | None,
+    config: CoordinatorConfig,
+) -> Decision[Judgement]:
+    """Decide what a worker's exit means for its job.
+
+    Args:
+        spec: max_failures is its budget.
+        history: before this exit.
+        cause: how the process ended; an exit that we ordered costs nothing.
+        failure: what user code raised, None if the process just ended.
+        config: back-off and crash-loop limit.
+    """
+    if cause.kind is ExitKind.STOPPED:
+        return Decision(Judgement(False, history), "stopped by order")
+    if failure is not None or is_users_fault(cause):
+        return _judge_failure(spec, history, cause, failure)
+    losses = history.losses + 1
+    after = History(history.failures, losses, history.last)
+    what = describe(cause)
+    if losses > config.crash_loop_limit:
+        return Decision(
+            Judgement(True, after),
+            f"{losses} workers lost in a row without progress, the last one {what}: "
+            f"look at its log; the limit is crash_loop_limit={config.crash_loop_limit}",
+        )
+    over = losses - FREE_LOSSES
+    delay_s = min(config.restart_delay_s_max, FIRST_DELAY_S * 2 ** (over - 1)) if over > 0 else 0.0
+    return Decision(Judgement(False, after, ns(delay_s)), what)
+
+
+def is_users_fault(cause: ExitCause) -> bool:
+    """Return whether an exit is charged to user code: any code, or a native crash."""
+    if cause.kind is ExitKind.CODE:
+        return True
+    return cause.kind is ExitKind.SIGNAL and cause.code in [int(s) for s in CRASH_SIGNALS]
+
+
+def describe(cause: ExitCause) -> str:
+    """Return the exit as a phrase: "exited with code 3", "killed by SIGKILL", ..."""
+    more = f" ({cause.detail})" if cause.detail else ""
+    if cause.kind is ExitKind.CODE:
+        return f"exited with code {cause.code}{more}"
+    if cause.kind is ExitKind.SIGNAL:
+        names = {int(s): s.name for s in signal.Signals}
+        return f"killed by {names.get(cause.code, f'signal {cause.code}')}{more}"
+    if cause.kind is ExitKind.HUNG:
+        return f"killed because it hung{more}"
+    if cause.kind is ExitKind.LOST:
+        return f"lost with its node{more}"
+    if cause.kind is ExitKind.SPAWN_FAILED:
+        return f"could not be started{more}"
+    return f"stopped{more}"
+
+
+def _judge_failure(
+    spec: JobSpec, history: History, cause: ExitCause, failure: Failure | None
+) -> Decision[Judgement]:
+    failures = history.failures + 1
+    after = History(failures, history.losses, failure)
+    what = f"{failure.error_type}: {failure.message}" if failure else describe(cause)
+    if spec.max_failures != -1 and failures > spec.max_failures:
+        budget = f"failure {failures}, max_failures={spec.max_failures}"
+        return Decision(Judgement(True, after), f"{what} ({budget})")
+    if failure is not None and _same(failure, history.last):
+        return Decision(
+            Judgement(True, after),
+            f"{what} (the same error twice in a row at {failure.position or 'the same place'}: "
+            f"trying again would not help)",
+        )
+    return Decision(Judgement(False, after), what)
+
+
+def _same(failure: Failure, last: Failure | None) -> bool:
+    if last is None:
+        return False
+    return (failure.error_type, failure.message, failure.position) == (
+        last.error_type,
+        last.message,
+        last.position,
+    )

@@ -1,0 +1,245 @@
+"""Which workers form the next group of a job, or what we wait for.
+
+Rule: one function decides, from what is known now. A group that lost a member is replaced at
+once by its survivors and whoever is ready; a wish to change (someone joins, a node drains) waits
+for a boundary that the members agree on, because there nothing is lost.
+
+The idea of returning the reason with the decision is torchft's `quorum_compute`; that members
+are never voted on, but derived from reports, keeps a decision free of round trips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from elastic.core.config import CoordinatorConfig, JobSpec, ns
+from elastic.core.policy.decision import Decision
+from elastic.core.world import Generation, NodeId, WorkerId, WorkerPhase
+
+WAITING_PHASES = (WorkerPhase.READY, WorkerPhase.BROKEN, WorkerPhase.FINISHED)
+"""Phases in which a worker can be announced into a group without being interrupted."""
+
+
+class Act(Enum):
+    """What the coordinator should do with a job's group."""
+
+    KEEP = "keep"
+    """Go on as it is."""
+    WAIT = "wait"
+    """There is no group, and none can be formed yet."""
+    FORM = "form"
+    """Form the next generation from `members`, now."""
+    ASK = "ask"
+    """Ask all members to leave at their next boundary."""
+    SUSPEND = "suspend"
+    """Too few are left: members leave now and wait with their state."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An act, with its members (by preference, not yet ranked) and a one-word cause."""
+
+    act: Act
+    members: tuple[WorkerId, ...] = ()
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One worker of the job.
+
+    Attributes:
+        phase, generation: as it reported last.
+        since_ns: when it entered the phase.
+        present: its process lives as far as we know, and nobody has told it to end.
+        reachable: its node's stream stands, so that it can be told something.
+        leaving: its node drains.
+        leave_by_ns: by when it must be out of the group, None if not leaving.
+    """
+
+    worker_id: WorkerId
+    node_id: NodeId
+    phase: WorkerPhase
+    generation: Generation
+    since_ns: int
+    present: bool = True
+    reachable: bool = True
+    leaving: bool = False
+    leave_by_ns: int | None = None
+
+
+@dataclass(frozen=True)
+class Current:
+    """The newest group.
+
+    Attributes:
+        members: by rank; empty before the first group.
+        is_open: its members were announced and not told to leave at once.
+        asked: its members were asked to leave at a boundary.
+    """
+
+    generation: Generation = 0
+    members: tuple[WorkerId, ...] = ()
+    is_open: bool = False
+    asked: bool = False
+
+
+def decide(
+    spec: JobSpec,
+    current: Current,
+    candidates: Sequence[Candidate],
+    now_ns: int,
+    config: CoordinatorConfig,
+) -> Decision[Plan]:
+    """Decide what happens to the group of one job.
+
+    Args:
+        spec: bounds and replica size.
+        current: the newest group.
+        candidates: every worker of the job that is known, in any order.
+        now_ns: monotonic.
+        config: grace periods.
+
+    Returns:
+        A plan; WAIT says in its reason how many workers are missing.
+
+    Guarantees:
+        FORM has at least min and at most max members, in whole replicas, all present and
+        reachable (test_membership: formed groups respect bounds).
+        The order of `candidates` never matters (test_membership: order is irrelevant).
+    """
+    by_id = {c.worker_id: c for c in sorted(candidates, key=lambda c: c.worker_id)}
+    if current.is_open:
+        return _decide_open(spec, current, by_id, now_ns, config)
+    return _decide_closed(spec, current, by_id, now_ns, config)
+
+
+def choose(
+    spec: JobSpec, current: Current, by_id: dict[WorkerId, Candidate], *, interrupting: bool
+) -> tuple[WorkerId, ...]:
+    """Return the largest legal group: members first (by rank), then others by id; maybe empty.
+
+    Args:
+        spec: bounds and replica size.
+        current: the newest group.
+        by_id: every worker that is known.
+        interrupting: also count members that form or train (they are interrupted for it).
+    """
+    order = [w for w in current.members if w in by_id]
+    order += [w for w in by_id if w not in current.members]
+    able = []
+    for worker_id in order:
+        candidate = by_id[worker_id]
+        if not (candidate.present and candidate.reachable) or candidate.leaving:
+            continue
+        is_interrupted = interrupting and worker_id in current.members
+        if candidate.phase in WAITING_PHASES or is_interrupted:
+            able.append(worker_id)
+    size = min(len(able), spec.max_workers) // spec.workers_per_replica * spec.workers_per_replica
+    return tuple(able[:size]) if size >= spec.min_workers else ()
+
+
+def _decide_open(
+    spec: JobSpec,
+    current: Current,
+    by_id: dict[WorkerId, Candidate],
+    now_ns: int,
+    config: CoordinatorConfig,
+) -> Decision[Plan]:
+    """A group is out there: is it whole, is it over, should it change?"""
+    members = [by_id[w] for w in current.members if w in by_id and by_id[w].present]
+    lost = [w for w in current.members if w not in by_id or not by_id[w].present]
+    if lost:
+        return _replace(spec, current, by_id, "lost", f"lost {', '.join(lost)}")
+    overdue = [c for c in members if c.leave_by_ns is not None and c.leave_by_ns <= now_ns]
+    if overdue:
+        names = ", ".join(c.worker_id for c in overdue)
+        return _replace(spec, current, by_id, "drain", f"{names} must leave now")
+    wake = [c.leave_by_ns for c in members if c.leave_by_ns is not None]
+
+    # A member that has not heard of this generation yet still reports the one before.
+    here = [c for c in members if c.generation == current.generation]
+    broken = [c for c in here if c.phase is WorkerPhase.BROKEN]
+    if broken:
+        until = min(c.since_ns for c in broken) + ns(config.broken_grace_s)
+        if now_ns >= until:
+            return _replace(spec, current, by_id, "broken", "the group broke, no member is lost")
+        return Decision(Plan(Act.KEEP), "the group broke, waiting for the cause", until)
+
+    left = [c for c in here if c.phase is WorkerPhase.READY]
+    if left:
+        out = [c for c in here if c.phase in WAITING_PHASES]
+        until = min(c.since_ns for c in left) + ns(config.boundary_timeout_s)
+        if len(out) == len(members) or now_ns >= until:
+            return _replace(spec, current, by_id, "join", "members left at a boundary")
+        return Decision(
+            Plan(Act.KEEP), f"{len(out)} of {len(members)} members are at the boundary", until
+        )
+
+    silent = [c.worker_id for c in members if not c.reachable]
+    if silent:
+        return Decision(Plan(Act.KEEP), f"the node of {', '.join(silent)} does not answer")
+    wanted = choose(spec, current, by_id, interrupting=True)
+    wake_ns = min(wake) if wake else None
+    if wanted and set(wanted) != set(current.members):
+        joining = sum(1 for w in wanted if w not in current.members)
+        leaving = sum(1 for w in current.members if w not in wanted)
+        reason = f"{joining} to join and {leaving} to leave at the next boundary"
+        if current.asked:
+            return Decision(Plan(Act.KEEP), reason, wake_ns)
+        return Decision(Plan(Act.ASK, cause="drain" if leaving else "join"), reason, wake_ns)
+    return Decision(Plan(Act.KEEP), f"{len(current.members)} workers", wake_ns)
+
+
+def _replace(
+    spec: JobSpec,
+    current: Current,
+    by_id: dict[WorkerId, Candidate],
+    cause: str,
+    why: str,
+) -> Decision[Plan]:
+    """The group cannot go on: form the next one now, or suspend if too few are left."""
+    members = choose(spec, current, by_id, interrupting=True)
+    if not members:
+        count = sum(1 for c in by_id.values() if c.present and not c.leaving)
+        return Decision(
+            Plan(Act.SUSPEND, cause=cause), f"{why}; {count} of {spec.min_workers} workers are left"
+        )
+    if cause == "join" and len(members) < len(current.members):
+        cause = "drain"
+    return Decision(Plan(Act.FORM, members, cause), why)
+
+
+def _decide_closed(
+    spec: JobSpec,
+    current: Current,
+    by_id: dict[WorkerId, Candidate],
+    now_ns: int,
+    config: CoordinatorConfig,
+) -> Decision[Plan]:
+    """No group is out there: form one as soon as enough workers wait for it."""
+    members = choose(spec, current, by_id, interrupting=False)
+    ready = [c for c in by_id.values() if c.present and c.reachable and c.phase in WAITING_PHASES]
+    busy = [
+        c
+        for c in by_id.values()
+        if c.present and c.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)
+    ]
+    starting = sum(1 for c in by_id.values() if c.present and c.phase is WorkerPhase.STARTING)
+    if not members:
+        state = f"{len(ready)} of {spec.min_workers} workers ready, {starting} starting"
+        if busy:
+            state += f", {len(busy)} leaving the old group"
+        return Decision(Plan(Act.WAIT), state)
+    if len(members) < spec.max_workers and starting and current.generation == 0:
+        until = min(c.since_ns for c in ready) + ns(config.start_patience_s)
+        if now_ns < until:
+            return Decision(
+                Plan(Act.WAIT),
+                f"{len(members)} of {spec.max_workers} workers ready, {starting} starting",
+                until,
+            )
+    cause = "start" if current.generation == 0 else "resume"
+    return Decision(Plan(Act.FORM, members, cause), f"{len(members)} workers ready")

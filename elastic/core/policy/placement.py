@@ -1,0 +1,161 @@
+"""On which nodes new workers of a job start.
+
+Rule: nothing is started before min fits (counting what the job has already), so that two jobs
+never hold half a group each and wait for one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.core.config import KNOWN_ACCELERATORS, JobSpec
+from elastic.core.policy.decision import Decision
+from elastic.core.world import NodeId, Resources, Strategy
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a node could still take.
+
+    Attributes:
+        free_slots: workers that may still start here.
+        free: resources that no worker holds.
+        total: resources of the empty node.
+        hosting: workers of the job in question that are here already.
+    """
+
+    node_id: NodeId
+    free_slots: int
+    free: Resources
+    total: Resources
+    accelerator_type: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    hosting: int = 0
+
+
+def place(spec: JobSpec, offers: Sequence[Offer], have: int) -> Decision[tuple[NodeId, ...]]:
+    """Choose a node for each further worker, up to max.
+
+    Args:
+        spec: needs and strategy.
+        offers: nodes that may be used (connected, not draining), in any order.
+        have: workers of the job that live already, wherever they are.
+
+    Returns:
+        One node id per worker to start; empty when nothing can or need be started, and then the
+        reason says what is missing.
+
+    Guarantees:
+        No node gets more workers than slots or resources allow; STRICT strategies hold for old
+        and new workers together; the order of `offers` does not matter (test_placement).
+    """
+    want = spec.max_workers - have
+    if want <= 0:
+        return Decision((), f"all {spec.max_workers} workers exist")
+    fitting = [o for o in sorted(offers, key=lambda o: o.node_id) if _matches(spec, o)]
+    capacity = {o.node_id: _capacity(spec, o) for o in fitting}
+    if spec.strategy is Strategy.STRICT_SPREAD:
+        capacity = {o.node_id: min(capacity[o.node_id], 0 if o.hosting else 1) for o in fitting}
+    elif spec.strategy is Strategy.STRICT_PACK:
+        capacity = _one_node(fitting, capacity)
+    chosen = _spread_out(fitting, capacity, want, spread=spec.strategy in _SPREADING)
+    if have + len(chosen) < spec.min_workers:
+        return Decision((), explain_shortage(spec, offers, capacity, have))
+    reason = f"{len(chosen)} workers placed by {spec.strategy.value}"
+    if len(chosen) < want:
+        reason += f", {want - len(chosen)} more would need free slots"
+    return Decision(tuple(chosen), reason)
+
+
+_SPREADING = (Strategy.SPREAD, Strategy.STRICT_SPREAD)
+
+
+def _matches(spec: JobSpec, offer: Offer) -> bool:
+    if spec.accelerator_type and offer.accelerator_type != spec.accelerator_type:
+        return False
+    return set(spec.label_selector) <= set(offer.labels)
+
+
+def _capacity(spec: JobSpec, offer: Offer) -> int:
+    """Return how many workers of this job still fit onto the node."""
+    count = offer.free_slots
+    free = dict(offer.free.milli)
+    for name, amount in spec.resources_per_worker.milli:
+        count = min(count, free.get(name, 0) // amount)
+    return max(0, count)
+
+
+def _one_node(offers: Sequence[Offer], capacity: Mapping[NodeId, int]) -> dict[NodeId, int]:
+    """Leave capacity on a single node: the one that hosts the job already, else the roomiest."""
+    hosting = [o.node_id for o in offers if o.hosting]
+    roomiest = sorted(capacity, key=lambda n: (-capacity[n], n))
+    chosen = (hosting or roomiest)[:1]
+    return {n: capacity[n] if n in chosen else 0 for n in capacity}
+
+
+def _spread_out(
+    offers: Sequence[Offer], capacity: Mapping[NodeId, int], want: int, *, spread: bool
+) -> list[NodeId]:
+    """Deal `want` workers: SPREAD to the emptiest node each time, PACK to the fullest that fits."""
+    room = dict(capacity)
+    load = {o.node_id: o.hosting for o in offers}
+    chosen: list[NodeId] = []
+    while len(chosen) < want:
+        able = [n for n in room if room[n] > 0]
+        if not able:
+            break
+        if spread:
+            node_id = min(able, key=lambda n: (load[n], -room[n], n))
+        else:
+            node_id = min(able, key=lambda n: (-load[n], -room[n], n))
+        room[node_id] -= 1
+        load[node_id] += 1
+        chosen.append(node_id)
+    return chosen
+
+
+def explain_shortage(
+    spec: JobSpec, offers: Sequence[Offer], capacity: Mapping[NodeId, int], have: int
+) -> str:
+    """Say in one line what keeps min workers from fitting, and what would let them."""
+    fits = sum(capacity.values())
+    need = spec.min_workers - have
+    if not offers:
+        return f"needs {need} more workers, no node is connected: start an elastic-agent"
+    matching = [o for o in offers if _matches(spec, o)]
+    if spec.accelerator_type and not any(
+        o.accelerator_type == spec.accelerator_type for o in offers
+    ):
+        found = sorted({o.accelerator_type for o in offers if o.accelerator_type})
+        return (
+            f"no connected node has accelerator {spec.accelerator_type}; "
+            f"there are: {', '.join(found) or 'none'}"
+        )
+    if not matching:
+        wanted = ", ".join(f"{k}={v}" for k, v in spec.label_selector)
+        return f"no connected node carries the labels {wanted}"
+    for name, amount in spec.resources_per_worker.milli:
+        if all(dict(o.total.milli).get(name, 0) < amount for o in matching):
+            largest = max(o.total.amount(name) for o in matching)
+            return f"each worker needs {name}={amount / 1000:g}, the largest node has {largest:g}"
+    slots = sum(o.free_slots for o in matching)
+    return (
+        f"needs {need} more workers by {spec.strategy.value}, {fits} fit now "
+        f"({slots} free slots on {len(matching)} nodes)"
+    )
+
+
+def refuse_accelerator(spec: JobSpec, present: Sequence[str]) -> str:
+    """Return why the accelerator type can never be served, "" if it may.
+
+    A type that no connected node has is accepted if it is a known one: such a node may come.
+    """
+    wanted = spec.accelerator_type
+    if not wanted or wanted in present or wanted in KNOWN_ACCELERATORS:
+        return ""
+    here = ", ".join(sorted(set(present))) or "none"
+    return (
+        f"accelerator_type={wanted!r} is unknown; nodes of this cluster have: {here}; "
+        f"known types: {', '.join(KNOWN_ACCELERATORS)}"
+    )

@@ -1,0 +1,64 @@
+"""Who gets which rank: node-contiguous, survivors first and in their old order, a total order.
+
+Rank 0 of a later group is always a survivor if there is one, so that the member that leads the
+rendezvous and writes reports has taken part before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.core.world import NodeId, WorkerId
+from elastic.errors import check
+
+
+@dataclass(frozen=True)
+class Place:
+    """One worker's place in the group."""
+
+    worker_id: WorkerId
+    node_id: NodeId
+    rank: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+
+def assign_ranks(
+    members: Sequence[WorkerId],
+    node_of: Mapping[WorkerId, NodeId],
+    previous: Sequence[WorkerId] = (),
+) -> tuple[Place, ...]:
+    """Return the members' places, sorted by rank.
+
+    Nodes come in the order of their lowest-ranked survivor, then nodes without survivors by id;
+    inside a node survivors come in their old order, then the others by id.
+
+    Args:
+        members: who is in the group, in any order, no one twice.
+        node_of: the node of each member.
+        previous: the members of the group before, by rank.
+
+    Guarantees:
+        Ranks are a permutation of 0..n-1, nodes are contiguous, and the order of `members` does
+        not matter (test_ranks).
+    """
+    check(len(set(members)) == len(members), f"a worker is a member twice: {list(members)}")
+    old_rank = {worker_id: rank for rank, worker_id in enumerate(previous)}
+    last = len(previous)
+
+    def worker_key(worker_id: WorkerId) -> tuple[int, WorkerId]:
+        return (old_rank.get(worker_id, last), worker_id)
+
+    by_node: dict[NodeId, list[WorkerId]] = {}
+    for worker_id in sorted(members, key=worker_key):
+        by_node.setdefault(node_of[worker_id], []).append(worker_id)
+    nodes = sorted(by_node, key=lambda n: (old_rank.get(by_node[n][0], last), n))
+
+    places: list[Place] = []
+    for node_rank, node_id in enumerate(nodes):
+        local = by_node[node_id]
+        for local_rank, worker_id in enumerate(local):
+            places.append(Place(worker_id, node_id, len(places), local_rank, len(local), node_rank))
+    return tuple(places)

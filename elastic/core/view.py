@@ -1,0 +1,60 @@
+"""What the coordinator shows of itself: read-only facts for status, command line and pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.core.events.coordinator import JobRecord
+from elastic.core.world import Node, NodeId, NodePhase, WorkerReport
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """One node.
+
+    Attributes:
+        since_ns: when it entered its phase, on the coordinator's monotonic clock.
+        free_slots: workers that could still start here.
+        reason: why it drains or was lost, "" otherwise.
+    """
+
+    node: Node
+    phase: NodePhase
+    since_ns: int
+    free_slots: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One worker of a job.
+
+    Attributes:
+        rank: in the newest group, -1 if it is not part of it.
+        steps: optimizer steps in its generation, as far as telemetry told.
+    """
+
+    report: WorkerReport
+    node_id: NodeId
+    rank: int
+    since_ns: int
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class JobView:
+    """One job, with the current reason for waiting (or for how it ended) in one line."""
+
+    record: JobRecord
+    reason: str
+    since_ns: int
+    workers: tuple[WorkerView, ...]
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """Everything, at one moment; nodes sorted by id, jobs by order of submission."""
+
+    now_ns: int
+    nodes: tuple[NodeView, ...]
+    jobs: tuple[JobView, ...]

@@ -1,0 +1,331 @@
+"""Facts: what a node, a worker, a group and a job are. Frozen, no behaviour beyond validation.
+
+Rule: everything here is a value. Two facts with equal fields are the same fact, on every
+machine and in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+from elastic.errors import ConfigError
+
+JobId = NewType("JobId", str)
+NodeId = NewType("NodeId", str)
+WorkerId = NewType("WorkerId", str)
+SessionId = NewType("SessionId", str)
+"""One connection of one agent to one coordinator; what comes late over an old one is ignored."""
+Generation = int
+"""Number of a group: grows by one with every change of membership, never reused; 0 means none."""
+
+NO_GENERATION: Generation = 0
+MILLI = 1000
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Named amounts such as GPU, CPU or "memory_gb", kept in thousandths so that sums are exact.
+
+    Attributes:
+        milli: (name, thousandths) pairs, sorted by name, zero amounts left out.
+    """
+
+    milli: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, amounts: Mapping[str, float]) -> Resources:
+        """Build from plain numbers.
+
+        Raises:
+            ConfigError: an amount is negative or not a number.
+        """
+        pairs = []
+        for name in sorted(amounts):
+            amount = amounts[name]
+            if not amount >= 0 or amount == float("inf"):
+                raise ConfigError(f"resource {name}={amount}: expected a finite number >= 0")
+            if round(amount * MILLI):
+                pairs.append((name, round(amount * MILLI)))
+        return cls(tuple(pairs))
+
+    def as_dict(self) -> dict[str, float]:
+        """Return plain numbers by name."""
+        return {name: amount / MILLI for name, amount in self.milli}
+
+    def amount(self, name: str) -> float:
+        """Return one amount, 0.0 if there is none."""
+        return dict(self.milli).get(name, 0) / MILLI
+
+    def covers(self, other: Resources) -> bool:
+        """Return whether `other` fits into this."""
+        mine = dict(self.milli)
+        return all(mine.get(name, 0) >= amount for name, amount in other.milli)
+
+    def minus(self, other: Resources) -> Resources:
+        """Return what is left; amounts may not fall below zero (they stop there)."""
+        mine = dict(self.milli)
+        for name, amount in other.milli:
+            mine[name] = max(0, mine.get(name, 0) - amount)
+        return Resources(tuple((name, mine[name]) for name in sorted(mine) if mine[name]))
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine (or container) that runs one agent, as that agent describes it.
+
+    Attributes:
+        node_id: unique in the cluster; by default the host name.
+        incarnation: one life of the agent; a later life has a greater number.
+        host: address under which workers of other nodes reach this node's workers.
+        num_slots: how many workers may run here at once.
+        resources: what this node has in all.
+        labels: free (name, value) pairs for selectors, sorted.
+        accelerator_type: such as "H100", "" for none.
+        version: version of elastic-torch that the agent runs.
+    """
+
+    node_id: NodeId
+    incarnation: int
+    host: str
+    num_slots: int
+    resources: Resources = field(default_factory=Resources)
+    labels: tuple[tuple[str, str], ...] = ()
+    accelerator_type: str = ""
+    version: str = ""
+
+
+class NodePhase(Enum):
+    """What the coordinator thinks of a node."""
+
+    READY = "ready"
+    DISCONNECTED = "disconnected"
+    """The stream broke a moment ago; the node is lost if it stays away."""
+    DRAINING = "draining"
+    LOST = "lost"
+    LEFT = "left"
+    """Drained, and gone with the coordinator's consent."""
+
+
+class WorkerPhase(Enum):
+    """What a worker is doing. `transitions.WORKER` says which moves are legal."""
+
+    STARTING = "starting"
+    READY = "ready"
+    """Waits for a generation: new, or it left one at a boundary or by order."""
+    FORMING = "forming"
+    TRAINING = "training"
+    BROKEN = "broken"
+    """The train function was left because the group broke; waits for the next generation."""
+    FINISHED = "finished"
+    """The train function returned; the process waits for its end, or for another generation."""
+    EXITED = "exited"
+
+
+class ExitKind(Enum):
+    """Why a worker process is no more."""
+
+    CODE = "code"
+    """It ended with an exit code."""
+    SIGNAL = "signal"
+    STOPPED = "stopped"
+    """We ended it, by order of the coordinator."""
+    HUNG = "hung"
+    """The agent killed it because it had stopped (SIGSTOP, or no answer)."""
+    LOST = "lost"
+    """Its node is gone."""
+    SPAWN_FAILED = "spawn_failed"
+
+
+@dataclass(frozen=True)
+class ExitCause:
+    """How a worker ended.
+
+    Attributes:
+        kind: the category, which the failure policy decides by.
+        code: exit code for CODE, signal number for SIGNAL, else 0.
+        detail: for people.
+    """
+
+    kind: ExitKind
+    code: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that user code raised, as text.
+
+    Attributes:
+        error_type: qualified class name.
+        message: `str(error)`, cut at 4,000 characters.
+        traceback: formatted, cut at 32,000 characters from the front.
+        position: where in the run it happened, such as "report 7", for telling repeats.
+    """
+
+    error_type: str
+    message: str
+    traceback: str = ""
+    position: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """Everything an agent says about one of its workers; a later report replaces an earlier one.
+
+    Attributes:
+        worker_id: "node/serial".
+        job_id: the job it works for.
+        phase: what it does.
+        generation: the group it is, or was last, part of; 0 before the first.
+        store_address: "host:port" of the rendezvous store it serves, "" before READY.
+        pid: operating system's id, 0 before the process stands.
+        exit: how it ended; set exactly when phase is EXITED.
+        failure: the exception that user code raised, if it did.
+        result: JSON of what the train function returned, set when FINISHED.
+    """
+
+    worker_id: WorkerId
+    job_id: JobId
+    phase: WorkerPhase
+    generation: Generation = NO_GENERATION
+    store_address: str = ""
+    pid: int = 0
+    exit: ExitCause | None = None
+    failure: Failure | None = None
+    result: str = ""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker's place in a group; ranks count from 0 and are dense."""
+
+    worker_id: WorkerId
+    node_id: NodeId
+    rank: int
+    store_address: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The workers that train together now, by rank.
+
+    Attributes:
+        generation: >= 1.
+        members: sorted by rank; rank 0 leads the rendezvous.
+        reason: what made this group necessary.
+    """
+
+    generation: Generation
+    members: tuple[Member, ...]
+    reason: str = ""
+
+    def worker_ids(self) -> tuple[WorkerId, ...]:
+        """Return the members' ids by rank."""
+        return tuple(member.worker_id for member in self.members)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one worker must know to join a group; its size does not grow with the group.
+
+    Attributes:
+        leader_address: "host:port" of rank 0's store.
+        checkpoint: path of the newest recorded checkpoint, "" for none.
+        cause: one word for logs and counters: start, lost, join, drain, broken, resume.
+    """
+
+    job_id: JobId
+    worker_id: WorkerId
+    generation: Generation
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    leader_address: str
+    checkpoint: str = ""
+    cause: str = "start"
+
+
+class Strategy(Enum):
+    """How workers spread over nodes (Ray's names)."""
+
+    PACK = "PACK"
+    SPREAD = "SPREAD"
+    STRICT_PACK = "STRICT_PACK"
+    STRICT_SPREAD = "STRICT_SPREAD"
+
+
+class EntryKind(Enum):
+    """What a worker runs."""
+
+    FUNCTION = "function"
+    """`payload` is a pickled (train function, config) pair."""
+    SCRIPT = "script"
+    MODULE = "module"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The entry point of a job.
+
+    Attributes:
+        kind: what `target` and `payload` mean.
+        target: path of the script, dotted name of the module, or the function's name for people.
+        args: command line arguments for a script or a module.
+        payload: the pickled function and its config.
+        working_dir: directory to run in, "" for the agent's own.
+        python_path: directories put before sys.path.
+        env: (name, value) pairs for the worker's environment.
+    """
+
+    kind: EntryKind
+    target: str
+    args: tuple[str, ...] = ()
+    payload: bytes = b""
+    working_dir: str = ""
+    python_path: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """A checkpoint that the coordinator has recorded: it counts, whatever happens next."""
+
+    path: str
+    generation: Generation
+    index: int
+    metrics: str = "{}"
+    """JSON object: what was reported with it."""
+
+
+class JobPhase(Enum):
+    """Where a job stands. `transitions.JOB` says which moves are legal."""
+
+    PENDING = "pending"
+    """No group yet, or none now: waits for workers; the reason says for which."""
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+ENDED = (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.STOPPED)
+
+
+def host_of(address: str) -> str:
+    """Return the host of "host:port"; an IPv6 host loses its brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def sorted_pairs(
+    pairs: Mapping[str, str] | Iterable[tuple[str, str]],
+) -> tuple[tuple[str, str], ...]:
+    """Return name-value pairs as the sorted tuple that facts carry."""
+    items = pairs.items() if isinstance(pairs, Mapping) else pairs
+    return tuple(sorted((str(name), str(value)) for name, value in items))

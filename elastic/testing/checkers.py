@@ -1,0 +1,178 @@
+"""What must never happen, and what must happen in the end; knows nothing of the runtime's code.
+
+Rule: checkers are fed with what became visible outside (announcements as workers receive them,
+records as they become durable, groups as they form, steps as they happen) and compare only
+these with each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic.core.config import JobSpec
+from elastic.core.world import Assignment, Generation, JobId, NodeId, WorkerId
+from elastic.errors import ElasticError
+
+
+class CheckFailed(ElasticError):
+    """A property does not hold; the run that showed it can be replayed by its seed."""
+
+    def __init__(self, prop: str, detail: str) -> None:
+        """Name the property and what contradicts it."""
+        self.prop = prop
+        super().__init__(f"{prop}: {detail}")
+
+
+@dataclass(frozen=True)
+class DurableGroup:
+    """What the store held when a group became durable."""
+
+    generation: Generation
+    ranks: tuple[WorkerId, ...]
+
+
+@dataclass
+class Checkers:
+    """All properties, over one run.
+
+    Attributes:
+        specs: what was submitted.
+        durable: every group that ever became durable, by job and generation.
+        newest: the newest durable generation of each job.
+        announced_ranks: which worker was told which rank, by job and generation.
+    """
+
+    specs: dict[JobId, JobSpec] = field(default_factory=dict)
+    durable: dict[tuple[JobId, Generation], DurableGroup] = field(default_factory=dict)
+    newest: dict[JobId, Generation] = field(default_factory=dict)
+    announced_ranks: dict[tuple[JobId, Generation, int], WorkerId] = field(default_factory=dict)
+    recorded: dict[tuple[JobId, str, Generation], None] = field(default_factory=dict)
+    ended: dict[JobId, str] = field(default_factory=dict)
+    steps: int = 0
+    groups: int = 0
+
+    def require(self, condition: bool, prop: str, detail: str = "") -> None:
+        """Fail the run unless the property holds."""
+        if not condition:
+            raise CheckFailed(prop, detail)
+
+    # ------------------------------------------------------------ the store
+
+    def persisted(
+        self, job_id: JobId, group: DurableGroup | None, generation: Generation, phase: str
+    ) -> None:
+        """A record became durable."""
+        before = self.newest.get(job_id, 0)
+        self.require(
+            generation >= before,
+            "a generation never falls",
+            f"job {job_id}: {before} was durable, now {generation}",
+        )
+        self.newest[job_id] = generation
+        if job_id in self.ended:
+            self.require(
+                phase == self.ended[job_id],
+                "an ended job stays ended",
+                f"job {job_id}: {self.ended[job_id]}, now {phase}",
+            )
+        if phase in ("succeeded", "failed", "stopped"):
+            self.ended[job_id] = phase
+        if group is None:
+            return
+        key = (job_id, group.generation)
+        known = self.durable.setdefault(key, group)
+        self.require(
+            known == group,
+            "a generation is never reused",
+            f"job {job_id} generation {group.generation}: {known.ranks}, now {group.ranks}",
+        )
+        self._check_shape(job_id, group)
+
+    def _check_shape(self, job_id: JobId, group: DurableGroup) -> None:
+        spec = self.specs[job_id]
+        size = len(group.ranks)
+        who = f"job {job_id} generation {group.generation}"
+        self.require(
+            spec.min_workers <= size <= spec.max_workers,
+            "a group is within min and max",
+            f"{who}: {size} members, allowed {spec.min_workers} to {spec.max_workers}",
+        )
+        self.require(
+            size % spec.workers_per_replica == 0,
+            "a group is made of whole replicas",
+            f"{who}: {size} members, replicas of {spec.workers_per_replica}",
+        )
+        self.require(
+            len(set(group.ranks)) == size, "ranks are a permutation", f"{who}: {group.ranks}"
+        )
+
+    def checkpoint_recorded(
+        self, job_id: JobId, path: str, generation: Generation, current: Generation
+    ) -> None:
+        """A checkpoint record became durable beside the group `current`."""
+        key = (job_id, path, generation)
+        if key in self.recorded:
+            return
+        self.recorded[key] = None
+        self.require(
+            generation == current,
+            "only the current generation commits checkpoints",
+            f"job {job_id}: {path} of generation {generation} at generation {current}",
+        )
+
+    # ------------------------------------------------------------ the workers
+
+    def announced(self, worker_id: WorkerId, assignment: Assignment) -> None:
+        """A worker acts on a generation."""
+        key = (assignment.job_id, assignment.generation)
+        who = f"job {key[0]} generation {key[1]}: worker {worker_id}"
+        group = self.durable.get(key)
+        self.require(group is not None, "nobody acts on a generation before it is durable", who)
+        if group is None:
+            return
+        self.require(
+            assignment.world_size == len(group.ranks),
+            "all members know one world size",
+            f"{who}: {assignment.world_size}, durable {len(group.ranks)}",
+        )
+        rank_key = (*key, assignment.rank)
+        holder = self.announced_ranks.setdefault(rank_key, worker_id)
+        self.require(
+            holder == worker_id,
+            "ranks are a permutation",
+            f"{who} and {holder} both have rank {assignment.rank}",
+        )
+        self.require(
+            0 <= assignment.rank < len(group.ranks) and group.ranks[assignment.rank] == worker_id,
+            "ranks are a permutation",
+            f"{who} was told rank {assignment.rank} of {group.ranks}",
+        )
+
+    def group_formed(
+        self, job_id: JobId, generation: Generation, members: tuple[WorkerId, ...]
+    ) -> None:
+        """A group stands in the data plane."""
+        self.groups += 1
+        group = self.durable.get((job_id, generation))
+        self.require(
+            group is not None and group.ranks == members,
+            "the group that trains is the durable one",
+            f"job {job_id} generation {generation}: {members}",
+        )
+
+    def stepped(self, job_id: JobId, generation: Generation, step: int) -> None:
+        """A group made a step."""
+        self.steps += 1
+        self.require(
+            (job_id, generation) in self.durable,
+            "only durable generations train",
+            f"job {job_id} generation {generation} step {step}",
+        )
+
+    def started(self, node_id: NodeId, busy: int, num_slots: int) -> None:
+        """An agent runs this many workers now."""
+        self.require(
+            busy <= num_slots,
+            "a node is never overbooked",
+            f"node {node_id} runs {busy} workers on {num_slots} slots",
+        )

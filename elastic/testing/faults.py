@@ -1,0 +1,172 @@
+"""What goes wrong in a simulated run: drawn from the seed, and all of it healed in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic.core.events.agent import DrainSignalled, ProcessStopped
+from elastic.core.world import ExitCause, ExitKind
+from elastic.testing.hosts import AgentHost, CoordinatorHost
+from elastic.testing.network import Network
+from elastic.testing.training import SimProcess
+from elastic.testing.world import MS, S, Timeline
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How often each fault is drawn (weights), and the mean time between two faults."""
+
+    weights: tuple[tuple[str, float], ...]
+    mean_gap_ns: int
+
+
+ALL_FAULTS = (
+    "kill_worker", "stop_worker", "kill_agent", "freeze_agent", "cut_link", "kill_coordinator",
+    "slow_disk", "drain", "kill_spare", "kill_everything",
+)  # fmt: skip
+
+
+def draw_mix(timeline: Timeline) -> Mix:
+    """Draw which faults this run knows, and how dense they come (swarm testing)."""
+    rng = timeline.rng
+    weights = [(name, rng.choice([0.0, 0.3, 1.0])) for name in ALL_FAULTS]
+    return Mix(tuple(weights), rng.choice([200 * MS, 1 * S, 4 * S]))
+
+
+class Faults:
+    """Makes faults happen until it is told to stop."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        network: Network,
+        coordinator: CoordinatorHost,
+        agents: list[AgentHost],
+        mix: Mix,
+    ) -> None:
+        """Begin quiet; `begin` schedules the first fault."""
+        self.timeline = timeline
+        self.network = network
+        self.coordinator = coordinator
+        self.agents = agents
+        self.mix = mix
+        self.is_over = False
+        self.count = 0
+        self._stopped: list[tuple[AgentHost, SimProcess]] = []
+
+    def begin(self) -> None:
+        """Schedule the next fault."""
+        gap = round(self.timeline.rng.expovariate(1.0) * self.mix.mean_gap_ns)
+        self.timeline.after(gap, self._strike)
+
+    def heal(self) -> None:
+        """The liveness phase begins: everything that can come back comes back."""
+        self.is_over = True
+        self.coordinator.disk_delay_max_ns = 5 * MS
+        self.coordinator.start()
+        for agent in self.agents:
+            agent.freeze(False)
+            self.network.heal(agent.node_id)
+            agent.start()
+        for agent, process in self._stopped:
+            self._continue(agent, process)
+
+    def _strike(self) -> None:
+        if self.is_over:
+            return
+        names = [name for name, weight in self.mix.weights if weight > 0]
+        weights = [weight for _, weight in self.mix.weights if weight > 0]
+        if names:
+            name = self.timeline.rng.choices(names, weights)[0]
+            self.count += 1
+            action: Callable[[], None] = getattr(self, f"_{name}")
+            action()
+        self.begin()
+
+    def _agent(self) -> AgentHost:
+        return self.timeline.rng.choice(self.agents)
+
+    def _worker(self) -> tuple[AgentHost, SimProcess] | None:
+        workers = [(a, p) for a in self.agents for p in a.workers()]
+        return self.timeline.rng.choice(workers) if workers else None
+
+    def _kill_worker(self) -> None:
+        found = self._worker()
+        if found is not None:
+            agent, process = found
+            self.timeline.tell(agent.node_id, f"worker {process.worker_id} killed")
+            process.die(ExitCause(ExitKind.SIGNAL, 9))
+
+    def _kill_spare(self) -> None:
+        spares = [p for a in self.agents for p in a.processes.values() if not p.worker_id]
+        if spares:
+            self.timeline.rng.choice(spares).die(ExitCause(ExitKind.SIGNAL, 9))
+
+    def _stop_worker(self) -> None:
+        found = self._worker()
+        if found is None or found[1].is_stopped:
+            return
+        agent, process = found
+        self.timeline.tell(agent.node_id, f"worker {process.worker_id} stopped")
+        process.set_stopped(True)
+        self._stopped.append(found)
+        self._show_stopped(agent, process, True)
+        wait = self.timeline.between(100 * MS, 3 * S)
+        self.timeline.after(wait, lambda: self._continue(agent, process))
+
+    def _continue(self, agent: AgentHost, process: SimProcess) -> None:
+        if process.is_stopped:
+            process.set_stopped(False)
+            self._show_stopped(agent, process, False)
+
+    def _show_stopped(self, agent: AgentHost, process: SimProcess, stopped: bool) -> None:
+        for process_id, known in agent.processes.items():
+            if known is process:
+                agent.post(ProcessStopped(process_id, stopped))
+                return
+
+    def _kill_agent(self) -> None:
+        agent = self._agent()
+        agent.crash()
+        self.timeline.after(self.timeline.between(50 * MS, 10 * S), agent.start)
+
+    def _freeze_agent(self) -> None:
+        agent = self._agent()
+        agent.freeze(True)
+        wait = self.timeline.between(100 * MS, 6 * S)
+        self.timeline.after(wait, lambda: agent.freeze(False))
+
+    def _cut_link(self) -> None:
+        agent = self._agent()
+        how = self.timeline.rng.choice(["up", "down", "both"])
+        self.timeline.tell(agent.node_id, f"link cut: {how}")
+        self.network.cut(agent.node_id, how)
+        wait = self.timeline.between(50 * MS, 6 * S)
+        self.timeline.after(wait, lambda: self._mend(agent))
+
+    def _mend(self, agent: AgentHost) -> None:
+        if not agent.is_frozen:
+            self.network.heal(agent.node_id)
+
+    def _kill_coordinator(self) -> None:
+        self.coordinator.crash()
+        wait = self.timeline.between(10 * MS, 15 * S)
+        self.timeline.after(wait, self.coordinator.start)
+
+    def _slow_disk(self) -> None:
+        self.coordinator.disk_delay_max_ns = self.timeline.rng.choice([5 * MS, 200 * MS, 2 * S])
+
+    def _drain(self) -> None:
+        agent = self._agent()
+        self.timeline.tell(agent.node_id, "drain signalled")
+        agent.post(DrainSignalled("SIGTERM", self.timeline.between(0, 10 * S)))
+        self.timeline.after(self.timeline.between(11 * S, 20 * S), agent.start)
+
+    def _kill_everything(self) -> None:
+        if not self.timeline.chance(0.1):
+            return
+        self._kill_coordinator()
+        for agent in self.agents:
+            agent.crash()
+            self.timeline.after(self.timeline.between(50 * MS, 10 * S), agent.start)

@@ -1,0 +1,371 @@
+"""Simulated drivers: the real coordinator and agent machines, driven as the real drivers do.
+
+Rule: a host does what its driver does (one event at a time, effects in order, `Persist` a
+barrier) and can die between any two effects.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from elastic.core.config import AgentConfig, CoordinatorConfig
+from elastic.core.events import agent as agent_events
+from elastic.core.events import coordinator as events
+from elastic.core.events.shared import Note, Tick
+from elastic.core.machine.agent import AgentMachine
+from elastic.core.machine.coordinator import CoordinatorMachine
+from elastic.core.messages import AgentMessage, CoordinatorMessage, Hello, PipeToAgent
+from elastic.core.world import ExitCause, ExitKind, JobId, Node, NodeId, SessionId
+from elastic.testing.checkers import Checkers, DurableGroup
+from elastic.testing.network import Network, Stream
+from elastic.testing.training import DataPlane, SimProcess
+from elastic.testing.world import MS, Timeline
+
+
+class Disk:
+    """What the store holds; survives every crash."""
+
+    def __init__(self, checkers: Checkers) -> None:
+        """Begin empty."""
+        self.records: dict[JobId, events.JobRecord] = {}
+        self._checkers = checkers
+
+    def write(self, records: tuple[events.JobRecord, ...]) -> None:
+        """The records are durable from here on."""
+        for record in records:
+            job_id = record.spec.job_id
+            group = record.group
+            durable = DurableGroup(group.generation, group.worker_ids()) if group else None
+            self._checkers.persisted(job_id, durable, record.generation, record.phase.value)
+            for checkpoint in record.checkpoints:
+                self._checkers.checkpoint_recorded(
+                    job_id, checkpoint.path, checkpoint.generation, record.generation
+                )
+            self.records[job_id] = record
+
+
+class CoordinatorHost:
+    """The coordinator's process: may be down, slow, or between two effects."""
+
+    def __init__(
+        self, timeline: Timeline, network: Network, disk: Disk, config: CoordinatorConfig
+    ) -> None:
+        """Begin down; `start` brings it up."""
+        self.timeline = timeline
+        self.network = network
+        self.disk = disk
+        self.config = config
+        self.disk_delay_max_ns = 5 * MS
+        self.machine: CoordinatorMachine | None = None
+        self.life = 0
+        self.replies: dict[str, events.Reply] = {}
+        self.on_note: Callable[[Note], None] = lambda note: None
+        self._inbox: deque[events.CoordinatorEvent] = deque()
+        self._effects: deque[events.CoordinatorEffect] = deque()
+        self._is_busy = False
+        self._deadline: int | None = None
+
+    def start(self) -> None:
+        """A new process begins with what the disk holds."""
+        if self.machine is not None:
+            return
+        self.life += 1
+        self.machine = CoordinatorMachine(self.config, f"coordinator-{self.life}")
+        self._inbox.clear()
+        self._effects.clear()
+        self._is_busy = False
+        self._deadline = None
+        self.timeline.tell("coordinator", f"starts, life {self.life}")
+        self.post(events.Recovered(tuple(self.disk.records.values())))
+
+    def crash(self) -> None:
+        """The process is gone, between two effects or in the middle of a write."""
+        if self.machine is None:
+            return
+        effect = self._effects[0] if self._effects else None
+        if isinstance(effect, events.Persist) and self.timeline.chance(0.5):
+            self.disk.write(effect.records)
+        self.machine = None
+        self.timeline.tell("coordinator", "crashes")
+        self.network.coordinator_died()
+
+    def post(self, event: events.CoordinatorEvent) -> None:
+        """An event reaches the driver's queue."""
+        if self.machine is None:
+            return
+        self._inbox.append(event)
+        self._pump()
+
+    def hears(self, session: SessionId, message: AgentMessage) -> None:
+        """A message arrived over a stream."""
+        if isinstance(message, Hello):
+            self.post(events.AgentConnected(session, message))
+        else:
+            self.post(events.AgentSaid(session, message))
+
+    def loses(self, session: SessionId, reason: str) -> None:
+        """A stream ended."""
+        self.post(events.AgentDisconnected(session, reason))
+
+    def _pump(self) -> None:
+        while self.machine is not None and not self._is_busy:
+            if self._effects:
+                self._perform(self._effects[0])
+            elif self._inbox:
+                event = self._inbox.popleft()
+                self._effects.extend(self.machine.step(event, self.timeline.now_ns))
+            else:
+                self._arm()
+                return
+
+    def _perform(self, effect: events.CoordinatorEffect) -> None:
+        if isinstance(effect, events.Persist):
+            self._is_busy = True
+            life = self.life
+            delay = self.timeline.between(MS // 2, self.disk_delay_max_ns)
+            self.timeline.after(delay, lambda: self._written(life))
+            return
+        self._effects.popleft()
+        if isinstance(effect, events.SendAgent):
+            self.network.send_down(effect.session, effect.message)
+        elif isinstance(effect, events.CloseSession):
+            self.network.close_from_coordinator(effect.session)
+        elif isinstance(effect, events.Reply):
+            self.replies[effect.request_id] = effect
+        elif isinstance(effect, events.Forget):
+            for job_id in effect.job_ids:
+                self.disk.records.pop(job_id, None)
+        elif isinstance(effect, Note):
+            fields = " ".join(f"{name}={value}" for name, value in effect.fields)
+            self.timeline.tell("coordinator", f"{effect.name} {effect.job_id} {fields}")
+            self.on_note(effect)
+
+    def _written(self, life: int) -> None:
+        if self.machine is None or life != self.life:
+            return
+        effect = self._effects.popleft()
+        if isinstance(effect, events.Persist):
+            self.disk.write(effect.records)
+        self._is_busy = False
+        self._pump()
+
+    def _arm(self) -> None:
+        """Wake the machine at its next deadline."""
+        deadline = self.machine.next_deadline_ns() if self.machine else None
+        if deadline is None or deadline == self._deadline:
+            return
+        self._deadline = deadline
+        life = self.life
+
+        def ring() -> None:
+            if life == self.life and self._deadline == deadline:
+                self._deadline = None
+                self.post(Tick())
+
+        self.timeline.at(max(deadline, self.timeline.now_ns + 1), ring)
+
+
+class AgentHost:
+    """A node: the agent's process and everything that it started."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        network: Network,
+        plane: DataPlane,
+        *,
+        node: Node,
+        config: AgentConfig,
+        coordinator: CoordinatorHost,
+    ) -> None:
+        """Begin down; `start` brings it up."""
+        self.timeline = timeline
+        self.network = network
+        self.plane = plane
+        self.node = node
+        self.config = config
+        self.coordinator = coordinator
+        self.machine: AgentMachine | None = None
+        self.processes: dict[int, SimProcess] = {}
+        self.exit_code: int | None = None
+        self.life = 0
+        self.is_frozen = False
+        self._frozen_events: list[agent_events.AgentEvent] = []
+        self._deadline: int | None = None
+        self._next_pid = 0
+
+    @property
+    def node_id(self) -> NodeId:
+        """Return the node's id."""
+        return self.node.node_id
+
+    def start(self) -> None:
+        """A new agent process begins, with a later incarnation."""
+        if self.machine is not None:
+            return
+        self.life += 1
+        incarnation = self.timeline.now_ns + self.life
+        self.node = Node(
+            self.node.node_id,
+            incarnation,
+            self.node.host,
+            self.node.num_slots,
+            self.node.resources,
+        )
+        self.machine = AgentMachine(self.node, self.config, ())
+        self.exit_code = None
+        self._deadline = None
+        self.timeline.tell(self.node_id, f"agent starts, life {self.life}")
+        self.post(Tick())
+
+    def crash(self) -> None:
+        """SIGKILL: the agent and, by the kernel, all its workers are gone."""
+        if self.machine is None:
+            return
+        self.timeline.tell(self.node_id, "agent killed")
+        self.machine = None
+        self.is_frozen = False
+        self._frozen_events = []
+        self._end_processes()
+        self.network.host_died(self.node_id)
+
+    def _end_processes(self) -> None:
+        processes, self.processes = self.processes, {}
+        for process in processes.values():
+            process.agent_died()
+
+    def freeze(self, frozen: bool) -> None:
+        """SIGSTOP or SIGCONT of the agent alone; its workers run on."""
+        if self.machine is None or frozen == self.is_frozen:
+            return
+        self.is_frozen = frozen
+        self.timeline.tell(self.node_id, "agent frozen" if frozen else "agent thaws")
+        if frozen:
+            self.network.cut(self.node_id, "both")
+            return
+        self.network.heal(self.node_id)
+        pending, self._frozen_events = self._frozen_events, []
+        for event in pending:
+            self.post(event)
+
+    def post(self, event: agent_events.AgentEvent) -> None:
+        """An event reaches the driver."""
+        if self.machine is None:
+            return
+        if self.is_frozen:
+            self._frozen_events.append(event)
+            return
+        for effect in self.machine.step(event, self.timeline.now_ns):
+            self._perform(effect)
+            if self.machine is None:
+                return
+        busy = sum(1 for p in self.processes.values() if p.is_alive and p.worker_id)
+        self.plane.checkers.started(self.node_id, busy, self.node.num_slots)
+        self._arm()
+
+    def hears(self, stream: Stream, message: CoordinatorMessage) -> None:
+        """A message arrived over a stream."""
+        self.post(agent_events.CoordinatorSaid(stream.session, message))
+
+    def loses(self, stream: Stream, reason: str) -> None:
+        """A stream ended."""
+        jitter = self.timeline.rng.random()
+        self.post(agent_events.ConnectionLost(stream.session, reason, jitter))
+
+    def workers(self) -> list[SimProcess]:
+        """Return the living processes that work for a job."""
+        return [p for p in self.processes.values() if p.is_alive and p.worker_id]
+
+    # ------------------------------------------------------------ effects
+
+    def _perform(self, effect: agent_events.AgentEffect) -> None:
+        if isinstance(effect, agent_events.Connect):
+            self._connect(effect.session)
+        elif isinstance(effect, agent_events.Disconnect):
+            self.network.close_from_agent(effect.session)
+        elif isinstance(effect, agent_events.SendCoordinator):
+            self.network.send_up(effect.session, effect.message)
+        elif isinstance(effect, agent_events.Spawn):
+            self._spawn(effect.process_id)
+        elif isinstance(effect, agent_events.SendProcess):
+            process = self.processes.get(effect.process_id)
+            if process is not None:
+                message = effect.message
+                delay = self.timeline.between(20_000, 200_000)
+                self.timeline.after(delay, lambda: process.receive(message))
+        elif isinstance(effect, agent_events.Kill):
+            process = self.processes.get(effect.process_id)
+            if process is not None:
+                process.die(ExitCause(ExitKind.SIGNAL, 9))
+        elif isinstance(effect, agent_events.ExitAgent):
+            self._exit(effect.code, effect.reason)
+
+    def _connect(self, session: SessionId) -> None:
+        life = self.life
+
+        def answered() -> None:
+            if self.life != life:
+                return
+            blocked = self.network.conditions.cut.get(self.node_id)
+            if self.coordinator.machine is None or blocked:
+                jitter = self.timeline.rng.random()
+                self.post(agent_events.ConnectionLost(session, "no answer", jitter))
+                return
+            stream = self.network.open(session, self.node_id)
+            stream.coordinator_side = True
+            self.post(agent_events.Connected(session))
+
+        blocked = self.network.conditions.cut.get(self.node_id)
+        wait = 1000 * MS if blocked else 2 * self.network.delay()
+        self.timeline.after(wait, answered)
+
+    def _spawn(self, process_id: int) -> None:
+        self._next_pid += 1
+        pid = self.life * 100_000 + self._next_pid
+        life = self.life
+
+        def say(message: PipeToAgent) -> None:
+            if self.life == life:
+                delay = self.timeline.between(20_000, 200_000)
+                event = agent_events.ProcessSaid(process_id, message)
+                self.timeline.after(delay, lambda: self._deliver(process_id, event))
+
+        def exited(cause: ExitCause) -> None:
+            # The pipe is drained before the exit is reported, as the driver promises.
+            event = agent_events.ProcessExited(process_id, cause)
+            self.timeline.after(MS, lambda: self._deliver(process_id, event))
+
+        process = SimProcess(
+            self.timeline, self.plane, node_id=self.node_id, pid=pid, say=say, exited=exited
+        )
+        self.processes[process_id] = process
+        event = agent_events.ProcessStarted(process_id, pid)
+        self.timeline.after(MS, lambda: self._deliver(process_id, event))
+
+    def _deliver(self, process_id: int, event: agent_events.AgentEvent) -> None:
+        if process_id in self.processes and self.machine is not None:
+            if isinstance(event, agent_events.ProcessExited):
+                del self.processes[process_id]
+            self.post(event)
+
+    def _exit(self, code: int, reason: str) -> None:
+        self.timeline.tell(self.node_id, f"agent exits {code}: {reason}")
+        self.exit_code = code
+        self.machine = None
+        self._end_processes()
+        self.network.host_died(self.node_id)
+
+    def _arm(self) -> None:
+        deadline = self.machine.next_deadline_ns() if self.machine else None
+        if deadline is None or deadline == self._deadline:
+            return
+        self._deadline = deadline
+        life = self.life
+
+        def ring() -> None:
+            if life == self.life and self._deadline == deadline:
+                self._deadline = None
+                self.post(Tick())
+
+        self.timeline.at(max(deadline, self.timeline.now_ns + 1), ring)

@@ -1,0 +1,214 @@
+"""Simulated streams between agents and the coordinator: ordered, delayed, cut, half open.
+
+Rule: like TCP under HTTP/2. Inside a stream messages keep their order; a cut holds them back,
+and each side gives the stream up by itself when keepalive has waited long enough; what was under
+way over a stream that is over may still arrive, and must then be ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic.core.messages import AgentMessage, CoordinatorMessage, Hello
+from elastic.core.world import NodeId, SessionId
+from elastic.testing.world import MS, Timeline
+
+
+@dataclass
+class Conditions:
+    """How the network behaves; drawn from the seed.
+
+    Attributes:
+        cut: nodes that cannot reach the coordinator: "up", "down" or "both" directions.
+        late: chance that a message of a dead stream arrives all the same.
+    """
+
+    delay_min_ns: int = 100_000
+    delay_max_ns: int = 2 * MS
+    keepalive_ns: int = 1500 * MS
+    late: float = 0.3
+    cut: dict[NodeId, str] = field(default_factory=dict)
+
+    def blocks(self, node_id: NodeId, direction: str) -> bool:
+        """Return whether messages in this direction are held back now."""
+        return self.cut.get(node_id, "") in (direction, "both")
+
+
+@dataclass
+class Stream:
+    """One stream; each side believes for itself whether it stands."""
+
+    session: SessionId
+    node_id: NodeId
+    agent_side: bool = True
+    coordinator_side: bool = False
+    last_up_ns: int = 0
+    last_down_ns: int = 0
+    held_up: list[AgentMessage] = field(default_factory=list)
+    held_down: list[CoordinatorMessage] = field(default_factory=list)
+
+
+class Network:
+    """All streams of one run."""
+
+    def __init__(self, timeline: Timeline, conditions: Conditions) -> None:
+        """Begin without streams; `wire` must be called before the first one."""
+        self.timeline = timeline
+        self.conditions = conditions
+        self.streams: dict[SessionId, Stream] = {}
+        self.to_coordinator: Callable[[SessionId, AgentMessage], None]
+        self.to_agent: Callable[[Stream, CoordinatorMessage], None]
+        self.lost_at_coordinator: Callable[[SessionId, str], None]
+        self.lost_at_agent: Callable[[Stream, str], None]
+
+    def wire(
+        self,
+        to_coordinator: Callable[[SessionId, AgentMessage], None],
+        to_agent: Callable[[Stream, CoordinatorMessage], None],
+        *,
+        lost_at_coordinator: Callable[[SessionId, str], None],
+        lost_at_agent: Callable[[Stream, str], None],
+    ) -> None:
+        """Say who receives what."""
+        self.to_coordinator = to_coordinator
+        self.to_agent = to_agent
+        self.lost_at_coordinator = lost_at_coordinator
+        self.lost_at_agent = lost_at_agent
+
+    def open(self, session: SessionId, node_id: NodeId) -> Stream:
+        """Enter a stream that both sides will soon believe in."""
+        stream = Stream(session, node_id)
+        self.streams[session] = stream
+        return stream
+
+    def delay(self) -> int:
+        """Draw how long one message takes."""
+        return self.timeline.between(self.conditions.delay_min_ns, self.conditions.delay_max_ns)
+
+    def send_up(self, session: SessionId, message: AgentMessage) -> None:
+        """Agent to coordinator."""
+        stream = self.streams.get(session)
+        if stream is None or not stream.agent_side:
+            return
+        if self.conditions.blocks(stream.node_id, "up"):
+            stream.held_up.append(message)
+            return
+        moment = max(stream.last_up_ns, self.timeline.now_ns + self.delay())
+        stream.last_up_ns = moment
+
+        def arrive() -> None:
+            is_late = not stream.coordinator_side
+            # A driver hears of a stream first by its greeting, and never after its end.
+            if is_late and (isinstance(message, Hello) or not self._passes_late()):
+                return
+            self.to_coordinator(session, message)
+
+        self.timeline.at(moment, arrive)
+
+    def send_down(self, session: SessionId, message: CoordinatorMessage) -> None:
+        """Coordinator to agent."""
+        stream = self.streams.get(session)
+        if stream is None or not stream.coordinator_side:
+            return
+        if self.conditions.blocks(stream.node_id, "down"):
+            stream.held_down.append(message)
+            return
+        moment = max(stream.last_down_ns, self.timeline.now_ns + self.delay())
+        stream.last_down_ns = moment
+
+        def arrive() -> None:
+            if stream.agent_side or self._passes_late():
+                self.to_agent(stream, message)
+
+        self.timeline.at(moment, arrive)
+
+    def _passes_late(self) -> bool:
+        return self.timeline.chance(self.conditions.late)
+
+    # ------------------------------------------------------------ endings
+
+    def end_at_coordinator(self, stream: Stream, reason: str) -> None:
+        """The coordinator's side of the stream is over, as its driver will hear."""
+        if stream.coordinator_side:
+            stream.coordinator_side = False
+            self.lost_at_coordinator(stream.session, reason)
+
+    def end_at_agent(self, stream: Stream, reason: str) -> None:
+        """The agent's side of the stream is over, as its driver will hear."""
+        if stream.agent_side:
+            stream.agent_side = False
+            self.lost_at_agent(stream, reason)
+
+    def close_from_coordinator(self, session: SessionId) -> None:
+        """The coordinator hangs up after what it sent before."""
+        stream = self.streams.get(session)
+        if stream is None:
+            return
+        stream.coordinator_side = False
+        moment = max(stream.last_down_ns, self.timeline.now_ns + self.delay())
+        self.timeline.at(moment, lambda: self.end_at_agent(stream, "closed by the coordinator"))
+
+    def close_from_agent(self, session: SessionId) -> None:
+        """The agent hangs up."""
+        stream = self.streams.get(session)
+        if stream is None:
+            return
+        stream.agent_side = False
+        moment = max(stream.last_up_ns, self.timeline.now_ns + self.delay())
+        self.timeline.at(moment, lambda: self.end_at_coordinator(stream, "closed by the agent"))
+
+    def host_died(self, node_id: NodeId) -> None:
+        """An agent's process is gone: its kernel resets its streams."""
+        for stream in self._of(node_id):
+            stream.agent_side = False
+            if self.conditions.blocks(node_id, "up"):
+                continue
+            self.timeline.after(
+                self.delay(), lambda s=stream: self.end_at_coordinator(s, "reset by the agent")
+            )
+
+    def coordinator_died(self) -> None:
+        """The coordinator's process is gone: its kernel resets all streams."""
+        for stream in list(self.streams.values()):
+            stream.coordinator_side = False
+            if self.conditions.blocks(stream.node_id, "down"):
+                continue
+            self.timeline.after(
+                self.delay(), lambda s=stream: self.end_at_agent(s, "reset by the coordinator")
+            )
+
+    def cut(self, node_id: NodeId, how: str) -> None:
+        """Hold back messages; keepalive ends the stream on both sides if it lasts."""
+        self.conditions.cut[node_id] = how
+        for stream in self._of(node_id):
+            for end in (self.end_at_coordinator, self.end_at_agent):
+                wait = self.timeline.between(
+                    self.conditions.keepalive_ns // 2, self.conditions.keepalive_ns
+                )
+                self.timeline.after(wait, lambda s=stream, e=end: self._give_up(s, e))
+
+    def _give_up(self, stream: Stream, end: Callable[[Stream, str], None]) -> None:
+        if stream.node_id in self.conditions.cut:
+            end(stream, "keepalive timed out")
+
+    def heal(self, node_id: NodeId) -> None:
+        """Let messages pass again; those that were held back come now, in order."""
+        self.conditions.cut.pop(node_id, None)
+        for stream in self._of(node_id):
+            up, stream.held_up = stream.held_up, []
+            down, stream.held_down = stream.held_down, []
+            for message in up:
+                self.send_up(stream.session, message)
+            for order in down:
+                self.send_down(stream.session, order)
+            # A side that gave up during the cut resets the other one as soon as it hears of it.
+            if not stream.agent_side:
+                self.timeline.after(
+                    self.delay(), lambda s=stream: self.end_at_coordinator(s, "reset")
+                )
+            if not stream.coordinator_side:
+                self.timeline.after(self.delay(), lambda s=stream: self.end_at_agent(s, "reset"))
+
+    def _of(self, node_id: NodeId) -> list[Stream]:
+        return [s for s in self.streams.values() if s.node_id == node_id]

@@ -1,0 +1,263 @@
+"""A whole cluster on a virtual clock: real machines, everything else simulated, one seed.
+
+    python -m elastic.testing.simulator --seeds 500 --first 0
+    python -m elastic.testing.simulator --seeds 1 --first 4711 --transcript
+
+The seed draws the configuration (nodes, bounds, delays, fault mix, scripts). A run has a safety
+phase, in which faults strike and nothing wrong may happen, and a liveness phase, in which all is
+healed and every job must end within a bounded virtual time. A seed replays only on the commit
+that it was found on; what it found becomes a scenario.
+
+Source: the two phases and drawing the configuration from the seed are TigerBeetle's VOPR.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+import click
+
+from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec
+from elastic.core.events.coordinator import NodeDrainRequested, StopRequested, SubmitRequested
+from elastic.core.messages import CoordinatorMessage
+from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, Strategy
+from elastic.errors import ElasticError
+from elastic.testing.checkers import Checkers, CheckFailed
+from elastic.testing.faults import Faults, draw_mix
+from elastic.testing.hosts import AgentHost, CoordinatorHost, Disk
+from elastic.testing.network import Conditions, Network, Stream
+from elastic.testing.training import DataPlane, Script
+from elastic.testing.world import MS, S, Timeline
+
+SAFETY_NS = 60 * S
+LIVENESS_NS = 240 * S
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run showed."""
+
+    seed: int
+    virtual_s: float
+    faults: int
+    groups: int
+    steps: int
+    jobs: tuple[tuple[str, str], ...]
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, seed: int, *, keep_log: bool = True) -> None:
+        """Draw the configuration."""
+        self.seed = seed
+        self.timeline = Timeline(seed, keep_log=keep_log)
+        rng = self.timeline.rng
+        self.checkers = Checkers()
+        self.network = Network(
+            self.timeline,
+            Conditions(
+                delay_max_ns=rng.choice([500_000, 2 * MS, 50 * MS, 400 * MS]),
+                late=rng.choice([0.0, 0.5]),
+            ),
+        )
+        self.plane = DataPlane(self.timeline, self.checkers)
+        self.disk = Disk(self.checkers)
+        config = CoordinatorConfig(
+            start_patience_s=rng.choice([0.0, 1.0, 10.0]),
+            node_grace_s=rng.choice([0.0, 0.5, 3.0]),
+            form_timeout_s=rng.choice([5.0, 30.0]),
+            boundary_timeout_s=rng.choice([2.0, 30.0]),
+            crash_loop_limit=1_000_000,
+            healthy_after_s=5.0,
+        )
+        self.coordinator = CoordinatorHost(self.timeline, self.network, self.disk, config)
+        agent_config = AgentConfig(num_spares=rng.choice([0, 1, 2]), drain_timeout_s=5.0)
+        self.agents = [
+            AgentHost(
+                self.timeline,
+                self.network,
+                self.plane,
+                node=Node(NodeId(f"n{i + 1}"), 1, f"10.0.0.{i + 1}", rng.randint(1, 3)),
+                config=agent_config,
+                coordinator=self.coordinator,
+            )
+            for i in range(rng.randint(1, 12))
+        ]
+        self.by_node = {agent.node_id: agent for agent in self.agents}
+        self.network.wire(
+            self.coordinator.hears,
+            self._to_agent,
+            lost_at_coordinator=self.coordinator.loses,
+            lost_at_agent=lambda stream, why: self.by_node[stream.node_id].loses(stream, why),
+        )
+        self.faults = Faults(
+            self.timeline, self.network, self.coordinator, self.agents, draw_mix(self.timeline)
+        )
+        self.submissions: dict[str, JobSpec] = {}
+        self.stops: set[JobId] = set()
+
+    def _to_agent(self, stream: Stream, message: CoordinatorMessage) -> None:
+        self.by_node[stream.node_id].hears(stream, message)
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> Outcome:
+        """Run both phases.
+
+        Raises:
+            CheckFailed: a property does not hold.
+            InvariantViolation: a machine contradicts itself.
+        """
+        self.timeline.after(0, self.coordinator.start)
+        for agent in self.agents:
+            self.timeline.after(self.timeline.between(0, 5 * S), agent.start)
+        for index in range(self.timeline.rng.randint(1, 3)):
+            self._plan_job(index)
+        self.faults.begin()
+        self.timeline.run_until(SAFETY_NS)
+        self.timeline.tell("world", "liveness phase: all is healed")
+        self.faults.heal()
+        until = self.timeline.now_ns + LIVENESS_NS
+        self.timeline.after(1 * S, self._keep_alive)
+        if not self.timeline.run_until(until, self._is_done):
+            raise CheckFailed(
+                "every job that can end ends", f"after {LIVENESS_NS // S} s: {self.pending()}"
+            )
+        return Outcome(
+            self.seed,
+            self.timeline.now_ns / S,
+            self.faults.count,
+            self.checkers.groups,
+            self.checkers.steps,
+            tuple(sorted((str(j), r.phase.value) for j, r in self.disk.records.items())),
+        )
+
+    def _plan_job(self, index: int) -> None:
+        rng = self.timeline.rng
+        slots = sum(agent.node.num_slots for agent in self.agents)
+        replica = rng.choice([1, 1, 1, 2])
+        low = rng.randint(1, max(1, min(slots, 4) // replica)) * replica
+        high = max(low, rng.randint(low, low + 6) // replica * replica)
+        job_id = JobId(f"j{index}")
+        spec = JobSpec(
+            job_id=job_id,
+            name=f"job{index}",
+            entry=Entry(EntryKind.FUNCTION, "train"),
+            min_workers=low,
+            max_workers=high,
+            workers_per_replica=replica,
+            strategy=rng.choice([Strategy.PACK, Strategy.SPREAD]),
+            max_failures=rng.choice([0, 5, -1]),
+        )
+        raises = rng.choice([0, 0, 0, 1, 2])
+        script = Script(
+            steps=rng.randint(20, 400),
+            report_every=rng.choice([5, 20, 100]),
+            step_ns=rng.choice([5 * MS, 50 * MS, 200 * MS]),
+            raise_at=rng.randint(1, 20) if raises else -1,
+            raises=raises,
+        )
+        self.plane.scripts[job_id] = script
+        self.checkers.specs[job_id] = spec
+        self.timeline.after(self.timeline.between(0, 20 * S), lambda: self._submit(spec))
+        if self.timeline.chance(0.15):
+            moment = self.timeline.between(20 * S, 60 * S)
+            self.timeline.after(moment, lambda: self._stop(job_id))
+        if self.timeline.chance(0.15):
+            moment = self.timeline.between(10 * S, 50 * S)
+            self.timeline.after(moment, self._drain_some_node)
+
+    def _submit(self, spec: JobSpec) -> None:
+        """Submit until the answer is seen, as a client does."""
+        if spec.job_id in self.disk.records:
+            return
+        self.submissions[spec.name] = spec
+        self.coordinator.post(SubmitRequested(f"submit {spec.name}", spec))
+        self.timeline.after(2 * S, lambda: self._submit(spec))
+
+    def _stop(self, job_id: JobId) -> None:
+        self.stops.add(job_id)
+        self.coordinator.post(StopRequested(f"stop {job_id}", job_id, "the user said so"))
+
+    def _drain_some_node(self) -> None:
+        agent = self.timeline.rng.choice(self.agents)
+        event = NodeDrainRequested(f"drain {agent.node_id}", agent.node_id, 3 * S, "operator")
+        self.coordinator.post(event)
+
+    def _keep_alive(self) -> None:
+        """In the liveness phase a drained agent is started again by its operator."""
+        for agent in self.agents:
+            agent.start()
+        self.timeline.after(1 * S, self._keep_alive)
+
+    # ------------------------------------------------------------ the end
+
+    def _is_done(self) -> bool:
+        return not self.pending()
+
+    def pending(self) -> str:
+        """Return what still has to happen, "" for nothing."""
+        for spec in self.submissions.values():
+            record = self.disk.records.get(spec.job_id)
+            if record is None:
+                return f"{spec.name} is not in the store"
+            if record.phase.value in ("pending", "running"):
+                if self._can_never_run(spec):
+                    continue
+                return f"{spec.name} is {record.phase.value}: {record.reason}"
+        for agent in self.agents:
+            for process in agent.workers():
+                record = self.disk.records.get(process.job_id)
+                if record is None or record.phase.value not in ("pending", "running"):
+                    return f"worker {process.worker_id} of an ended job still runs"
+        return ""
+
+    def _can_never_run(self, spec: JobSpec) -> bool:
+        slots = sum(agent.node.num_slots for agent in self.agents)
+        return slots < spec.min_workers
+
+
+def run_seed(seed: int, *, transcript: bool = False) -> tuple[Outcome | None, list[str], str]:
+    """Run one seed; return its outcome (None if it failed), its transcript and the failure."""
+    simulation = Simulation(seed, keep_log=transcript)
+    try:
+        return simulation.run(), simulation.timeline.log, ""
+    except ElasticError as failure:
+        return None, simulation.timeline.log, f"{type(failure).__name__}: {failure}"
+
+
+@click.command()
+@click.option("--seeds", default=100, show_default=True, help="How many seeds to run.")
+@click.option("--first", default=0, show_default=True, help="The first seed.")
+@click.option("--transcript", is_flag=True, help="Print what happened in every run.")
+def main(seeds: int, first: int, transcript: bool) -> None:
+    """Run seeds; stop at the first failure and print how to replay it."""
+    began = time.perf_counter()
+    faults = groups = steps = 0
+    for seed in range(first, first + seeds):
+        outcome, log, failure = run_seed(seed, transcript=transcript)
+        if transcript:
+            print("\n".join(log))
+        if outcome is None:
+            if not transcript:
+                print("\n".join(run_seed(seed, transcript=True)[1][-60:]))
+            print(f"seed {seed} failed: {failure}")
+            print(
+                f"replay: python -m elastic.testing.simulator --seeds 1 --first {seed} --transcript"
+            )
+            sys.exit(1)
+        faults += outcome.faults
+        groups += outcome.groups
+        steps += outcome.steps
+    took_s = time.perf_counter() - began
+    print(
+        f"{seeds} seeds passed in {took_s:.1f} s: {faults} faults, {groups} groups formed, "
+        f"{steps} steps"
+    )
+
+
+if __name__ == "__main__":
+    main()

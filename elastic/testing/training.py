@@ -1,0 +1,374 @@
+"""A model of worker processes: the real worker machine over simulated main threads and groups.
+
+Rule: a group makes a step only while every one of its members is alive, unstopped and inside
+its train function; nothing else does. What a step computes is not modelled; that it happened,
+in which generation, with whom, is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic.core.events.shared import Note
+from elastic.core.events.worker import (
+    AbortGroup,
+    AgentTold,
+    EnterTrain,
+    ExitWorker,
+    FormGroup,
+    GroupFailed,
+    GroupFormed,
+    InterruptTrain,
+    PipeClosed,
+    ResolveReport,
+    SendPipe,
+    Setup,
+    Started,
+    StoreOpened,
+    TrainLeft,
+    TrainRaised,
+    TrainReturned,
+    UserReported,
+    WishBoundary,
+    WorkerEffect,
+    WorkerEvent,
+)
+from elastic.core.machine.worker import WorkerMachine
+from elastic.core.messages import PipeToAgent, PipeToWorker
+from elastic.core.world import (
+    Assignment,
+    ExitCause,
+    ExitKind,
+    Failure,
+    Generation,
+    JobId,
+    NodeId,
+    WorkerId,
+)
+from elastic.testing.checkers import Checkers
+from elastic.testing.world import MS, Timeline
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a job's train function does, drawn from the seed.
+
+    Attributes:
+        steps: optimizer steps until it returns.
+        report_every: steps between two reports with a checkpoint.
+        step_ns: duration of a step.
+        raise_at: the step at which user code raises in rank 0, -1 for never.
+        raises: how often it does so before it is "fixed".
+    """
+
+    steps: int
+    report_every: int
+    step_ns: int
+    raise_at: int = -1
+    raises: int = 0
+
+
+@dataclass
+class SimGroup:
+    """One generation of one job, as the data plane sees it."""
+
+    job_id: JobId
+    generation: Generation
+    world_size: int
+    leader_address: str
+    waiting: dict[int, SimProcess] = field(default_factory=dict)
+    members: dict[int, SimProcess] = field(default_factory=dict)
+    inside: set[int] = field(default_factory=set)
+    is_over: bool = False
+    step: int = 0
+    step_running: bool = False
+
+
+class DataPlane:
+    """All groups of all jobs, and what the scripts have done so far."""
+
+    def __init__(self, timeline: Timeline, checkers: Checkers) -> None:
+        """Begin without groups."""
+        self.timeline = timeline
+        self.checkers = checkers
+        self.groups: dict[tuple[JobId, Generation], SimGroup] = {}
+        self.scripts: dict[JobId, Script] = {}
+        self.raised: dict[JobId, int] = {}
+
+    def arrive(self, process: SimProcess, assignment: Assignment) -> None:
+        """A main thread waits in the rendezvous of its generation."""
+        key = (assignment.job_id, assignment.generation)
+        group = self.groups.get(key)
+        if group is None:
+            group = SimGroup(
+                assignment.job_id,
+                assignment.generation,
+                assignment.world_size,
+                assignment.leader_address,
+                step=_step_of(assignment.checkpoint),
+            )
+            self.groups[key] = group
+        group.waiting[assignment.rank] = process
+        self.try_form(group)
+
+    def try_form(self, group: SimGroup) -> None:
+        """The group stands once every rank waits and none of them is stopped."""
+        if group.is_over or group.members or len(group.waiting) < group.world_size:
+            return
+        if any(not p.can_run() for p in group.waiting.values()):
+            return
+        group.members = dict(sorted(group.waiting.items()))
+        self.checkers.group_formed(
+            group.job_id,
+            group.generation,
+            tuple(p.worker_id for p in group.members.values()),
+        )
+        for process in group.members.values():
+            delay = self.timeline.between(MS, 15 * MS)
+            self.timeline.after(
+                delay, lambda p=process: p.answer_main(GroupFormed(group.generation))
+            )
+
+    def enter(self, process: SimProcess, assignment: Assignment) -> None:
+        """A main thread is inside the train function."""
+        group = self.groups[(assignment.job_id, assignment.generation)]
+        group.inside.add(assignment.rank)
+        if group.is_over:
+            process.break_out(assignment.generation)
+        else:
+            self._next_step(group)
+
+    def _next_step(self, group: SimGroup) -> None:
+        if group.step_running or group.is_over or len(group.inside) < group.world_size:
+            return
+        group.step_running = True
+        script = self.scripts[group.job_id]
+        self.timeline.after(script.step_ns, lambda: self._end_step(group))
+
+    def _end_step(self, group: SimGroup) -> None:
+        group.step_running = False
+        if group.is_over:
+            return
+        if any(not p.can_run() for p in group.members.values()):
+            # Somebody stopped: the others wait in the reduction, time passes, nothing else.
+            self.timeline.after(20 * MS, lambda: self._end_step(group))
+            group.step_running = True
+            return
+        script = self.scripts[group.job_id]
+        group.step += 1
+        self.checkers.stepped(group.job_id, group.generation, group.step)
+        if group.step == script.raise_at and self.raised.get(group.job_id, 0) < script.raises:
+            self.raised[group.job_id] = self.raised.get(group.job_id, 0) + 1
+            self._raise(group)
+        elif group.step >= script.steps:
+            self._finish(group)
+        elif group.step % script.report_every == 0:
+            self._report(group)
+        else:
+            self._next_step(group)
+
+    def _raise(self, group: SimGroup) -> None:
+        """User code raises in rank 0; the others find the group broken when it is gone."""
+        failure = Failure("ValueError", "bad batch", position=f"step {group.step}")
+        event = TrainRaised(group.generation, failure, group_broken=False)
+        group.members[0].answer_main(event)
+
+    def _finish(self, group: SimGroup) -> None:
+        group.is_over = True
+        for process in group.members.values():
+            delay = self.timeline.between(0, 5 * MS)
+            event = TrainReturned(group.generation, f'{{"steps": {group.step}}}')
+            self.timeline.after(delay, lambda p=process, e=event: p.answer_main(e))
+
+    def _report(self, group: SimGroup) -> None:
+        """A report with a checkpoint: rank 0 tells, all agree whether to leave here."""
+        leave = any(p.wish == group.generation for p in group.members.values())
+        path = f"checkpoint-{group.step}"
+        for rank, process in group.members.items():
+            process.tell_machine(
+                UserReported(group.generation, rank, "{}", path if rank == 0 else "")
+            )
+        if leave:
+            group.is_over = True
+            for process in group.members.values():
+                event = TrainLeft(group.generation, at_boundary=True)
+                delay = self.timeline.between(0, 10 * MS)
+                self.timeline.after(delay, lambda p=process, e=event: p.answer_main(e))
+        else:
+            self._next_step(group)
+
+    def lost(self, process: SimProcess) -> None:
+        """A process is gone: its neighbours notice, the others wait until they are freed."""
+        for group in self.groups.values():
+            if process not in [*group.members.values(), *group.waiting.values()]:
+                continue
+            ranks = [r for r, p in group.members.items() if p is process]
+            group.is_over = True
+            for rank in ranks:
+                neighbours = {(rank + 1) % group.world_size, (rank - 1) % group.world_size}
+                for neighbour in sorted(neighbours - {rank}):
+                    other = group.members[neighbour]
+                    self.timeline.after(
+                        self.timeline.between(MS, 5 * MS),
+                        lambda p=other, g=group.generation: p.break_out(g),
+                    )
+
+
+def _step_of(checkpoint: str) -> int:
+    return int(checkpoint.rpartition("-")[2]) if checkpoint else 0
+
+
+class SimProcess:
+    """One process that an agent started: a spare, then perhaps a worker."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        plane: DataPlane,
+        *,
+        node_id: NodeId,
+        pid: int,
+        say: Callable[[PipeToAgent], None],
+        exited: Callable[[ExitCause], None],
+    ) -> None:
+        """Begin to import torch.
+
+        Args:
+            timeline: virtual time.
+            plane: where groups form.
+            node_id: its node.
+            pid: its process id.
+            say: delivers what it writes to its pipe.
+            exited: called once, when it is gone.
+        """
+        self.timeline = timeline
+        self.plane = plane
+        self.node_id = node_id
+        self.pid = pid
+        self.say = say
+        self.exited = exited
+        self.machine = WorkerMachine()
+        self.worker_id = WorkerId("")
+        self.job_id = JobId("")
+        self.is_alive = True
+        self.is_stopped = False
+        self.is_hung = False
+        self.wish: Generation = 0
+        self.busy_with: FormGroup | EnterTrain | None = None
+        self._pending: list[WorkerEvent] = []
+        timeline.after(
+            timeline.between(20 * MS, 1500 * MS), lambda: self.tell_machine(Started(pid))
+        )
+
+    def can_run(self) -> bool:
+        """Return whether it makes progress."""
+        return self.is_alive and not self.is_stopped
+
+    def receive(self, message: PipeToWorker) -> None:
+        """The agent wrote to the pipe."""
+        self.tell_machine(AgentTold(message))
+
+    def agent_died(self) -> None:
+        """The kernel kills a worker whose agent dies."""
+        self.die(ExitCause(ExitKind.SIGNAL, 9))
+
+    def tell_machine(self, event: WorkerEvent) -> None:
+        """An event reaches the control thread; a stopped process takes it later."""
+        if not self.is_alive:
+            return
+        if self.is_stopped:
+            self._pending.append(event)
+            return
+        for effect in self.machine.step(event, self.timeline.now_ns):
+            self._perform(effect)
+            if not self.is_alive:
+                return
+
+    def set_stopped(self, stopped: bool) -> None:
+        """SIGSTOP or SIGCONT."""
+        self.is_stopped = stopped
+        if not stopped:
+            pending, self._pending = self._pending, []
+            for event in pending:
+                self.tell_machine(event)
+            for group in list(self.plane.groups.values()):
+                if self in group.waiting.values():
+                    self.plane.try_form(group)
+
+    def die(self, cause: ExitCause) -> None:
+        """The process is gone."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self.plane.lost(self)
+        self.timeline.after(self.timeline.between(0, 2 * MS), lambda: self.exited(cause))
+
+    def answer_main(self, event: WorkerEvent) -> None:
+        """The main thread answers its order, once."""
+        generation = getattr(event, "generation", 0)
+        if self.busy_with is None or self.busy_with.assignment.generation != generation:
+            return
+        self.busy_with = None
+        self.tell_machine(event)
+
+    def break_out(self, generation: Generation) -> None:
+        """A collective of this generation fails in the main thread."""
+        if isinstance(self.busy_with, EnterTrain):
+            failure = Failure("DistBackendError", "Connection closed by peer")
+            self.answer_main(TrainRaised(generation, failure, group_broken=True))
+        else:
+            self.answer_main(GroupFailed(generation, "Connection closed by peer"))
+
+    # ------------------------------------------------------------ effects
+
+    def _perform(self, effect: WorkerEffect) -> None:
+        if isinstance(effect, SendPipe):
+            self.say(effect.message)
+        elif isinstance(effect, Setup):
+            self.worker_id = effect.assign.worker_id
+            self.job_id = effect.assign.spec.job_id
+            address = f"{effect.assign.host}:{self.pid}"
+            self.timeline.after(
+                self.timeline.between(MS, 300 * MS),
+                lambda: self.tell_machine(StoreOpened(address)),
+            )
+        elif isinstance(effect, FormGroup):
+            self.busy_with = effect
+            self.plane.checkers.announced(self.worker_id, effect.assignment)
+            self.plane.arrive(self, effect.assignment)
+        elif isinstance(effect, EnterTrain):
+            self.busy_with = effect
+            self.plane.enter(self, effect.assignment)
+        elif isinstance(effect, AbortGroup):
+            self._abort(effect.generation)
+        elif isinstance(effect, InterruptTrain):
+            event = TrainLeft(effect.generation, at_boundary=False)
+            self._later(lambda: self.answer_main(event))
+        elif isinstance(effect, WishBoundary):
+            self.wish = effect.generation
+        elif isinstance(effect, ExitWorker):
+            self.die(ExitCause(ExitKind.CODE, effect.code))
+        else:
+            known = isinstance(effect, (ResolveReport, Note))
+            self.plane.checkers.require(known, f"unknown worker effect {effect}")
+
+    def _abort(self, generation: Generation) -> None:
+        """Whoever is blocked in this generation comes free; peers find their sockets closed."""
+        group = self.plane.groups.get((self.job_id, generation))
+        if group is None:
+            return
+        group.is_over = True
+        busy = self.busy_with
+        if isinstance(busy, FormGroup) and busy.assignment.generation == generation:
+            self._later(lambda: self.answer_main(GroupFailed(generation, "aborted")))
+        for process in group.members.values():
+            if process is not self:
+                self._later(lambda p=process: p.break_out(generation))
+
+    def _later(self, action: Callable[[], None]) -> None:
+        self.timeline.after(self.timeline.between(MS, 10 * MS), action)
+
+    def pipe_closed(self) -> None:
+        """The agent closed the pipe without dying."""
+        self.tell_machine(PipeClosed())

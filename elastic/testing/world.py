@@ -1,0 +1,71 @@
+"""The simulated world's clock and dice: a heap of moments, one seeded random source.
+
+Rule: nothing here knows the runtime. Time jumps to the next moment; equal moments happen in the
+order they were asked for; so a seed and a commit replay every run exactly.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+
+MS = 1_000_000
+S = 1_000_000_000
+
+Action = Callable[[], None]
+
+
+class Timeline:
+    """Virtual time.
+
+    Attributes:
+        now_ns: the present.
+        rng: the only source of chance.
+        log: one line per thing that happened, for the transcript.
+    """
+
+    def __init__(self, seed: int, *, keep_log: bool = True) -> None:
+        """Begin at zero."""
+        self.now_ns = 0
+        self.rng = random.Random(seed)
+        self.log: list[str] = []
+        self._keep_log = keep_log
+        self._heap: list[tuple[int, int, Action]] = []
+        self._sequence = 0
+
+    def at(self, moment_ns: int, action: Action) -> None:
+        """Do `action` at a moment, not before now."""
+        self._sequence += 1
+        heapq.heappush(self._heap, (max(moment_ns, self.now_ns), self._sequence, action))
+
+    def after(self, delay_ns: int, action: Action) -> None:
+        """Do `action` after a delay."""
+        self.at(self.now_ns + delay_ns, action)
+
+    def between(self, low_ns: int, high_ns: int) -> int:
+        """Draw a duration."""
+        return self.rng.randint(low_ns, max(low_ns, high_ns))
+
+    def chance(self, probability: float) -> bool:
+        """Throw a coin."""
+        return self.rng.random() < probability
+
+    def run_until(self, until_ns: int, stop: Callable[[], bool] | None = None) -> bool:
+        """Let time pass; True if `stop` held before `until_ns`.
+
+        Events at one moment are all done before `stop` is asked.
+        """
+        while self._heap and self._heap[0][0] <= until_ns:
+            moment, _, action = heapq.heappop(self._heap)
+            self.now_ns = moment
+            action()
+            if stop is not None and stop():
+                return True
+        self.now_ns = max(self.now_ns, until_ns)
+        return False
+
+    def tell(self, who: str, what: str) -> None:
+        """Write a line into the transcript."""
+        if self._keep_log:
+            self.log.append(f"{self.now_ns / S:10.4f} {who:<12} {what}")

@@ -1,0 +1,204 @@
+"""Bugs to plant into the machines, each the kind that a tired engineer writes.
+
+A checker that never failed proves nothing; these prove that the checkers see. The machines' own
+invariants are switched off meanwhile, so that it is the independent checkers that find them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elastic.core.events.coordinator import SendAgent
+from elastic.core.machine import agent, coordinator, intake, invariants, jobs, settle
+from elastic.core.messages import Announce, WorkerUpdate
+from elastic.core.policy import membership, placement
+from elastic.core.world import Group
+
+Patch = pytest.MonkeyPatch
+BUGS: dict[str, Callable[[Patch], None]] = {}
+
+
+def bug(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    """Enter a bug into the list under its function's name."""
+    BUGS[plant.__name__] = plant
+    return plant
+
+
+def plant(name: str, patch: Patch) -> None:
+    """Plant one bug, with the machines' own invariants switched off."""
+    patch.setattr(invariants, "check_cluster", lambda cluster: None)
+    patch.setattr(invariants, "check_job", lambda cluster, job: None)
+    BUGS[name](patch)
+
+
+@bug
+def announces_before_it_persists(patch: Patch) -> None:
+    """Effects that must wait for the store are done first."""
+    honest = coordinator.CoordinatorMachine.step
+
+    def step(self: Any, event: Any, now_ns: int) -> Any:
+        effects = honest(self, event, now_ns)
+        sends = [e for e in effects if isinstance(e, SendAgent)]
+        rest = [e for e in effects if not isinstance(e, SendAgent)]
+        return (*sends, *rest)
+
+    patch.setattr(coordinator.CoordinatorMachine, "step", step)
+
+
+@bug
+def reuses_the_generation_when_a_worker_is_lost(patch: Patch) -> None:
+    """The next group gets the number of the one before."""
+    honest = settle._form
+
+    def form(cluster: Any, job: Any, plan: Any, reason: str) -> None:
+        if job.generation and plan.cause == "lost":
+            job.generation -= 1
+        honest(cluster, job, plan, reason)
+
+    patch.setattr(settle, "_form", form)
+
+
+@bug
+def forgets_the_generation_after_a_restart(patch: Patch) -> None:
+    """A restarted coordinator counts from the group before the newest."""
+    honest = coordinator.restore
+
+    def restore(record: Any, now_ns: int) -> Any:
+        job = honest(record, now_ns)
+        job.generation = max(0, job.generation - 1)
+        return job
+
+    patch.setattr(coordinator, "restore", restore)
+
+
+@bug
+def gives_two_workers_one_rank(patch: Patch) -> None:
+    """Local ranks are announced as ranks."""
+    honest = settle.announcement
+
+    def announcement(job: Any, worker_id: Any) -> Announce:
+        told = honest(job, worker_id)
+        return Announce(
+            dataclasses.replace(told.assignment, rank=told.assignment.local_rank)
+        )
+
+    patch.setattr(settle, "announcement", announcement)
+
+
+@bug
+def forms_groups_below_min(patch: Patch) -> None:
+    """Survivors go on however few they are."""
+    honest = membership.choose
+
+    def choose(spec: Any, *args: Any, **kwargs: Any) -> Any:
+        lowest = object.__new__(type(spec))
+        for field in dataclasses.fields(spec):
+            object.__setattr__(lowest, field.name, getattr(spec, field.name))
+        object.__setattr__(lowest, "min_workers", 1)
+        return honest(lowest, *args, **kwargs)
+
+    patch.setattr(membership, "choose", choose)
+
+
+@bug
+def forms_groups_above_max(patch: Patch) -> None:
+    """Whoever is ready joins."""
+    honest_choose, honest_place = membership.choose, placement.place
+
+    def roomier(spec: Any) -> Any:
+        return dataclasses.replace(spec, max_workers=spec.max_workers + spec.workers_per_replica)
+
+    patch.setattr(
+        membership, "choose", lambda spec, *a, **k: honest_choose(roomier(spec), *a, **k)
+    )
+    patch.setattr(placement, "place", lambda spec, *a: honest_place(roomier(spec), *a))
+
+
+@bug
+def splits_a_replica(patch: Patch) -> None:
+    """Groups ignore that a replica is several workers."""
+    honest = membership.choose
+
+    def choose(spec: Any, *args: Any, **kwargs: Any) -> Any:
+        return honest(dataclasses.replace(spec, workers_per_replica=1), *args, **kwargs)
+
+    patch.setattr(membership, "choose", choose)
+
+
+@bug
+def records_checkpoints_of_old_generations(patch: Patch) -> None:
+    """Reports are not fenced."""
+
+    def accept(job: Any, report: Any) -> str:
+        return "" if job is not None and not job.has_ended() else "over"
+
+    patch.setattr(intake, "_refuse_report", accept)
+
+
+@bug
+def ignores_broken_streams(patch: Patch) -> None:
+    """A node that went silent is believed to live for ever."""
+    patch.setattr(intake, "on_disconnected", lambda cluster, event: None)
+
+
+@bug
+def says_nothing_again_after_a_reconnect(patch: Patch) -> None:
+    """What was announced while a stream was broken stays unsaid."""
+    patch.setattr(intake, "_resume", lambda cluster, report: None)
+
+
+@bug
+def counts_free_slots_without_held_ones(patch: Patch) -> None:
+    """Every node looks empty."""
+    patch.setattr(jobs.NodeState, "free_slots", lambda self: self.node.num_slots)
+
+
+@bug
+def revives_ended_jobs_after_a_restart(patch: Patch) -> None:
+    """The journal's phase is not believed."""
+    honest = coordinator.restore
+
+    def restore(record: Any, now_ns: int) -> Any:
+        phase = type(record.phase).PENDING
+        return honest(dataclasses.replace(record, phase=phase), now_ns)
+
+    patch.setattr(coordinator, "restore", restore)
+
+
+@bug
+def swallows_exits(patch: Patch) -> None:
+    """An agent does not tell that a worker ended."""
+    honest = agent.AgentMachine.step
+
+    def step(self: Any, event: Any, now_ns: int) -> Any:
+        return tuple(
+            effect
+            for effect in honest(self, event, now_ns)
+            if not (
+                isinstance(getattr(effect, "message", None), WorkerUpdate)
+                and effect.message.report.exit is not None
+            )
+        )
+
+    patch.setattr(agent.AgentMachine, "step", step)
+
+
+@bug
+def persists_the_members_in_another_order(patch: Patch) -> None:
+    """The durable group and the announced one differ."""
+    honest = jobs.JobState.record
+
+    def record(self: Any) -> Any:
+        kept = honest(self)
+        if kept.group is None:
+            return kept
+        turned = Group(kept.group.generation, tuple(reversed(kept.group.members)))
+        return dataclasses.replace(kept, group=turned)
+
+    patch.setattr(jobs.JobState, "record", record)
+
+
