@@ -1,0 +1,1 @@
+"""Messages as bytes: the codec between facts and protobuf, frames, and the worker's pipe."""

@@ -1,0 +1,168 @@
+"""The agent's end of the pipe to one of its worker processes, on asyncio.
+
+Rule: writing never waits, because a stopped worker does not read and the agent must go on; what is
+not read is kept up to a limit. Reading goes on after writing has failed: a worker's last words are
+in the socket when it is gone already. (asyncio's own transports drop them then.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from collections.abc import AsyncIterator
+
+from elastic.core.messages import PipeToAgent, PipeToWorker
+from elastic.errors import PeerError, check
+from elastic.wire.codec_stream import decode_from_worker, encode_to_worker
+from elastic.wire.frames import FRAME_BYTES_MAX, FrameReader, encode_frame
+
+READ_BYTES = 64 * 1024
+BACKLOG_BYTES_MAX = FRAME_BYTES_MAX + 1024 * 1024
+"""What one worker may leave unread: the largest message, and a few thousand small ones."""
+
+
+class AsyncPipe:
+    """Says `PipeToWorker` and hears `PipeToAgent`; made and used in one running event loop.
+
+    Args:
+        sock: the agent's end of the socket pair; owned by the pipe.
+        who: the process, for errors, such as "process 3 (pid 4711)".
+    """
+
+    def __init__(self, sock: socket.socket, who: str) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._who = who
+        self._loop = asyncio.get_running_loop()
+        self._frames = FrameReader(who)
+        self._heard: deque[bytes] = deque()
+        self._backlog: deque[memoryview] = deque()
+        self._backlog_bytes = 0
+        self._gone = False
+        self._closed = False
+        self._reading = False
+
+    @property
+    def backlog_bytes(self) -> int:
+        """How much the worker has not taken yet, beyond what the kernel holds for it."""
+        return self._backlog_bytes
+
+    def send(self, message: PipeToWorker) -> bool:
+        """Write one message, or keep it until the worker reads; never waits.
+
+        Returns:
+            False if the other end is gone and the message was dropped.
+
+        Raises:
+            PeerError: the worker has left more than `BACKLOG_BYTES_MAX` unread; this message was
+                dropped, and the process should be killed.
+            ConfigError: a value in the message cannot travel.
+            UsageError: the message is too large.
+        """
+        frame = encode_frame(encode_to_worker(message))
+        if self._gone or self._closed:
+            return False
+        if self._backlog_bytes + len(frame) > BACKLOG_BYTES_MAX:
+            raise PeerError(
+                f"{self._who} does not read its pipe: {self._backlog_bytes} bytes wait for it, at "
+                f"most {BACKLOG_BYTES_MAX} are kept; kill it"
+            )
+        self._backlog.append(memoryview(frame))
+        self._backlog_bytes += len(frame)
+        if len(self._backlog) == 1:
+            # Mostly the kernel takes it now, and the loop need not come back for it.
+            self._write()
+            if self._backlog:
+                self._loop.add_writer(self._sock, self._write)
+        return not self._gone
+
+    async def receive(self) -> PipeToAgent | None:
+        """Return the next message, None when the other end is gone and all was returned.
+
+        For one task; a call that is cancelled has lost nothing.
+
+        Raises:
+            PeerError: what came is no message, or ended inside one; nothing more can be read.
+        """
+        while not self._heard:
+            data = await self._read()
+            if not data:
+                self._frames.end()
+                return None
+            self._heard.extend(self._frames.feed(data))
+        return decode_from_worker(self._heard.popleft())
+
+    async def __aiter__(self) -> AsyncIterator[PipeToAgent]:
+        """Yield messages until the other end is gone.
+
+        Raises:
+            PeerError: what came is no message.
+        """
+        while (message := await self.receive()) is not None:
+            yield message
+
+    def close(self) -> None:
+        """Close this end and drop what was not read; a pending `receive` returns None."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_writing()
+        # An error means that the other end is closed already.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        if not self._reading:
+            self._sock.close()
+
+    def _write(self) -> None:
+        """Hand the kernel what it takes; called by the loop when it takes more."""
+        try:
+            while self._backlog:
+                sent = self._sock.send(self._backlog[0])
+                self._backlog_bytes -= sent
+                if sent < len(self._backlog[0]):
+                    self._backlog[0] = self._backlog[0][sent:]
+                    return
+                self._backlog.popleft()
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self._gone = True
+        self._stop_writing()
+
+    def _stop_writing(self) -> None:
+        self._backlog.clear()
+        self._backlog_bytes = 0
+        self._loop.remove_writer(self._sock)
+
+    async def _read(self) -> bytes:
+        """Return the next bytes, b"" at the end; a cancelled call has taken none."""
+        if self._closed:
+            return b""
+        check(not self._reading, f"{self._who}: two tasks read one pipe")
+        self._reading = True
+        try:
+            await self._readable()
+            return self._sock.recv(READ_BYTES)
+        except OSError:
+            # It died with something of ours unread; all that it wrote was returned before.
+            return b""
+        finally:
+            self._reading = False
+            if self._closed:
+                self._sock.close()
+
+    async def _readable(self) -> None:
+        # Waiting first, even when there is something, lets other tasks run beside a flood.
+        ready: asyncio.Future[None] = self._loop.create_future()
+
+        def wake() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        self._loop.add_reader(self._sock, wake)
+        try:
+            await ready
+        finally:
+            self._loop.remove_reader(self._sock)

@@ -1,0 +1,306 @@
+"""How a dataclass becomes a protobuf message and back, derived from the two descriptions of it.
+
+Rule: a dataclass and its message have the same fields under the same names and of matching kinds.
+The two are compared when a `Codec` is made, so a field that only one side has stops the import,
+not a cluster. Reading trusts nothing: what does not fit is refused by name with `PeerError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from elastic.core.config import ENTRY_BYTES_MAX
+from elastic.errors import ConfigError, InvariantViolation, PeerError, check
+
+MESSAGE_BYTES_MAX = 2 * ENTRY_BYTES_MAX
+"""No message is larger, on the pipe or over gRPC: twice what the largest job needs."""
+
+FOR_PEOPLE = frozenset({
+    "detail", "drain_reason", "error_type", "message", "position", "reason", "text", "traceback",
+})  # fmt: skip
+"""String fields that nothing is decided by: what is not Unicode in them is escaped, not refused."""
+
+LABEL_REPEATED = 3
+"""As in google/protobuf/descriptor.proto."""
+
+SCALARS: Mapping[type, tuple[int, ...]] = {
+    str: (FieldDescriptor.TYPE_STRING,),
+    bytes: (FieldDescriptor.TYPE_BYTES,),
+    bool: (FieldDescriptor.TYPE_BOOL,),
+    float: (FieldDescriptor.TYPE_DOUBLE,),
+    int: (
+        FieldDescriptor.TYPE_INT32,
+        FieldDescriptor.TYPE_INT64,
+        FieldDescriptor.TYPE_UINT32,
+        FieldDescriptor.TYPE_UINT64,
+    ),
+}
+
+Fact = TypeVar("Fact")
+Proto = TypeVar("Proto", bound=Message)
+
+
+@dataclass(frozen=True)
+class Value:
+    """How one value travels.
+
+    Attributes:
+        to_wire: turns a scalar or an enum into what protobuf stores; None if it is that already.
+        from_wire: the way back; for a message, from the message itself.
+        fill: writes a message's fields; None for a scalar or an enum.
+    """
+
+    from_wire: Callable[[Any], Any]
+    to_wire: Callable[[Any], Any] | None = None
+    fill: Callable[[Any, Message], None] | None = None
+
+
+@dataclass(frozen=True)
+class Port:
+    """One field of a dataclass, and how it gets into a message and out of it."""
+
+    name: str
+    write: Callable[[Any, Message], None]
+    read: Callable[[Message], Any]
+
+
+class Codec(Generic[Fact]):
+    """Turns one dataclass into the message that the descriptor describes, and back.
+
+    Args:
+        fact: the dataclass.
+        descriptor: of its message (each backend of protobuf has a class of its own for it).
+        renamed: names of dataclasses and of their fields that differ on the wire, such as
+            {"JobView": "Job", "since_ns": "age_ns"}; they hold for nested messages too.
+
+    Raises:
+        InvariantViolation: the two do not have the same fields.
+    """
+
+    def __init__(
+        self, fact: type[Fact], descriptor: Any, renamed: Mapping[str, str] | None = None
+    ) -> None:
+        self._fact = fact
+        renamed = renamed or {}
+        hints = get_type_hints(fact)
+        fields = dataclasses.fields(fact)  # type: ignore[arg-type]
+        named = {renamed.get(field.name, field.name): field for field in fields}
+        expected = renamed.get(fact.__name__, fact.__name__)
+        check(descriptor.name == expected, f"{fact.__name__}: message is {descriptor.name}")
+        missing = sorted(set(named) ^ set(descriptor.fields_by_name))
+        check(not missing, f"{fact.__name__}: dataclass and message differ in {missing}")
+        self._ports = tuple(
+            _port(descriptor.fields_by_name[wire_name], field, hints[field.name], renamed)
+            for wire_name, field in named.items()
+        )
+
+    def fill(self, fact: Fact, target: Message) -> None:
+        """Write all fields of `fact` into an empty message.
+
+        Raises:
+            ConfigError: a value that cannot travel: a number out of range, a path that is not
+                Unicode.
+        """
+        for port in self._ports:
+            port.write(getattr(fact, port.name), target)
+
+    def read(self, source: Message) -> Fact:
+        """Return the fact that a message states.
+
+        Raises:
+            PeerError: an unknown enum value, a missing part, or what the dataclass refuses.
+        """
+        values = {port.name: port.read(source) for port in self._ports}
+        try:
+            return self._fact(**values)
+        except ConfigError as error:
+            raise PeerError(f"{source.DESCRIPTOR.name} refused: {error}") from error
+
+
+def parse(proto: type[Proto], data: bytes) -> Proto:
+    """Read bytes as a message.
+
+    Raises:
+        PeerError: they are none.
+    """
+    message = proto()
+    try:
+        message.ParseFromString(data)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise PeerError(
+            f"{len(data)} bytes do not read as {proto.DESCRIPTOR.full_name} ({error}); does the "
+            f"other side run elastic-torch?"
+        ) from error
+    return message
+
+
+# ------------------------------------------------------------------------------ one field
+
+
+def _port(
+    field: FieldDescriptor,
+    known: dataclasses.Field[Any],
+    hint: Any,
+    renamed: Mapping[str, str],
+) -> Port:
+    name = field.name
+    if get_origin(hint) is tuple:
+        (item, _) = get_args(hint)
+        check(_is_repeated(field), f"{field.full_name} must be repeated")
+        return _repeated_port(name, known.name, _value(field, item, renamed))
+    check(not _is_repeated(field), f"{field.full_name} must not be repeated")
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    bare = [option for option in options if option is not types.NoneType]
+    check(len(bare) == 1, f"{field.full_name}: {hint} has no form on the wire")
+    value = _value(field, bare[0], renamed)
+    if value.fill is not None:
+        return _message_port(field, known, value, optional=len(options) == 2)
+    check(len(options) == 1, f"{field.full_name}: only a message can be absent")
+    return _scalar_port(field, known.name, value)
+
+
+def _scalar_port(field: FieldDescriptor, known: str, value: Value) -> Port:
+    name, full_name = field.name, field.full_name
+    to_wire, from_wire = value.to_wire, value.from_wire
+
+    def write(item: Any, target: Message) -> None:
+        try:
+            setattr(target, name, to_wire(item) if to_wire else item)
+        except UnicodeEncodeError as error:
+            if known not in FOR_PEOPLE:
+                raise ConfigError(f"{full_name}={item!r}: expected Unicode text") from error
+            setattr(target, name, item.encode("utf-8", "backslashreplace").decode())
+        except (ValueError, OverflowError) as error:
+            raise ConfigError(f"{full_name}={item!r} cannot be sent: {error}") from error
+
+    return Port(known, write, lambda source: from_wire(getattr(source, name)))
+
+
+def _message_port(
+    field: FieldDescriptor, known: dataclasses.Field[Any], value: Value, *, optional: bool
+) -> Port:
+    name, full_name, from_wire = field.name, field.full_name, value.from_wire
+    factory = known.default_factory
+
+    def write(item: Any, target: Message) -> None:
+        if item is None and optional:
+            return
+        part = getattr(target, name)
+        # A message without fields set must be there all the same.
+        part.SetInParent()
+        if value.fill:
+            value.fill(item, part)
+
+    def read(source: Message) -> Any:
+        if source.HasField(name):
+            return from_wire(getattr(source, name))
+        if optional:
+            return None
+        if factory is dataclasses.MISSING:
+            raise PeerError(f"{full_name} is missing; the message says nothing without it")
+        return factory()
+
+    return Port(known.name, write, read)
+
+
+def _repeated_port(name: str, known: str, value: Value) -> Port:
+    fill, to_wire, from_wire = value.fill, value.to_wire, value.from_wire
+
+    def write(items: Any, target: Message) -> None:
+        into = getattr(target, name)
+        for item in items:
+            if fill:
+                fill(item, into.add())
+                continue
+            try:
+                into.append(to_wire(item) if to_wire else item)
+            except (ValueError, OverflowError) as error:
+                raise ConfigError(f"{known}={item!r} cannot be sent: {error}") from error
+
+    def read(source: Message) -> Any:
+        return tuple([from_wire(item) for item in getattr(source, name)])
+
+    return Port(known, write, read)
+
+
+# ------------------------------------------------------------------------------ one value
+
+
+def _value(field: FieldDescriptor, hint: Any, renamed: Mapping[str, str]) -> Value:
+    if get_origin(hint) is tuple:
+        return _pair_value(field, hint)
+    # NewType("JobId", str) travels as what it stands for.
+    kind = getattr(hint, "__supertype__", hint)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if field.message_type is None:
+            raise InvariantViolation(f"{field.full_name} must be a message")
+        codec: Codec[Any] = Codec(kind, field.message_type, renamed)
+        return Value(from_wire=codec.read, fill=codec.fill)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _enum_value(kind, field)
+    expected = SCALARS.get(kind, ())
+    check(field.type in expected, f"{field.full_name}: its type on the wire is not that of {hint}")
+    return Value(from_wire=lambda item: item, to_wire=_unicode if kind is str else None)
+
+
+def _unicode(text: str) -> str:
+    """Return the text, or raise the one error that every backend of protobuf words differently."""
+    if not text.isascii():
+        text.encode()
+    return text
+
+
+def _pair_value(field: FieldDescriptor, hint: Any) -> Value:
+    """(name, value) pairs are messages of two fields, in that order."""
+    described = field.message_type
+    parts = sorted(described.fields, key=lambda part: part.number) if described else []
+    kinds = get_args(hint)
+    check(len(parts) == len(kinds) == 2, f"{field.full_name} must be pairs")
+    first, second = (
+        _scalar_port(part, part.name, _value(part, kind, {}))
+        for part, kind in zip(parts, kinds, strict=True)
+    )
+
+    def fill(pair: tuple[Any, Any], target: Message) -> None:
+        first.write(pair[0], target)
+        second.write(pair[1], target)
+
+    return Value(from_wire=lambda source: (first.read(source), second.read(source)), fill=fill)
+
+
+def _enum_value(kind: type[Enum], field: FieldDescriptor) -> Value:
+    """NodePhase.READY is NODE_PHASE_READY; 0 is nobody's, and refused like any unknown number."""
+    prefix = "".join(f"_{char}" if char.isupper() else char.upper() for char in kind.__name__)[1:]
+    described = field.enum_type.values if field.enum_type else ()
+    names = {value.name: value.number for value in described}
+    expected = {f"{prefix}_{member.name}" for member in kind} | {f"{prefix}_UNSPECIFIED"}
+    differing = sorted(set(names) ^ expected)
+    check(not differing, f"{field.full_name}: {kind.__name__} and its enum differ in {differing}")
+    check(names[f"{prefix}_UNSPECIFIED"] == 0, f"{field.full_name}: 0 must mean unspecified")
+    numbers = {member: names[f"{prefix}_{member.name}"] for member in kind}
+    members = {number: member for member, number in numbers.items()}
+    full_name = field.full_name
+
+    def from_wire(number: int) -> Enum:
+        if number not in members:
+            raise PeerError(
+                f"{full_name}={number}: expected 1 to {len(members)}; a newer peer may know more, "
+                f"install the same version of elastic-torch on both sides"
+            )
+        return members[number]
+
+    return Value(from_wire=from_wire, to_wire=numbers.__getitem__)
+
+
+def _is_repeated(field: FieldDescriptor) -> bool:
+    # protobuf 7 has no labels any more, protobuf 5 has nothing else.
+    repeated = getattr(field, "is_repeated", None)
+    return getattr(field, "label", 0) == LABEL_REPEATED if repeated is None else bool(repeated)

@@ -1,0 +1,94 @@
+"""Envelopes: messages of which exactly one body is set, one for each direction of each wire.
+
+Rule: an envelope knows a body for every member of its union and none besides; an envelope that
+arrives without a body is refused, as is one whose body the reader does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from elastic.core.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from elastic.errors import PeerError, check
+from elastic.wire.codec import Codec, parse
+
+Body = TypeVar("Body")
+Proto = TypeVar("Proto", bound=Message)
+
+
+class Envelope(Generic[Body, Proto]):
+    """Turns each member of a union of dataclasses into one envelope, and back.
+
+    Args:
+        proto: the message, with a oneof named "body".
+        facts: the members of the union.
+        renamed: see `Codec`.
+
+    Raises:
+        InvariantViolation: bodies and members are not the same.
+    """
+
+    def __init__(
+        self,
+        proto: type[Proto],
+        facts: tuple[type[Any], ...],
+        renamed: Mapping[str, str] | None = None,
+    ) -> None:
+        self._proto = proto
+        names = renamed or {}
+        known = {names.get(fact.__name__, fact.__name__): fact for fact in facts}
+        fields = {
+            field.message_type.name: (field.name, field.message_type)
+            for field in proto.DESCRIPTOR.oneofs[0].fields
+            if field.message_type is not None
+        }
+        differing = sorted(set(known) ^ set(fields))
+        check(not differing, f"{proto.DESCRIPTOR.name}: bodies and union differ in {differing}")
+        self._codecs: dict[str, Codec[Any]] = {}
+        self._field_of: dict[type[Any], str] = {}
+        for name, (field, described) in fields.items():
+            self._codecs[field] = Codec(known[name], described, names)
+            self._field_of[known[name]] = field
+
+    def to_proto(self, body: Body) -> Proto:
+        """Return the envelope that holds `body`.
+
+        Raises:
+            ConfigError: a value in it cannot travel; see `Codec.fill`.
+        """
+        field = self._field_of[type(body)]
+        envelope = self._proto()
+        part = getattr(envelope, field)
+        part.SetInParent()
+        self._codecs[field].fill(body, part)
+        return envelope
+
+    def from_proto(self, envelope: Proto) -> Body:
+        """Return what an envelope holds.
+
+        Raises:
+            PeerError: no body, an unknown one, or one that does not decode.
+        """
+        field = envelope.WhichOneof("body")
+        if field is None:
+            raise PeerError(
+                f"{envelope.DESCRIPTOR.name} without a body that protocol {PROTOCOL_MAJOR}."
+                f"{PROTOCOL_MINOR} knows; expected one of {', '.join(self._codecs)}"
+            )
+        body: Body = self._codecs[field].read(getattr(envelope, field))
+        return body
+
+    def encode(self, body: Body) -> bytes:
+        """Return `to_proto` as bytes."""
+        return self.to_proto(body).SerializeToString()
+
+    def decode(self, data: bytes) -> Body:
+        """Return `from_proto` of bytes.
+
+        Raises:
+            PeerError: they are no such envelope.
+        """
+        return self.from_proto(parse(self._proto, data))

@@ -1,0 +1,144 @@
+from elastic.wire.generated.elastic.v1 import facts_pb2 as _facts_pb2
+from elastic.wire.generated.elastic.v1 import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AgentToCoordinator(_message.Message):
+    __slots__ = ("hello", "worker_update", "reported", "drain_notice", "progress", "log_lines")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    WORKER_UPDATE_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_NOTICE_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    LOG_LINES_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    worker_update: _worker_pb2.WorkerUpdate
+    reported: _worker_pb2.Reported
+    drain_notice: DrainNotice
+    progress: _worker_pb2.Progress
+    log_lines: LogLines
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., worker_update: _Optional[_Union[_worker_pb2.WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[_worker_pb2.Reported, _Mapping]] = ..., drain_notice: _Optional[_Union[DrainNotice, _Mapping]] = ..., progress: _Optional[_Union[_worker_pb2.Progress, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ...) -> None: ...
+
+class CoordinatorToAgent(_message.Message):
+    __slots__ = ("welcome", "refusal", "start_worker", "stop_worker", "forget_worker", "announce", "leave_group", "report_ack", "release", "follow_logs")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    START_WORKER_FIELD_NUMBER: _ClassVar[int]
+    STOP_WORKER_FIELD_NUMBER: _ClassVar[int]
+    FORGET_WORKER_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    REPORT_ACK_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_LOGS_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    refusal: Refusal
+    start_worker: StartWorker
+    stop_worker: StopWorker
+    forget_worker: ForgetWorker
+    announce: _worker_pb2.Announce
+    leave_group: _worker_pb2.LeaveGroup
+    report_ack: _worker_pb2.ReportAck
+    release: Release
+    follow_logs: FollowLogs
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("node", "workers", "draining", "drain_reason", "drain_timeout_ns", "protocol_major", "protocol_minor")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_REASON_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
+    node: _facts_pb2.Node
+    workers: _containers.RepeatedCompositeFieldContainer[_facts_pb2.WorkerReport]
+    draining: bool
+    drain_reason: str
+    drain_timeout_ns: int
+    protocol_major: int
+    protocol_minor: int
+    def __init__(self, node: _Optional[_Union[_facts_pb2.Node, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_facts_pb2.WorkerReport, _Mapping]]] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., drain_timeout_ns: _Optional[int] = ..., protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ...) -> None: ...
+
+class DrainNotice(_message.Message):
+    __slots__ = ("reason", "timeout_ns")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    timeout_ns: int
+    def __init__(self, reason: _Optional[str] = ..., timeout_ns: _Optional[int] = ...) -> None: ...
+
+class LogLines(_message.Message):
+    __slots__ = ("follow_id", "worker_id", "text", "end")
+    FOLLOW_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    follow_id: str
+    worker_id: str
+    text: str
+    end: bool
+    def __init__(self, follow_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., text: _Optional[str] = ..., end: bool = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("coordinator",)
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    coordinator: str
+    def __init__(self, coordinator: _Optional[str] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("reason", "final")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    final: bool
+    def __init__(self, reason: _Optional[str] = ..., final: bool = ...) -> None: ...
+
+class StartWorker(_message.Message):
+    __slots__ = ("worker_id", "spec")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    spec: _facts_pb2.JobSpec
+    def __init__(self, worker_id: _Optional[str] = ..., spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ...) -> None: ...
+
+class StopWorker(_message.Message):
+    __slots__ = ("worker_id", "grace_ns", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    GRACE_NS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    grace_ns: int
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., grace_ns: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ForgetWorker(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class FollowLogs(_message.Message):
+    __slots__ = ("follow_id", "worker_id", "tail_lines", "follow", "stop")
+    FOLLOW_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TAIL_LINES_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    follow_id: str
+    worker_id: str
+    tail_lines: int
+    follow: bool
+    stop: bool
+    def __init__(self, follow_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., tail_lines: _Optional[int] = ..., follow: bool = ..., stop: bool = ...) -> None: ...

@@ -1,0 +1,45 @@
+from elastic.wire.generated.elastic.v1 import facts_pb2 as _facts_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StoredRecord(_message.Message):
+    __slots__ = ("format", "job_record")
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    JOB_RECORD_FIELD_NUMBER: _ClassVar[int]
+    format: int
+    job_record: JobRecord
+    def __init__(self, format: _Optional[int] = ..., job_record: _Optional[_Union[JobRecord, _Mapping]] = ...) -> None: ...
+
+class JobRecord(_message.Message):
+    __slots__ = ("spec", "phase", "generation", "group", "failures", "losses", "checkpoints", "reason", "failure", "failed_worker", "result", "metrics", "sequence")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_WORKER_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    spec: _facts_pb2.JobSpec
+    phase: _facts_pb2.JobPhase
+    generation: int
+    group: _facts_pb2.Group
+    failures: int
+    losses: int
+    checkpoints: _containers.RepeatedCompositeFieldContainer[_facts_pb2.CheckpointRecord]
+    reason: str
+    failure: _facts_pb2.Failure
+    failed_worker: str
+    result: str
+    metrics: str
+    sequence: int
+    def __init__(self, spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.JobPhase, str]] = ..., generation: _Optional[int] = ..., group: _Optional[_Union[_facts_pb2.Group, _Mapping]] = ..., failures: _Optional[int] = ..., losses: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[_facts_pb2.CheckpointRecord, _Mapping]]] = ..., reason: _Optional[str] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ..., failed_worker: _Optional[str] = ..., result: _Optional[str] = ..., metrics: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,151 @@
+from elastic.wire.generated.elastic.v1 import facts_pb2 as _facts_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PipeToWorker(_message.Message):
+    __slots__ = ("assign", "announce", "leave_group", "report_ack", "stop", "ping")
+    ASSIGN_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    REPORT_ACK_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    assign: Assign
+    announce: Announce
+    leave_group: LeaveGroup
+    report_ack: ReportAck
+    stop: Stop
+    ping: Ping
+    def __init__(self, assign: _Optional[_Union[Assign, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., leave_group: _Optional[_Union[LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+
+class PipeToAgent(_message.Message):
+    __slots__ = ("warm", "worker_update", "reported", "progress", "pong")
+    WARM_FIELD_NUMBER: _ClassVar[int]
+    WORKER_UPDATE_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    warm: Warm
+    worker_update: WorkerUpdate
+    reported: Reported
+    progress: Progress
+    pong: Pong
+    def __init__(self, warm: _Optional[_Union[Warm, _Mapping]] = ..., worker_update: _Optional[_Union[WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[Reported, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+
+class Assign(_message.Message):
+    __slots__ = ("worker_id", "spec", "host", "devices", "log_dir")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    LOG_DIR_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    spec: _facts_pb2.JobSpec
+    host: str
+    devices: _containers.RepeatedScalarFieldContainer[str]
+    log_dir: str
+    def __init__(self, worker_id: _Optional[str] = ..., spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., log_dir: _Optional[str] = ...) -> None: ...
+
+class Announce(_message.Message):
+    __slots__ = ("assignment",)
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    assignment: _facts_pb2.Assignment
+    def __init__(self, assignment: _Optional[_Union[_facts_pb2.Assignment, _Mapping]] = ...) -> None: ...
+
+class LeaveGroup(_message.Message):
+    __slots__ = ("worker_id", "generation", "at_boundary", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    AT_BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    generation: int
+    at_boundary: bool
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., at_boundary: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ReportAck(_message.Message):
+    __slots__ = ("worker_id", "generation", "index", "accepted", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    generation: int
+    index: int
+    accepted: bool
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ("reason", "grace_ns")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    GRACE_NS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    grace_ns: int
+    def __init__(self, reason: _Optional[str] = ..., grace_ns: _Optional[int] = ...) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class Warm(_message.Message):
+    __slots__ = ("pid",)
+    PID_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    def __init__(self, pid: _Optional[int] = ...) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class WorkerUpdate(_message.Message):
+    __slots__ = ("report",)
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    report: _facts_pb2.WorkerReport
+    def __init__(self, report: _Optional[_Union[_facts_pb2.WorkerReport, _Mapping]] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("worker_id", "job_id", "generation", "index", "rank", "metrics", "checkpoint")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    job_id: str
+    generation: int
+    index: int
+    rank: int
+    metrics: str
+    checkpoint: str
+    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., rank: _Optional[int] = ..., metrics: _Optional[str] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+
+class Reported(_message.Message):
+    __slots__ = ("report",)
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    report: Report
+    def __init__(self, report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("worker_id", "generation", "steps", "first_step_unix_ns")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    generation: int
+    steps: int
+    first_step_unix_ns: int
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., first_step_unix_ns: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,114 @@
+"""The worker's end of the pipe to its agent: blocking, for threads.
+
+Rule: one thread reads; any thread may write, one message at a time. The socket stays in blocking
+mode without a timeout of its own, which would hold for both directions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+from elastic.core.messages import PipeToAgent, PipeToWorker
+from elastic.errors import Unavailable
+from elastic.wire.codec_stream import decode_to_worker, encode_from_worker
+from elastic.wire.frames import FrameReader, encode_frame
+
+READ_BYTES = 64 * 1024
+
+
+class Pipe:
+    """Says `PipeToAgent` and hears `PipeToWorker`.
+
+    Args:
+        sock: this process's end of the socket pair that the agent made; owned by the pipe.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        self._sock = sock
+        self._writing = threading.Lock()
+        self._frames = FrameReader("the agent")
+        self._heard: deque[bytes] = deque()
+        self._closed = False
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def fileno(self) -> int:
+        """Return the descriptor, for select; `receive` may have more when it is not readable."""
+        return self._sock.fileno()
+
+    def send(self, message: PipeToAgent) -> None:
+        """Write one message, from any thread; waits while the agent does not read.
+
+        Raises:
+            Unavailable: the agent is gone.
+            ConfigError: a value in the message cannot travel.
+            UsageError: the message is too large.
+        """
+        frame = encode_frame(encode_from_worker(message))
+        try:
+            with self._writing:
+                self._sock.sendall(frame)
+        except OSError as error:
+            raise Unavailable(f"the agent closed the pipe ({error})") from error
+
+    def receive(self, timeout_s: float | None = None) -> PipeToWorker | None:
+        """Return the next message.
+
+        Args:
+            timeout_s: how long to wait for it, None for ever; 0 only looks.
+
+        Returns:
+            None when the time is over and no message has come.
+
+        Raises:
+            Unavailable: the agent is gone, and everything that it said was returned before.
+            PeerError: what came is no message; nothing more can be read.
+        """
+        while not self._heard:
+            if self._closed:
+                raise Unavailable("this end of the pipe to the agent was closed")
+            # A message may come in several pieces, each waited for this long: the agent writes
+            # whole frames, so pieces follow each other at once.
+            if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
+                return None
+            self._heard.extend(self._frames.feed(self._read()))
+        return decode_to_worker(self._heard.popleft())
+
+    def __iter__(self) -> Iterator[PipeToWorker]:
+        """Yield messages until the agent is gone.
+
+        Raises:
+            PeerError: what came is no message.
+        """
+        while True:
+            try:
+                message = self.receive()
+            except Unavailable:
+                return
+            if message is not None:
+                yield message
+
+    def close(self) -> None:
+        """Close this end; a thread that waits in `receive` is told that the agent is gone."""
+        self._closed = True
+        # An error means that the other end is closed already.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _read(self) -> bytes:
+        try:
+            data = self._sock.recv(READ_BYTES)
+        except OSError as error:
+            # The agent died with something of ours unread.
+            raise Unavailable(f"the agent is gone ({error})") from error
+        if not data:
+            self._frames.end()
+            raise Unavailable("the agent closed the pipe")
+        return data

@@ -1,0 +1,248 @@
+"""The pipe between an agent and a worker process: both ends, and every way it can end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import anyio
+import pytest
+
+from elastic.core.config import JobSpec
+from elastic.core.messages import (
+    Assign,
+    Ping,
+    PipeToAgent,
+    PipeToWorker,
+    Pong,
+    Stop,
+    Warm,
+    WorkerUpdate,
+)
+from elastic.core.world import (
+    Entry,
+    EntryKind,
+    Failure,
+    JobId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
+from elastic.errors import PeerError, Unavailable
+from elastic.wire.async_pipe import BACKLOG_BYTES_MAX, AsyncPipe
+from elastic.wire.codec_stream import encode_from_worker, encode_to_worker
+from elastic.wire.frames import encode_frame
+from elastic.wire.pipe import Pipe
+from tests.strategies import SCRIPT
+
+pytestmark = pytest.mark.anyio
+SPEC = JobSpec(job_id=JobId("j1"), name="digits", entry=SCRIPT, min_workers=1, max_workers=2)
+LARGE = replace(SPEC, entry=Entry(EntryKind.FUNCTION, "train", payload=bytes(4 * 1024 * 1024)))
+ASSIGN = Assign(WorkerId("n1/1"), LARGE, "127.0.0.1")
+LAST_WORDS = WorkerUpdate(
+    WorkerReport(
+        WorkerId("n1/1"),
+        JobId("j1"),
+        WorkerPhase.BROKEN,
+        failure=Failure("ValueError", "bad", "Traceback\n" * 3000),
+    )
+)
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    agent, worker = socket.socketpair()
+    with agent, worker:
+        yield agent, worker
+
+
+async def heard_by(pipe: AsyncPipe) -> list[PipeToAgent]:
+    with anyio.fail_after(DEADLINE_S):
+        return [message async for message in pipe]
+
+
+async def test_both_ends_understand_each_other(ends: tuple[socket.socket, socket.socket]) -> None:
+    agent, worker = AsyncPipe(ends[0], "process 1"), Pipe(ends[1])
+    worker.send(Warm(pid=4711))
+    with anyio.fail_after(DEADLINE_S):
+        assert await agent.receive() == Warm(pid=4711)
+    assert agent.send(Ping(1))
+    assert agent.send(Ping(2))
+    assert worker.receive(timeout_s=DEADLINE_S) == Ping(1)
+    assert worker.receive(timeout_s=DEADLINE_S) == Ping(2)
+    assert worker.receive(timeout_s=0) is None
+    agent.close()
+
+
+async def test_a_worker_that_does_not_read_never_holds_up_its_agent(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    agent, worker = AsyncPipe(ends[0], "process 1"), Pipe(ends[1])
+    sent: list[PipeToWorker] = []
+
+    def send_without_end() -> None:
+        for number in itertools.count():
+            message = ASSIGN if number % 2 == 0 else Ping(number)
+            agent.send(message)
+            sent.append(message)
+
+    with pytest.raises(PeerError, match=r"process 1 does not read its pipe: .* kill it"):
+        send_without_end()
+    assert len(encode_to_worker(ASSIGN)) < agent.backlog_bytes <= BACKLOG_BYTES_MAX
+    # It reads after all: everything that was taken comes, whole and in order.
+    with anyio.fail_after(DEADLINE_S):
+        found = await asyncio.to_thread(
+            lambda: [worker.receive(timeout_s=DEADLINE_S) for _ in sent]
+        )
+    assert found == sent
+    assert agent.backlog_bytes == 0
+    agent.close()
+
+
+async def test_last_words_arrive_although_writing_failed(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    agent, worker = AsyncPipe(ends[0], "process 1"), Pipe(ends[1])
+    assert agent.send(Ping(1))  # Never read: the socket reports a reset to the agent.
+    worker.send(LAST_WORDS)
+    worker.close()
+    assert not agent.send(Ping(2))
+    assert not agent.send(Stop("end", 0))
+    assert await heard_by(agent) == [LAST_WORDS]
+    agent.close()
+
+
+async def test_a_reset_ends_the_messages_like_an_end(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    agent, worker = AsyncPipe(ends[0], "process 1"), Pipe(ends[1])
+    assert agent.send(Ping(1))
+    worker.send(LAST_WORDS)
+    worker.close()
+    assert await heard_by(agent) == [LAST_WORDS]
+    agent.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (encode_frame(encode_from_worker(Pong(1)))[:-1], "process 1 ended inside a frame"),
+        (b"Traceback (most recent call last)", "process 1 announced a frame of"),
+        (encode_frame(b"\xff\xff"), "2 bytes do not read as elastic.v1.PipeToAgent"),
+        (encode_frame(encode_to_worker(Ping(1)) * 3), "without a body"),
+    ],
+    ids=["cut", "no-frame", "no-message", "no-message-of-ours"],
+)
+async def test_nonsense_from_a_worker_is_refused(
+    ends: tuple[socket.socket, socket.socket], data: bytes, told: str
+) -> None:
+    agent = AsyncPipe(ends[0], "process 1")
+    ends[1].sendall(encode_frame(encode_from_worker(Warm(7))) + data)
+    ends[1].close()
+    with anyio.fail_after(DEADLINE_S):
+        assert await agent.receive() == Warm(7)
+        with pytest.raises(PeerError, match=told):
+            await agent.receive()
+    agent.close()
+
+
+async def test_closing_ends_a_pending_receive(ends: tuple[socket.socket, socket.socket]) -> None:
+    agent = AsyncPipe(ends[0], "process 1")
+    heard: list[PipeToAgent | None] = []
+
+    async def listen() -> None:
+        heard.append(await agent.receive())
+
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listen)
+            await anyio.wait_all_tasks_blocked()
+            agent.close()
+            agent.close()
+    assert heard == [None]
+    assert not agent.send(Ping(1))
+    assert await agent.receive() is None
+    assert ends[0].fileno() == -1
+
+
+async def test_a_cancelled_receive_loses_nothing(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    agent, worker = AsyncPipe(ends[0], "process 1"), Pipe(ends[1])
+    heard: list[PipeToAgent | None] = []
+    for number in range(50):
+        listening = asyncio.ensure_future(agent.receive())
+        # Between none and three turns of the loop, so that the cancel meets every stage.
+        for turn in range(4):
+            if turn == number % 4:
+                worker.send(Pong(number))
+            await asyncio.sleep(0)
+        listening.cancel()
+        try:
+            heard.append(await listening)
+        except asyncio.CancelledError:
+            continue
+    worker.close()
+    heard += await heard_by(agent)
+    assert heard == [Pong(number) for number in range(50)]
+    agent.close()
+
+
+# ------------------------------------------------------------------------------ the worker's end
+
+
+def test_messages_of_many_threads_are_not_mixed(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    worker = Pipe(ends[1])
+    threads = [
+        threading.Thread(target=lambda: [worker.send(LAST_WORDS) for _ in range(20)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    expected = encode_frame(encode_from_worker(LAST_WORDS))
+    ends[0].settimeout(DEADLINE_S)
+    for _ in range(80):
+        assert ends[0].recv(len(expected), socket.MSG_WAITALL) == expected
+    for thread in threads:
+        thread.join(DEADLINE_S)
+
+
+def test_a_worker_hears_all_that_its_agent_said_before_it_died(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    worker = Pipe(ends[1])
+    ends[0].sendall(
+        encode_frame(encode_to_worker(Ping(1))) + encode_frame(encode_to_worker(Ping(2)))
+    )
+    ends[0].close()
+    assert list(worker) == [Ping(1), Ping(2)]
+    with pytest.raises(Unavailable, match="agent"):
+        worker.receive()
+    with pytest.raises(Unavailable, match="agent"):
+        worker.send(Pong(1))
+
+
+def test_nonsense_from_an_agent_is_refused(ends: tuple[socket.socket, socket.socket]) -> None:
+    worker = Pipe(ends[1])
+    ends[0].sendall(bytes(8))
+    with pytest.raises(PeerError, match="the agent announced a frame of 0 bytes"):
+        list(worker)
+
+
+def test_closing_frees_a_thread_that_waits(ends: tuple[socket.socket, socket.socket]) -> None:
+    worker = Pipe(ends[1])
+    heard: list[list[PipeToWorker]] = []
+    thread = threading.Thread(target=lambda: heard.append(list(worker)), daemon=True)
+    thread.start()
+    worker.close()
+    thread.join(DEADLINE_S)
+    assert heard == [[]]
+    with pytest.raises(Unavailable, match="closed"):
+        worker.receive(timeout_s=0)
