@@ -1,0 +1,1 @@
+"""The membership store: one interface (`interface`), three backends, chosen by `open`."""

@@ -1,0 +1,166 @@
+"""The store on an etcd cluster: for several coordinators, and for state that outlives a machine.
+
+Rule: reads and leases may be asked for twice and are; commits may not, and `etcd_commit` sees to
+it. Nothing is kept here that the cluster does not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from elastic.errors import ConfigError, StoreError, UsageError
+from elastic.store.etcd_commit import Committer, is_granted_already, new_lease_id
+from elastic.store.etcd_link import TOTAL_S, EtcdAccess, EtcdLink, Refusal, Unanswered
+from elastic.store.etcd_watch import watch_prefix
+from elastic.store.etcd_wire import COMPACT, GRANT, KEEP_ALIVE, RANGE, REVOKE, KeySpace
+from elastic.store.interface import Change, CommitResult, Compare, Lease, Snapshot, Write
+from elastic.store.rules import (
+    check_commit,
+    check_from_revision,
+    check_lease_id,
+    check_ttl,
+    encode_prefix,
+)
+from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
+
+DEFAULT_ROOT = "elastic"
+
+
+class EtcdStore:
+    """A `Store` on etcd 3.4 or newer.
+
+    etcd 3.5.0 to 3.5.2 may lose consistency when a member crashes; use 3.4.22, 3.5.6 or newer.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        root: str = DEFAULT_ROOT,
+        access: EtcdAccess | None = None,
+        total_s: float = TOTAL_S,
+    ) -> None:
+        """Connect to nothing yet: a cluster that is away is waited for by each call.
+
+        Args:
+            endpoints: "host:port" of the members' client addresses.
+            root: first part of all keys; two stores with the same root are the same store.
+            access: user and certificates, if the servers ask for them.
+            total_s: seconds until a call that is not answered raises StoreUnavailable.
+
+        Raises:
+            ConfigError: no endpoint was given.
+        """
+        if not endpoints:
+            raise ConfigError("an etcd store has no endpoints; expected host:port of its members")
+        self._link = EtcdLink(endpoints, access or EtcdAccess(), total_s=total_s)
+        self._keys = KeySpace(root)
+        self._committer = Committer(self._link, self._keys)
+
+    async def read(self, prefix: str) -> Snapshot:
+        """Return all entries whose key starts with `prefix`, as a majority knows them."""
+        key, end = self._keys.range(prefix)
+        request = pb.RangeRequest(key=key, range_end=end)
+        answer = await self._repeat(RANGE, request, "read")
+        entries = tuple(self._keys.entry(kv) for kv in answer.kvs)
+        return Snapshot(entries, answer.header.revision)
+
+    async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
+        """Apply all writes if all comparisons hold; at most once."""
+        check_commit(compares, writes)
+        return await self._committer.commit(tuple(compares), tuple(writes))
+
+    async def grant_lease(self, ttl_s: float) -> Lease:
+        """Create a lease of whole seconds; etcd may grant more, depending on its election time."""
+        check_ttl(ttl_s)
+        request = pb.LeaseGrantRequest(TTL=math.ceil(ttl_s), ID=new_lease_id())
+        try:
+            answer = await self._link.repeat(GRANT, request, "lease grant")
+        except Refusal as refusal:
+            if is_granted_already(refusal):
+                return Lease(request.ID, float(request.TTL))
+            raise _unexpected("lease grant", refusal) from None
+        return Lease(answer.ID, float(answer.TTL))
+
+    async def renew_lease(self, lease_id: int) -> bool:
+        """Renew; False when the lease has ended already."""
+        check_lease_id(lease_id)
+        patience = self._link.patience("lease renewal")
+        while True:
+            try:
+                return await self._renew_once(lease_id, patience.try_s())
+            except Unanswered as error:
+                await patience.pause(error)
+
+    async def revoke_lease(self, lease_id: int) -> None:
+        """End the lease now and delete its keys."""
+        check_lease_id(lease_id)
+        try:
+            await self._link.repeat(REVOKE, pb.LeaseRevokeRequest(ID=lease_id), "lease revocation")
+        except Refusal as refusal:
+            if refusal.code is not grpc.StatusCode.NOT_FOUND:
+                raise _unexpected("lease revocation", refusal) from None
+
+    def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[Change, None]:
+        """Yield every change under `prefix` since `from_revision`."""
+        check_from_revision(from_revision)
+        encode_prefix(prefix)
+        return watch_prefix(self._link, self._keys, prefix, from_revision)
+
+    async def compact(self, revision: int) -> None:
+        """Forget history older than `revision`: of the whole cluster, whoever else uses it."""
+        if revision <= 2:
+            # An empty etcd is at revision 1: there is nothing older to forget.
+            return
+        # etcd's compaction at r drops what led to r; ours keeps the changes of `revision` itself.
+        request = pb.CompactionRequest(revision=revision - 1)
+        try:
+            await self._link.repeat(COMPACT, request, "compaction")
+        except Refusal as refusal:
+            if refusal.code is not grpc.StatusCode.OUT_OF_RANGE:
+                raise _unexpected("compaction", refusal) from None
+            if "future" in refusal.details:
+                raise UsageError(
+                    f"history before revision {revision} cannot be forgotten: {refusal.details}"
+                ) from None
+
+    async def close(self) -> None:
+        """Remove this client's marker and close all connections."""
+        await self._committer.close()
+        await self._link.close()
+
+    async def _repeat(self, method: Any, request: Any, what: str) -> Any:
+        try:
+            return await self._link.repeat(method, request, what)
+        except Refusal as refusal:
+            raise _unexpected(what, refusal) from None
+
+    async def _renew_once(self, lease_id: int, timeout_s: float) -> bool:
+        """Renew on a stream of its own, so that nothing has to be put together after a failure."""
+        call, index = await self._link.stream(KEEP_ALIVE, timeout_s)
+        with self._link.running():
+            try:
+                await call.write(pb.LeaseKeepAliveRequest(ID=lease_id))
+                answer = await call.read()
+            except grpc.aio.AioRpcError as error:
+                judged = self._link.judged(error, index)
+                if isinstance(judged, Refusal):
+                    judged = _unexpected("lease renewal", judged)
+                raise judged from None
+            except asyncio.InvalidStateError as error:
+                raise self._link.unanswered(index, repr(error)) from None
+            finally:
+                call.cancel()
+        if not isinstance(answer, pb.LeaseKeepAliveResponse):
+            raise self._link.unanswered(index, "the server ended the stream")
+        return answer.TTL > 0
+
+
+def _unexpected(what: str, refusal: Refusal) -> StoreError:
+    return StoreError(f"etcd refuses a {what}: {refusal}; compare its version and its limits")

@@ -1,0 +1,230 @@
+"""Commits on etcd that take effect at most once, also when answers get lost.
+
+Rule: each client has a marker, a key of its own, and every transaction compares and rewrites it
+besides what the caller asked for. So whoever rereads the marker knows:
+
+- it holds the name of the try whose answer was lost: that try took effect, at the revision of the
+  marker;
+- it does not: the try has not taken effect yet. Rewriting the marker (a fence, itself a
+  comparison) makes sure that it never will, even if a frozen server still holds it.
+
+    try n:   if marker == m and the caller's comparisons hold: write, marker := "try n"
+    fence n: if marker == m: marker := "fence n", else tell what it holds
+
+The marker dies with a lease, and is replaced by a fresh one long before; a transaction that
+compares a marker that is gone can do nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from elastic.errors import ElasticError, StoreError, StoreUnavailable
+from elastic.store.etcd_link import EtcdLink, Patience, Refusal, Unanswered
+from elastic.store.etcd_wire import GRANT, REVOKE, TXN, KeySpace, put, read, unchanged
+from elastic.store.interface import CommitResult, Compare, Put, Write
+from elastic.store.rules import lease_ended
+from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
+
+MARKER_TTL_S = 3600
+MARKER_AGE_MAX_S = 1800.0
+"""Half of its lease: it never ends under a commit, which takes seconds at most."""
+
+
+@dataclass
+class Marker:
+    """This client's key on the server.
+
+    Attributes:
+        key: as on the server.
+        lease: that it dies with.
+        born_s: monotonic seconds before the lease began.
+        mod_revision: as last known.
+    """
+
+    key: bytes
+    lease: int
+    born_s: float
+    mod_revision: int
+
+
+class Committer:
+    """Does one commit after the other; further ones wait for their turn."""
+
+    def __init__(self, link: EtcdLink, keys: KeySpace) -> None:
+        """Write nothing yet; the first commit makes the marker."""
+        self._link = link
+        self._keys = keys
+        self._turn = asyncio.Lock()
+        self._marker: Marker | None = None
+        # Name of the try whose outcome is not known, of this commit or of one given up before.
+        self._unsettled: bytes | None = None
+        self._count = 0
+
+    async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
+        """Apply all writes if all comparisons hold; see `Store.commit`."""
+        patience = self._link.patience("commit")
+        async with self._turn:
+            tried: bytes | None = None
+            while True:
+                marker, revision = await self._ready_marker(patience, tried)
+                if revision is not None:
+                    return CommitResult(True, revision)
+                tried = self._unsettled = self._name("try")
+                request = self._request(marker, tried, compares, writes)
+                try:
+                    answer = await self._link.once(TXN, request, patience.try_s())
+                except Unanswered as error:
+                    await patience.pause(error)
+                    continue
+                except Refusal as refusal:
+                    self._unsettled = None
+                    raise _explained(refusal, writes) from None
+                self._unsettled = None
+                if answer.succeeded:
+                    marker.mod_revision = answer.header.revision
+                    return CommitResult(True, answer.header.revision)
+                at = _mod_revision(answer.responses[0])
+                if at == marker.mod_revision:
+                    current = self._keys.found(answer.responses[1:])
+                    return CommitResult(False, answer.header.revision, current)
+                # Somebody removed or wrote what is ours alone: begin anew with another marker.
+                self._marker = None
+
+    async def close(self) -> None:
+        """Remove the marker; where that fails, its lease does it later."""
+        marker, self._marker = self._marker, None
+        if marker is None:
+            return
+        try:
+            await self._link.once(REVOKE, pb.LeaseRevokeRequest(ID=marker.lease), 1.0)
+        except (Unanswered, Refusal, ElasticError):
+            return
+
+    async def _ready_marker(
+        self, patience: Patience, tried: bytes | None
+    ) -> tuple[Marker, int | None]:
+        """Return a marker that no lost try compares any more.
+
+        Also returns the revision at which the lost try took effect, if it is `tried`, this
+        commit's own, and did.
+        """
+        marker = self._marker
+        if marker is not None and self._unsettled is not None:
+            lost = self._unsettled
+            revision = await self._settle(marker, lost, patience)
+            if revision is not None and lost == tried:
+                return marker, revision
+            if self._marker is None and lost == tried:
+                raise StoreUnavailable(
+                    f"the answer to a commit was lost, and then {marker.key!r}, the key that "
+                    f"would tell what became of it; somebody removed it; read the keys anew"
+                )
+        old = marker is not None and time.monotonic() - marker.born_s > MARKER_AGE_MAX_S
+        if self._marker is None or old:
+            self._marker = await self._make_marker(patience)
+        return self._marker, None
+
+    async def _settle(self, marker: Marker, lost: bytes, patience: Patience) -> int | None:
+        """Find out what became of a lost try, and see that nothing comes of it later.
+
+        Returns the revision at which it took effect; None if it never will, or if the marker
+        is gone (it is then forgotten) and nobody can tell.
+        """
+        fence = self._name("fence")
+        request = pb.TxnRequest(
+            compare=[unchanged(marker.key, marker.mod_revision)],
+            success=[put(marker.key, fence, marker.lease)],
+            failure=[read(marker.key)],
+        )
+        answer = await self._repeat_txn(request, patience)
+        self._unsettled = None
+        if answer.succeeded:
+            marker.mod_revision = answer.header.revision
+            return None
+        if not answer.responses[0].response_range.kvs:
+            self._marker = None
+            return None
+        found = answer.responses[0].response_range.kvs[0]
+        marker.mod_revision = found.mod_revision
+        return found.mod_revision if found.value == lost else None
+
+    async def _make_marker(self, patience: Patience) -> Marker:
+        """Write a marker under a name that nobody has used; may be repeated."""
+        self._unsettled = None
+        born_s = time.monotonic()
+        lease = new_lease_id()
+        grant = pb.LeaseGrantRequest(TTL=MARKER_TTL_S, ID=lease)
+        while True:
+            try:
+                await self._link.once(GRANT, grant, patience.try_s())
+                break
+            except Unanswered as error:
+                await patience.pause(error)
+            except Refusal as refusal:
+                if not is_granted_already(refusal):
+                    raise _explained(refusal, ()) from None
+                break
+        key = self._keys.marker(secrets.token_hex(8))
+        request = pb.TxnRequest(
+            compare=[unchanged(key, 0)],
+            success=[put(key, b"new", lease)],
+            failure=[read(key)],
+        )
+        answer = await self._repeat_txn(request, patience)
+        # An earlier try of this very request may have made it.
+        at = answer.header.revision if answer.succeeded else _mod_revision(answer.responses[0])
+        return Marker(key, lease, born_s, at)
+
+    async def _repeat_txn(self, request: pb.TxnRequest, patience: Patience) -> pb.TxnResponse:
+        """Do a transaction on the marker alone, which may be done twice."""
+        while True:
+            try:
+                return await self._link.once(TXN, request, patience.try_s())
+            except Unanswered as error:
+                await patience.pause(error)
+            except Refusal as refusal:
+                raise _explained(refusal, ()) from None
+
+    def _request(
+        self, marker: Marker, name: bytes, compares: Sequence[Compare], writes: Sequence[Write]
+    ) -> pb.TxnRequest:
+        mine = unchanged(marker.key, marker.mod_revision)
+        return pb.TxnRequest(
+            compare=[mine, *self._keys.compares(compares)],
+            success=[*self._keys.writes(writes), put(marker.key, name, marker.lease)],
+            failure=[read(marker.key), *self._keys.reads(compares)],
+        )
+
+    def _name(self, kind: str) -> bytes:
+        self._count += 1
+        return f"{kind} {self._count}".encode()
+
+
+def new_lease_id() -> int:
+    """Return an id for a lease; chosen here, so that granting may be repeated."""
+    return secrets.randbelow(2**63 - 1) + 1
+
+
+def is_granted_already(refusal: Refusal) -> bool:
+    """Tell whether a grant was refused because an earlier try of it took effect."""
+    return refusal.code is grpc.StatusCode.FAILED_PRECONDITION and "exists" in refusal.details
+
+
+def _mod_revision(response: pb.ResponseOp) -> int:
+    """Return the mod_revision of the one key that was read, 0 if it is not there."""
+    kvs = response.response_range.kvs
+    return int(kvs[0].mod_revision) if kvs else 0
+
+
+def _explained(refusal: Refusal, writes: Sequence[Write]) -> Exception:
+    """Return what to raise when etcd refuses a transaction."""
+    if refusal.code is grpc.StatusCode.NOT_FOUND and "lease" in refusal.details:
+        return lease_ended([w.lease for w in writes if isinstance(w, Put) and w.lease])
+    return StoreError(f"etcd refuses a commit: {refusal}; compare its version and its limits")

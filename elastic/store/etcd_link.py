@@ -1,0 +1,334 @@
+"""Calls to an etcd cluster: one endpoint at a time, the next one when it does not answer.
+
+Rule: every call has a deadline, and this layer never repeats one whose outcome matters: `once`
+tries a single endpoint and raises Unanswered, whoever called decides; `repeat` is for requests
+that may be done twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from elastic.errors import ElasticError, NotAuthorized, StoreError, StoreUnavailable
+from elastic.store.etcd_wire import AUTHENTICATE, Method
+from elastic.store.rules import closed
+from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
+
+TRY_S = 2.0
+TOTAL_S = 10.0
+"""Of a request, all its tries together; more than an election of a cluster in order takes."""
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 0.5
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    # More often than every 10 s, or without calls, etcd answers with GOAWAY.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    # Answers carry all entries under a prefix; etcd sets no limit of its own.
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+# A member that is cut off from the others says so at once, instead of keeping us waiting.
+HAS_LEADER = ("hasleader", "true")
+
+UNANSWERED = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.ABORTED,
+    # "too many requests"; a full disk has the same code and is told apart by its text.
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+NO_SPACE = "database space exceeded"
+# etcd reports these as invalid arguments.
+LOGIN_NEEDED = ("user name is empty", "authentication failed", "user name not found")
+STALE_LOGIN = ("invalid auth token", "revision of auth store is old")
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class EtcdAccess:
+    """How to be let in; everything empty for a server without users and TLS.
+
+    Attributes:
+        username: etcd user, with `password`.
+        password: never shown.
+        ca: PEM certificates that the server's is checked against; turns TLS on.
+        certificate: our own PEM certificate, if the server asks for one, with `key`.
+        key: PEM private key; never shown.
+    """
+
+    username: str = ""
+    password: str = field(default="", repr=False)
+    ca: bytes = b""
+    certificate: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+
+
+class Unanswered(Exception):
+    """A try brought no answer: whether the request took effect is not known."""
+
+
+class Refusal(Exception):
+    """etcd answered with an error that the caller may understand; nothing took effect."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        """Keep both parts."""
+        self.code = code
+        self.details = details
+        super().__init__(f"{code.name}: {details}")
+
+
+class Patience:
+    """How long one request may go on, and how long to pause before the next try."""
+
+    def __init__(self, what: str, endpoints: int, total_s: float) -> None:
+        """Begin now.
+
+        Args:
+            what: the request, for the error.
+            endpoints: this many tries come without a pause.
+            total_s: seconds until StoreUnavailable.
+        """
+        self._what = what
+        self._endpoints = endpoints
+        self._total_s = total_s
+        self._until = time.monotonic() + total_s
+        self._tries = 0
+        self._said = "it waited for another one"
+
+    def try_s(self) -> float:
+        """Return the seconds that the next try may take.
+
+        Raises:
+            StoreUnavailable: no time is left.
+        """
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise StoreUnavailable(
+                f"etcd did not answer a {self._what} within {self._total_s:g} s and {self._tries} "
+                f"tries (last: {self._said}); whether it took effect is not known; see that a "
+                f"majority of its members runs and can be reached"
+            )
+        return min(TRY_S, left)
+
+    async def pause(self, error: Unanswered) -> None:
+        """Take note of a failed try, and wait once all endpoints have had theirs."""
+        self._tries += 1
+        self._said = str(error)
+        left = self._until - time.monotonic()
+        await asyncio.sleep(max(0.0, min(pause_s(self._tries, self._endpoints), left)))
+
+
+def pause_s(tries: int, endpoints: int) -> float:
+    """Return the seconds to wait after so many failed tries in a row."""
+    if tries < endpoints:
+        return 0.0
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries - endpoints, 10))
+
+
+class EtcdLink:
+    """Channels to the members of a cluster, one of which is asked until it fails to answer."""
+
+    def __init__(
+        self, endpoints: Sequence[str], access: EtcdAccess, *, total_s: float = TOTAL_S
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            endpoints: "host:port" of each member; the first is asked first.
+            access: user and certificates.
+            total_s: seconds of a request, all its tries together.
+        """
+        self.endpoints = tuple(endpoints)
+        self._total_s = total_s
+        self._access = access
+        self._channels: dict[int, grpc.aio.Channel] = {}
+        self._asked = 0
+        self._token = ""
+        self._running = 0
+        self._ended = asyncio.Event()
+        self.closing = asyncio.Event()
+
+    def patience(self, what: str) -> Patience:
+        """Return the time that a request may take from now."""
+        return Patience(what, len(self.endpoints), self._total_s)
+
+    async def once(self, method: Method[Answer], request: Any, timeout_s: float) -> Answer:
+        """Ask one endpoint, once.
+
+        Raises:
+            Unanswered: no answer; the next try will go to another endpoint.
+            Refusal: etcd says no.
+            NotAuthorized: wrong or missing user.
+        """
+        index = self._index()
+        call: Any = self._channel(index).unary_unary(
+            method.path, request_serializer=_serialize, response_deserializer=method.parse
+        )
+        with self.running():
+            try:
+                metadata = await self._metadata(timeout_s)
+                answer: Answer = await call(request, timeout=timeout_s, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                raise self.judged(error, index) from None
+            return answer
+
+    async def repeat(self, method: Method[Answer], request: Any, what: str) -> Answer:
+        """Ask until an endpoint answers; for requests that may be done twice.
+
+        Raises:
+            StoreUnavailable: none did in time.
+            Refusal: etcd says no.
+            NotAuthorized: wrong or missing user.
+        """
+        patience = self.patience(what)
+        while True:
+            try:
+                return await self.once(method, request, patience.try_s())
+            except Unanswered as error:
+                await patience.pause(error)
+
+    async def stream(
+        self, method: Method[Answer], timeout_s: float | None
+    ) -> tuple[grpc.aio.StreamStreamCall[Any, Answer], int]:
+        """Open a stream; returns it with the number of its endpoint, for `judged`.
+
+        Raises:
+            Unanswered, NotAuthorized: logging in failed.
+        """
+        index = self._index()
+        opened: Any = self._channel(index).stream_stream(
+            method.path, request_serializer=_serialize, response_deserializer=method.parse
+        )
+        try:
+            metadata = await self._metadata(TRY_S)
+        except grpc.aio.AioRpcError as error:
+            raise self.judged(error, index) from None
+        return opened(timeout=timeout_s, metadata=metadata), index
+
+    def judged(self, error: grpc.aio.AioRpcError, index: int) -> Exception:
+        """Return what a failed call means, and ask another endpoint from now on if it helps."""
+        code, details = error.code(), error.details() or ""
+        if any(words in details for words in STALE_LOGIN) and self._access.username:
+            return self.login_again(details)
+        if NO_SPACE in details:
+            return StoreUnavailable(
+                "etcd has no space left for writes (its NOSPACE alarm); compact and defragment "
+                "it, or raise its quota, then disarm the alarm"
+            )
+        if code in UNANSWERED:
+            return self.unanswered(index, f"{code.name} {details}")
+        return self._denied(code, details) or Refusal(code, details)
+
+    def login_again(self, details: str) -> Unanswered:
+        """Forget a token that is no good any more; the next try asks for another."""
+        self._token = ""
+        return Unanswered(details)
+
+    def unanswered(self, index: int, said: str) -> Unanswered:
+        """Turn away from an endpoint; others may have turned away from it already."""
+        if self._asked == index:
+            self._asked = (index + 1) % len(self.endpoints)
+        return Unanswered(f"{self.endpoints[index]}: {said}")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keep the channels open while a call or a stream is under way."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._ended.set()
+
+    async def close(self) -> None:
+        """Close all channels once the calls under way have ended, which have their deadlines.
+
+        A channel that is closed under a call would raise CancelledError in a task that nobody
+        has cancelled.
+        """
+        self.closing.set()
+        until = time.monotonic() + 2 * TRY_S
+        while self._running and (left := until - time.monotonic()) > 0:
+            self._ended.clear()
+            try:
+                await asyncio.wait_for(self._ended.wait(), left)
+            except asyncio.TimeoutError:
+                # What is left is a watch that nobody reads, and nobody has closed.
+                break
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()
+
+    def _index(self) -> int:
+        if self.closing.is_set():
+            raise closed()
+        return self._asked
+
+    def _channel(self, index: int) -> grpc.aio.Channel:
+        if index not in self._channels:
+            endpoint = self.endpoints[index]
+            if self._access.ca:
+                credentials = grpc.ssl_channel_credentials(
+                    self._access.ca, self._access.key or None, self._access.certificate or None
+                )
+                channel = grpc.aio.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
+            else:
+                channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+            self._channels[index] = channel
+        return self._channels[index]
+
+    async def _metadata(self, timeout_s: float) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of a call, logging in first if that is due."""
+        if not self._access.username:
+            return (HAS_LEADER,)
+        if not self._token:
+            login: Any = self._channel(self._asked).unary_unary(
+                AUTHENTICATE.path,
+                request_serializer=pb.AuthenticateRequest.SerializeToString,
+                response_deserializer=AUTHENTICATE.parse,
+            )
+            request = pb.AuthenticateRequest(
+                name=self._access.username, password=self._access.password
+            )
+            answer = await login(request, timeout=timeout_s, metadata=(HAS_LEADER,))
+            self._token = answer.token
+        return (HAS_LEADER, ("token", self._token))
+
+    def _denied(self, code: grpc.StatusCode, details: str) -> ElasticError | None:
+        who = f"user {self._access.username!r}" if self._access.username else "no user name"
+        login = any(words in details for words in LOGIN_NEEDED)
+        if login or code in {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}:
+            return NotAuthorized(
+                f"etcd refuses {who}: {details}; give the store a user and password that may "
+                f"read and write its prefix"
+            )
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return StoreError(
+                f"{self.endpoints[self._asked]} does not know etcd's v3 methods ({details}); name "
+                f"the client address of an etcd server, usually port 2379"
+            )
+        return None
+
+
+def _serialize(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data

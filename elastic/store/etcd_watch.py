@@ -1,0 +1,207 @@
+"""A watch on etcd that survives its server.
+
+Rule: the place to go on from is the revision of the last change that was delivered, plus one, and
+nothing else moves it: neither the answer that a watch was created nor a sign of life carries a
+revision that is in order with the changes. A stream that is silent is asked for a sign of life;
+one that gives none is left for the next endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from elastic.errors import Compacted, NotAuthorized, StoreError
+from elastic.store.etcd_link import (
+    LOGIN_NEEDED,
+    STALE_LOGIN,
+    TRY_S,
+    EtcdLink,
+    Refusal,
+    Unanswered,
+    pause_s,
+)
+from elastic.store.etcd_wire import WATCH, KeySpace
+from elastic.store.interface import Change
+from elastic.store.rules import closed
+from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 3.0
+"""After so long without a word the server is asked for one, and has TRY_S to answer."""
+DENIALS = ("permission denied", *LOGIN_NEEDED, *STALE_LOGIN)
+DENIALS_MAX = 2
+"""etcd says "permission denied" also to a token that has expired: log in once again."""
+
+
+async def watch_prefix(
+    link: EtcdLink, keys: KeySpace, prefix: str, from_revision: int
+) -> AsyncGenerator[Change, None]:
+    """Yield every change under a prefix since a revision; see `Store.watch`."""
+    next_revision, failures, denials = from_revision, 0, 0
+    while True:
+        try:
+            async with _opened(link, _request(keys, prefix, next_revision)) as stream:
+                while True:
+                    response = await stream.next()
+                    _refuse_ended(response, next_revision)
+                    failures, denials = 0, 0
+                    # All changes of one revision come in one response.
+                    for event in response.events:
+                        if event.kv.mod_revision >= next_revision:
+                            yield keys.change(event)
+                    if response.events:
+                        last = response.events[-1].kv.mod_revision
+                        next_revision = max(next_revision, last + 1)
+        except Unanswered as error:
+            failures += 1
+            if failures == 1:
+                log.warning(
+                    "watch_interrupted prefix=%s next=%d error=%r",
+                    prefix,
+                    next_revision,
+                    str(error),
+                )
+        except NotAuthorized as error:
+            denials += 1
+            if denials >= DENIALS_MAX:
+                raise
+            link.login_again(str(error))
+        except Refusal as refusal:
+            raise StoreError(f"etcd refuses a watch: {refusal}; compare its version") from None
+        await _pause(link, pause_s(failures, len(link.endpoints)))
+
+
+def _request(keys: KeySpace, prefix: str, next_revision: int) -> pb.WatchRequest:
+    """Ask for one revision more than is wanted.
+
+    A compaction at revision r may take the deletions of r itself with it, and etcd only refuses
+    watches from before r. Asked from one earlier it refuses every one that may have lost something.
+    """
+    key, end = keys.range(prefix)
+    create = pb.WatchCreateRequest(key=key, range_end=end, start_revision=max(1, next_revision - 1))
+    return pb.WatchRequest(create_request=create)
+
+
+def _refuse_ended(response: pb.WatchResponse, next_revision: int) -> None:
+    """Raise what it means that the server has ended the watch."""
+    if response.compact_revision:
+        raise Compacted(next_revision, response.compact_revision + 1)
+    if not response.canceled:
+        return
+    if any(words in response.cancel_reason for words in DENIALS):
+        raise NotAuthorized(
+            f"etcd refuses a watch: {response.cancel_reason}; give the store a user that may read "
+            f"its prefix"
+        )
+    if "leader" in response.cancel_reason or not response.cancel_reason:
+        raise Unanswered(response.cancel_reason or "the server ended the watch")
+    raise StoreError(f"etcd ended a watch: {response.cancel_reason}")
+
+
+class _Stream:
+    """One open stream: reads are raced against silence and against the closing of the store."""
+
+    def __init__(
+        self, link: EtcdLink, call: grpc.aio.StreamStreamCall[Any, Any], index: int
+    ) -> None:
+        self._link = link
+        self._call = call
+        self._index = index
+        # Lives on when we stop waiting for it: a read that is cancelled takes the stream with it.
+        self._reading: asyncio.Future[Any] | None = None
+        self._closing = asyncio.ensure_future(link.closing.wait())
+
+    async def next(self) -> pb.WatchResponse:
+        """Return the next response; in silence, ask for one.
+
+        Raises:
+            Unanswered: the stream broke, or its server is silent.
+        """
+        response = await self._read(SILENCE_S)
+        if response is None:
+            probe = pb.WatchRequest(progress_request=pb.WatchProgressRequest())
+            await self.write(probe)
+            response = await self._read(TRY_S)
+        if response is None:
+            raise self._link.unanswered(
+                self._index, f"the watch is silent for {SILENCE_S + TRY_S:g} s"
+            )
+        return response
+
+    async def write(self, request: pb.WatchRequest) -> None:
+        """Send a request.
+
+        Raises:
+            Unanswered: the stream broke.
+        """
+        try:
+            await asyncio.wait_for(self._call.write(request), TRY_S)
+        except grpc.aio.AioRpcError as error:
+            raise self._link.judged(error, self._index) from None
+        except (asyncio.TimeoutError, asyncio.InvalidStateError) as error:
+            raise self._link.unanswered(self._index, f"writing to a watch: {error!r}") from None
+
+    async def close(self) -> None:
+        """End the stream and what waits for it."""
+        self._call.cancel()
+        waiting = [self._closing, *([self._reading] if self._reading is not None else [])]
+        for future in waiting:
+            future.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _read(self, timeout_s: float) -> pb.WatchResponse | None:
+        """Return the next response, None if there is none in time."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._call.read())
+        await asyncio.wait(
+            {self._reading, self._closing},
+            timeout=timeout_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if self._closing.done():
+            raise closed()
+        if not self._reading.done():
+            return None
+        reading, self._reading = self._reading, None
+        try:
+            response = reading.result()
+        except grpc.aio.AioRpcError as error:
+            raise self._link.judged(error, self._index) from None
+        if response is grpc.aio.EOF:
+            raise self._link.unanswered(self._index, "the server ended the watch's stream")
+        answer: pb.WatchResponse = response
+        return answer
+
+
+@asynccontextmanager
+async def _opened(link: EtcdLink, request: pb.WatchRequest) -> AsyncIterator[_Stream]:
+    """Open a stream and create a watch on it; ends both at the end.
+
+    Raises:
+        Unanswered: no server confirmed the watch in time.
+    """
+    call, index = await link.stream(WATCH, None)
+    with link.running():
+        stream = _Stream(link, call, index)
+        try:
+            await stream.write(request)
+            yield stream
+        finally:
+            await stream.close()
+
+
+async def _pause(link: EtcdLink, seconds: float) -> None:
+    """Wait before the next try, but no longer than the store is open."""
+    try:
+        await asyncio.wait_for(link.closing.wait(), seconds)
+    except asyncio.TimeoutError:
+        return
+    raise closed()

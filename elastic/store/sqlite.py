@@ -1,0 +1,271 @@
+"""The store in a SQLite file: the default for one coordinator, durable at every commit.
+
+Rule: one process has the file, one thread of it speaks to SQLite, and each commit is one SQLite
+transaction that is on the disk before it is answered. Rows carry checksums: a damaged one is
+refused by its key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic.errors import Compacted, CorruptRecord
+from elastic.store.interface import (
+    Change,
+    ChangeKind,
+    CommitResult,
+    Compare,
+    Entry,
+    Lease,
+    Snapshot,
+    Write,
+)
+from elastic.store.local import LocalStore, Page
+from elastic.store.rules import deletion, encode_prefix, end_of_prefix, plan_commit
+from elastic.store.sqlite_file import ADVICE, FileLock, open_database, own_errors
+
+PAGE_CHANGES = 500
+"""Changes that a watch takes from the history at once; a revision is never cut in two."""
+
+ENTRY_COLUMNS = "key, value, create_revision, mod_revision, lease, checksum"
+CHANGE_COLUMNS = f"{ENTRY_COLUMNS}, kind"
+
+Row = tuple[bytes, bytes, int, int, int, int]
+
+
+async def sqlite_store(path: Path, clock: Callable[[], float] = time.monotonic) -> LocalStore:
+    """Open the store in a file, making it if it is not there.
+
+    Args:
+        path: the file; beside it SQLite keeps PATH-wal and PATH-shm, and we PATH.lock.
+        clock: monotonic seconds, for leases.
+
+    Raises:
+        UsageError: another process uses the file, or it cannot be opened.
+        CorruptRecord: the file is damaged.
+        StoreError: the file belongs to another program, or to a newer version of this one.
+    """
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-store")
+    opening = asyncio.get_running_loop().run_in_executor(executor, SqliteEngine, path)
+    try:
+        return LocalStore(await opening, executor=executor, clock=clock)
+    except BaseException:
+        executor.shutdown(wait=False)
+        raise
+
+
+class SqliteEngine:
+    """Entries and their history in one file; belongs to the thread that made it."""
+
+    def __init__(self, path: Path) -> None:
+        """Lock and open the file; see `sqlite_store` for what is raised."""
+        self._path = path
+        self._lock = FileLock(path)
+        try:
+            self._database = open_database(path)
+            with self._errors_undone():
+                self.revision = self._number("revision")
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def read(self, prefix: str) -> Snapshot:
+        """Return the entries under a prefix."""
+        with self._errors_undone():
+            bounds, values = _range(prefix)
+            rows = self._database.execute(
+                f"SELECT {ENTRY_COLUMNS} FROM entries WHERE {bounds} ORDER BY key", values
+            ).fetchall()
+            return Snapshot(tuple(self._entry(row) for row in rows), self.revision)
+
+    def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
+        """Compare and write; on the disk when it returns."""
+        with self._errors_undone():
+            plan = plan_commit(
+                compares,
+                writes,
+                lookup=self._lookup,
+                lease_exists=self._lease_exists,
+                revision=self.revision,
+            )
+            if isinstance(plan, CommitResult):
+                return plan
+            self._apply(plan)
+            return CommitResult(True, self.revision)
+
+    def history(self, prefix: str, from_revision: int) -> Page:
+        """Return the first changes since a revision."""
+        with self._errors_undone():
+            oldest = self._number("oldest")
+            if from_revision < oldest:
+                raise Compacted(from_revision, oldest)
+            bounds, values = _range(prefix)
+            select = f"SELECT {CHANGE_COLUMNS} FROM history WHERE {bounds}"
+            order = "ORDER BY mod_revision, position"
+            rows = self._database.execute(
+                f"{select} AND mod_revision >= ? {order} LIMIT ?",
+                (*values, from_revision, PAGE_CHANGES),
+            ).fetchall()
+            next_revision = max(from_revision, self.revision + 1)
+            if len(rows) == PAGE_CHANGES:
+                last = rows[-1][3]
+                whole = self._database.execute(
+                    f"{select} AND mod_revision = ? {order}", (*values, last)
+                ).fetchall()
+                rows = [row for row in rows if row[3] < last] + whole
+                next_revision = last + 1
+            changes = (Change(ChangeKind(row[6]), self._entry(row[:6])) for row in rows)
+            return Page(tuple(changes), next_revision)
+
+    def compact(self, revision: int) -> None:
+        """Forget changes older than a revision."""
+        with self._transaction():
+            self._database.execute("DELETE FROM history WHERE mod_revision < ?", (revision,))
+            self._database.execute(
+                "UPDATE numbers SET value = max(value, ?) WHERE name = 'oldest'", (revision,)
+            )
+
+    def grant_lease(self, ttl_s: float) -> int:
+        """Create a lease; ids grow for ever, also over restarts."""
+        with self._transaction():
+            made = self._database.execute("INSERT INTO leases (ttl_s) VALUES (?)", (ttl_s,))
+            return int(made.lastrowid or 0)
+
+    def leases(self) -> tuple[Lease, ...]:
+        """Return the leases that are on."""
+        with self._errors_undone():
+            rows = self._database.execute("SELECT lease, ttl_s FROM leases ORDER BY lease")
+            return tuple(Lease(int(lease_id), float(ttl_s)) for lease_id, ttl_s in rows)
+
+    def end_lease(self, lease_id: int) -> None:
+        """End a lease and delete its keys."""
+        with self._errors_undone():
+            rows = self._database.execute(
+                f"SELECT {ENTRY_COLUMNS} FROM entries WHERE lease != 0 AND lease = ? ORDER BY key",
+                (lease_id,),
+            ).fetchall()
+            keys = [self._entry(row).key for row in rows]
+            changes = tuple(deletion(key, self.revision + 1) for key in keys)
+            if changes or self._lease_exists(lease_id):
+                self._apply(changes, ended_lease=lease_id)
+
+    def close(self) -> None:
+        """Close the file and let others have it."""
+        try:
+            with own_errors(self._path):
+                self._database.close()
+        finally:
+            self._lock.release()
+
+    def _apply(self, changes: tuple[Change, ...], *, ended_lease: int = 0) -> None:
+        """Write changes, all at the next revision, in one transaction."""
+        revision = self.revision + 1
+        if ended_lease and not changes:
+            revision = self.revision
+        with self._transaction():
+            for position, change in enumerate(changes):
+                self._write(change, position)
+            self._database.execute("DELETE FROM leases WHERE lease = ?", (ended_lease,))
+            self._database.execute(
+                "UPDATE numbers SET value = ? WHERE name = 'revision'", (revision,)
+            )
+        # Only now: before, others could act on what a power cut takes back.
+        self.revision = revision
+
+    def _write(self, change: Change, position: int) -> None:
+        row = _row(change.entry)
+        if change.kind is ChangeKind.PUT:
+            self._database.execute(
+                f"INSERT OR REPLACE INTO entries ({ENTRY_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", row
+            )
+        else:
+            self._database.execute("DELETE FROM entries WHERE key = ?", (row[0],))
+        self._database.execute(
+            f"INSERT INTO history ({CHANGE_COLUMNS}, position) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*row, change.kind.value, position),
+        )
+
+    def _lookup(self, key: str) -> Entry | None:
+        row = self._database.execute(
+            f"SELECT {ENTRY_COLUMNS} FROM entries WHERE key = ?", (key.encode(),)
+        ).fetchone()
+        return self._entry(row) if row is not None else None
+
+    def _lease_exists(self, lease_id: int) -> bool:
+        found = self._database.execute("SELECT 1 FROM leases WHERE lease = ?", (lease_id,))
+        return found.fetchone() is not None
+
+    def _number(self, name: str) -> int:
+        row = self._database.execute("SELECT value FROM numbers WHERE name = ?", (name,)).fetchone()
+        if row is None:
+            raise CorruptRecord(f"store {self._path} has lost its {name} number; {ADVICE}")
+        return int(row[0])
+
+    def _entry(self, row: Row) -> Entry:
+        key, value, create_revision, mod_revision, lease, checksum = row
+        entry = Entry(
+            bytes(key).decode(errors="replace"), bytes(value), create_revision, mod_revision, lease
+        )
+        if _checksum(entry) != checksum:
+            raise CorruptRecord(
+                f"store {self._path}: the record of key {entry.key!r} at revision {mod_revision} "
+                f"does not match its checksum; {ADVICE}"
+            )
+        return entry
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._errors_undone():
+            self._database.execute("BEGIN IMMEDIATE")
+            yield
+            self._database.execute("COMMIT")
+
+    @contextmanager
+    def _errors_undone(self) -> Iterator[None]:
+        """Leave no transaction open behind an error, and raise it as ours."""
+        with own_errors(self._path):
+            try:
+                yield
+            except BaseException:
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                raise
+
+
+def _range(prefix: str) -> tuple[str, tuple[bytes, ...]]:
+    """Return the SQL condition for keys under a prefix, and its values."""
+    start = encode_prefix(prefix)
+    end = end_of_prefix(start)
+    return ("key >= ?", (start,)) if end is None else ("key >= ? AND key < ?", (start, end))
+
+
+def _row(entry: Entry) -> Row:
+    return (
+        entry.key.encode(),
+        entry.value,
+        entry.create_revision,
+        entry.mod_revision,
+        entry.lease,
+        _checksum(entry),
+    )
+
+
+def _checksum(entry: Entry) -> int:
+    """CRC-32 over all that an entry says; lengths keep key and value apart."""
+    key = entry.key.encode()
+    numbers = struct.pack("<qqqq", len(key), entry.create_revision, entry.mod_revision, entry.lease)
+    return _chain((numbers, key, entry.value))
+
+
+def _chain(parts: Iterable[bytes]) -> int:
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return checksum

