@@ -1,0 +1,1 @@
+"""elastic-agent: the daemon of a node. Starts, watches and ends worker processes; never torch."""

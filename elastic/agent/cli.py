@@ -1,0 +1,338 @@
+"""The `elastic-agent` command: flags and environment in, exit code out.
+
+Rule: the only place of the agent that reads the environment. A flag wins over its ELASTIC_*
+variable, that over the default.
+
+Exit codes: 0 done; 2 usage; 69 refused (also: this node id is taken on this host); 70 a bug;
+75 drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import click
+
+from elastic import __version__
+from elastic.agent.address import address_towards_any
+from elastic.agent.devices import (
+    Devices,
+    find_devices,
+    node_resources,
+    parse_labels,
+    parse_resources,
+    parse_workers,
+)
+from elastic.agent.driver import AgentDriver, AgentSettings
+from elastic.agent.node_lock import hold_node
+from elastic.agent.processes import Launch
+from elastic.core.config import AgentConfig, check_name
+from elastic.core.events.agent import ExitAgent
+from elastic.core.world import Node, NodeId
+from elastic.errors import CoordinatorUnreachable, ElasticError, Refused, UsageError
+from elastic.runtime.clock import Clock, SystemClock
+from elastic.runtime.eventlog import quoted, set_up_logging
+from elastic.runtime.rpc import parse_endpoints, read_token_file
+
+log = logging.getLogger("elastic.agent")
+
+EXIT_BUG = 70
+EXIT_USAGE = 2
+EXIT_REFUSED = 69
+EXIT_DRAINED = 75
+RESOLVE_PAUSE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The command line, as click hands it over; names are those of the flags."""
+
+    coord: str
+    workers: str
+    resources: str
+    labels: str
+    accelerator_type: str
+    spares: int
+    node_id: str
+    host: str
+    token_file: str
+    drain_timeout: float
+    log_dir: str
+    run_dir: str
+    event_log: str
+    log_level: str
+    tether_fd: int
+
+
+@click.command(
+    "elastic-agent",
+    context_settings={
+        "auto_envvar_prefix": "ELASTIC",
+        "show_default": True,
+        "max_content_width": 100,
+        "help_option_names": ["-h", "--help"],
+    },
+)
+@click.option("--coord", required=True, metavar="HOST:PORT,...", help="Coordinators to try.")
+@click.option(
+    "--workers",
+    default="auto",
+    metavar="N|auto",
+    help="Workers at once; auto: one per GPU, or one.",
+)
+@click.option(
+    "--resources",
+    default="auto",
+    metavar="NAME=N,...",
+    help="Overrides what was found: GPU=8,CPU=32.",
+)
+@click.option(
+    "--labels",
+    metavar="NAME=VALUE,...",
+    default="",
+    show_default=False,
+    help="For the label selectors of jobs.",
+)
+@click.option(
+    "--accelerator-type", default="auto", metavar="NAME", help="Such as H100; none for none."
+)
+@click.option("--spares", default=1, metavar="N", help="Processes kept warm beside the workers.")
+@click.option(
+    "--node-id",
+    default="",
+    show_default=False,
+    metavar="NAME",
+    help="Unique in the cluster.  [default: host name]",
+)
+@click.option(
+    "--host",
+    default="",
+    show_default=False,
+    metavar="ADDRESS",
+    help="Where other nodes reach this one.  [default: by route]",
+)
+@click.option(
+    "--token-file",
+    default="",
+    show_default=False,
+    metavar="PATH",
+    help="File that holds the join token.",
+)
+@click.option(
+    "--drain-timeout", default=30.0, metavar="SECONDS", help="Time to leave after SIGTERM."
+)
+@click.option(
+    "--log-dir",
+    default="",
+    show_default=False,
+    metavar="PATH",
+    help="Output of workers.  [default: RUN_DIR/logs]",
+)
+@click.option(
+    "--run-dir",
+    default="",
+    show_default=False,
+    metavar="PATH",
+    help="Private directory.  [default: TMPDIR/elastic-UID]",
+)
+@click.option(
+    "--event-log",
+    default="auto",
+    metavar="PATH",
+    help="JSON Lines file; auto: in LOG_DIR; or none.",
+)
+@click.option(
+    "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"])
+)
+@click.option(
+    "--tether-fd",
+    default=-1,
+    hidden=True,
+    help="Reading end of a pipe whose closing ends the agent at once.",
+)
+@click.version_option(__version__, prog_name="elastic-agent")
+def main(**flags: object) -> None:
+    """Run workers of this machine for a coordinator, until it is told to leave.
+
+    Every option can be set as ELASTIC_NAME in the environment as well, such as ELASTIC_COORD.
+    SIGTERM or SIGINT drains the node: its workers leave at a step boundary; a second one ends
+    it at once.
+    """
+    given = Flags(**flags)  # type: ignore[arg-type]
+    set_up_logging("elastic-agent", level=given.log_level)
+    try:
+        code = run_agent(given, os.environ)
+    except ElasticError as error:
+        click.echo(f"elastic-agent: {error}", err=True)
+        code = exit_code(error)
+    sys.exit(code)
+
+
+def exit_code(error: ElasticError) -> int:
+    """Return the exit code for an error that ended the agent."""
+    if isinstance(error, UsageError):
+        return EXIT_USAGE
+    if isinstance(error, (Refused, CoordinatorUnreachable)):
+        return EXIT_REFUSED
+    return EXIT_BUG
+
+
+def run_agent(flags: Flags, env: Mapping[str, str]) -> int:
+    """Run one agent to its end; returns its exit code.
+
+    Raises:
+        ElasticError: the flags cannot work, or the node id is taken; nothing was started.
+    """
+    clock = SystemClock()
+    settings = read_settings(flags, env)
+    node = settings.node
+    with hold_node(choose_run_dir(flags), node.node_id, clock.unix_ns()) as incarnation:
+        node = dataclasses.replace(node, incarnation=incarnation)
+        settings = dataclasses.replace(settings, node=node)
+        ended = asyncio.run(live(settings, clock, flags.tether_fd))
+    log.info("agent_ended code=%d reason=%s", ended.code, quoted(ended.reason))
+    return ended.code
+
+
+def choose_run_dir(flags: Flags) -> Path:
+    """Return the absolute path of the directory for locks and, by default, logs."""
+    default = Path(tempfile.gettempdir()) / f"elastic-{os.getuid()}"
+    return Path(flags.run_dir or default).absolute()
+
+
+def read_settings(flags: Flags, env: Mapping[str, str]) -> AgentSettings:
+    """Turn flags into settings; the node's host may still be "", its incarnation is 0.
+
+    Raises:
+        ElasticError: a flag cannot work.
+    """
+    node_id = flags.node_id or socket.gethostname()
+    check_name("node", node_id)
+    endpoints = parse_endpoints(flags.coord)
+    devices = find_devices(env.get("CUDA_VISIBLE_DEVICES"))
+    log.info("devices_found gpus=%d reason=%s", len(devices.entries), quoted(devices.reason))
+    log_dir = Path(flags.log_dir).absolute() if flags.log_dir else choose_run_dir(flags) / "logs"
+    event_log: Path | None = Path(flags.event_log).absolute()
+    if flags.event_log in ("auto", "none"):
+        event_log = log_dir / f"{node_id}.events.jsonl" if flags.event_log == "auto" else None
+    types = {"auto": devices.accelerator_type, "none": ""}
+    num_slots = parse_workers(flags.workers, devices)
+    node = Node(
+        node_id=NodeId(node_id),
+        incarnation=0,
+        host=flags.host,
+        num_slots=num_slots,
+        resources=node_resources(devices, parse_resources(flags.resources)),
+        labels=parse_labels(flags.labels),
+        accelerator_type=types.get(flags.accelerator_type, flags.accelerator_type),
+        version=__version__,
+    )
+    return AgentSettings(
+        endpoints=endpoints,
+        token=read_token_file(flags.token_file) if flags.token_file else "",
+        node=node,
+        devices=devices.entries,
+        config=AgentConfig(num_spares=flags.spares, drain_timeout_s=flags.drain_timeout),
+        launch=Launch(env=worker_env(env, devices, num_slots)),
+        log_dir=log_dir,
+        event_log=event_log,
+    )
+
+
+def worker_env(env: Mapping[str, str], devices: Devices, num_slots: int) -> dict[str, str]:
+    """Return the environment that spares start with; what the user set stays as it is.
+
+    What is set here must be there before torch is imported, so no worker could set it for itself.
+    """
+    added = {}
+    if num_slots > 1:
+        added["OMP_NUM_THREADS"] = "1"  # As torchrun does: workers share the processors.
+    if devices.entries and "CUDA_VISIBLE_DEVICES" not in env:
+        added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which they were counted.
+    return {**added, **env}
+
+
+async def live(settings: AgentSettings, clock: Clock, tether_fd: int) -> ExitAgent:
+    """Run the driver under the signals that drain it."""
+    stopping = Stopping(settings.config.drain_timeout_s)
+    loop = asyncio.get_running_loop()
+    if tether_fd >= 0:
+        # Nobody writes to it: it becomes readable when the process at the other end is gone.
+        loop.add_reader(tether_fd, stopping.on_cut, tether_fd)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.on_signal, number.name)
+    host = settings.node.host or await find_host(settings.endpoints, stopping)
+    if not host:
+        return ExitAgent(EXIT_DRAINED, "told to leave before the first connection")
+    node = dataclasses.replace(settings.node, host=host)
+    settings = dataclasses.replace(settings, node=node)
+    driver = AgentDriver(settings, clock=clock, draws=random.Random())
+    log.info(
+        "agent_started node=%s incarnation=%d host=%s workers=%d coord=%s logs=%s",
+        node.node_id, node.incarnation, host, node.num_slots, ",".join(settings.endpoints),
+        settings.log_dir,
+    )  # fmt: skip
+    stopping.attach(driver)
+    return await driver.run()
+
+
+class Stopping:
+    """Signals that ask the agent to leave: the first within the drain timeout, the next at once."""
+
+    def __init__(self, drain_timeout_s: float) -> None:
+        """Begin with none."""
+        self.came = asyncio.Event()
+        self._timeout_s = drain_timeout_s
+        self._asked: tuple[str, float] | None = None
+        self._driver: AgentDriver | None = None
+
+    def attach(self, driver: AgentDriver) -> None:
+        """Drain this driver from now on, and at once if a signal came already."""
+        self._driver = driver
+        if self._asked is not None:
+            driver.drain(*self._asked)
+
+    def on_cut(self, tether_fd: int) -> None:
+        """End at once, because the process that this agent was started for is gone."""
+        asyncio.get_running_loop().remove_reader(tether_fd)
+        self.came.set()
+        self.on_signal("the tether was cut")
+
+    def on_signal(self, name: str) -> None:
+        """Take a signal; runs on the event loop."""
+        timeout_s = 0.0 if self.came.is_set() else self._timeout_s
+        self.came.set()
+        self._asked = (name, timeout_s)
+        if self._driver is not None:
+            self._driver.drain(*self._asked)
+
+
+async def find_host(endpoints: tuple[str, ...], stopping: Stopping) -> str:
+    """Return this host's address towards the coordinator, waiting for a route; "" if stopped."""
+    said = ""
+    while not stopping.came.is_set():
+        try:
+            return await asyncio.to_thread(address_towards_any, endpoints)
+        except CoordinatorUnreachable as error:
+            if str(error) != said:
+                said = str(error)
+                log.warning("waiting_for_coordinator reason=%s", quoted(said))
+        with anyio.move_on_after(RESOLVE_PAUSE_S):
+            await stopping.came.wait()
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""What this machine has: GPUs by NVML, processors, memory; asked once, when the agent starts.
+
+Rule: no torch and no CUDA context, so that asking costs no GPU memory. What cannot be found out
+is absent with a reason, never guessed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.core.config import KNOWN_ACCELERATORS
+from elastic.core.world import Resources
+from elastic.errors import ConfigError
+
+GIB = 1024**3
+VENDOR_WORDS = ("NVIDIA", "TESLA", "GEFORCE", "QUADRO", "GRAPHICS", "DEVICE")
+FORM_WORDS = re.compile(r"\d+GB|SXM\d*|PCIE|HBM\d*E?|NVL|MIG|LAPTOP|GPU|\d+G\.\d+GB")
+NO_DEVICES = ("", "-1", "NoDevFiles", "none", "void")
+"""Values of CUDA_VISIBLE_DEVICES (and of the container runtime's variable) that mean none."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as NVML shows it; `index` is in PCI bus order."""
+
+    index: int
+    uuid: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The accelerators that workers of this node may use.
+
+    Attributes:
+        entries: one CUDA_VISIBLE_DEVICES entry per accelerator; empty on a CPU node.
+        accelerator_type: such as "H100", "" for none.
+        reason: where this comes from, for the log; or why there are none.
+    """
+
+    entries: tuple[str, ...] = ()
+    accelerator_type: str = ""
+    reason: str = ""
+
+
+def find_devices(visible: str | None = None) -> Devices:
+    """Ask NVML for the GPUs of this machine.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES of the agent, None when it is not set.
+
+    Returns:
+        The devices; none, with the reason, when there are no GPUs or NVML is not to be had.
+    """
+    if visible is not None and visible.strip() in NO_DEVICES:
+        return Devices(reason=f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs")
+    gpus = read_nvml()
+    if isinstance(gpus, str):
+        return Devices(reason=gpus)
+    return choose_devices(gpus, visible)
+
+
+def read_nvml() -> tuple[Gpu, ...] | str:
+    """Return the GPUs that the driver shows, or the reason why it shows none."""
+    try:
+        import pynvml
+    except ImportError as error:
+        return f"no GPUs: nvidia-ml-py cannot be imported ({error})"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return f"no GPUs: NVML says {error}"
+    try:
+        found = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+            found.append(Gpu(index, text_of(uuid), text_of(name)))
+    except pynvml.NVMLError as error:
+        return f"no GPUs: NVML failed while counting them: {error}"
+    finally:
+        pynvml.nvmlShutdown()
+    return tuple(found) or "no GPUs: NVML counts none"
+
+
+def text_of(value: str | bytes) -> str:
+    """Return text; old releases of nvidia-ml-py answer bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def choose_devices(gpus: Sequence[Gpu], visible: str | None) -> Devices:
+    """Keep the GPUs that `visible` names, in its order, by CUDA's own rules.
+
+    An entry is an index, or a (beginning of a) UUID. As in CUDA, the first entry that names
+    nothing hides all that stand after it. Parts of a GPU (MIG) are kept as they are named.
+    """
+    if visible is None:
+        entries = tuple(str(gpu.index) for gpu in gpus)
+        return Devices(entries, type_of(gpus), f"{len(gpus)} found by NVML")
+    kept: list[str] = []
+    seen: list[Gpu] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        named = next((gpu for gpu in gpus if is_named(gpu, entry)), None)
+        if entry in kept or (named is None and not entry.startswith("MIG-")):
+            break
+        kept.append(entry)
+        seen += [named] if named is not None else list(gpus[:1])
+    because = f"{len(kept)} of {len(gpus)} by CUDA_VISIBLE_DEVICES={visible!r}"
+    return Devices(tuple(kept), type_of(seen), because)
+
+
+def is_named(gpu: Gpu, entry: str) -> bool:
+    """Return whether this entry of CUDA_VISIBLE_DEVICES means this GPU."""
+    if entry.isdigit():
+        return int(entry) == gpu.index
+    return entry.startswith("GPU-") and gpu.uuid.startswith(entry)
+
+
+def type_of(gpus: Iterable[Gpu]) -> str:
+    """Return the type that most of the GPUs have; of equals, the first."""
+    types = [normalise_name(gpu.name) for gpu in gpus]
+    return max(dict.fromkeys(types), key=types.count, default="")
+
+
+def normalise_name(name: str) -> str:
+    """Turn a product name into an accelerator type: "NVIDIA H100 80GB HBM3" into "H100".
+
+    Returns:
+        The known type that the name holds, else what is left of the name without the words for
+        vendor, memory and form, joined: "NVIDIA Titan Xp" gives "TITANXP".
+    """
+    words = re.findall(r"[A-Z0-9.]+", name.upper())
+    pairs = [first + second for first, second in itertools.pairwise(words)]
+    for word in (*pairs, *words):
+        if word in KNOWN_ACCELERATORS:
+            return str(word)
+    rest = [word for word in words if word not in VENDOR_WORDS and not FORM_WORDS.fullmatch(word)]
+    return "".join(rest)[:40]
+
+
+# --------------------------------------------------------------------------------- the whole node
+
+
+def num_processors() -> int:
+    """Return how many processors this process may run on (a container or taskset may limit it)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_gb(cgroup_file: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
+    """Return the memory that may be used, in GiB with one digit: the machine's, or the cgroup's."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = cgroup_file.read_text().strip()
+        total = min(total, int(limit))
+    except (OSError, ValueError):
+        pass  # No such limit ("max"), or no cgroups.
+    return round(total / GIB, 1)
+
+
+def node_resources(devices: Devices, asked: Mapping[str, float]) -> Resources:
+    """Return what the node offers: what was found, overridden by what was asked for by name.
+
+    Raises:
+        ConfigError: more GPUs are asked for than were found.
+    """
+    found = {"CPU": float(num_processors()), "memory_gb": memory_gb()}
+    if devices.entries:
+        found["GPU"] = float(len(devices.entries))
+    wanted = asked.get("GPU", 0)
+    if wanted > len(devices.entries):
+        raise ConfigError(
+            f"--resources GPU={wanted:g}: this machine offers {len(devices.entries)} "
+            f"({devices.reason}); ask for that many at most, or leave GPU out"
+        )
+    return Resources.of({**found, **asked})
+
+
+def parse_resources(text: str) -> dict[str, float]:
+    """Parse "GPU=8,CPU=32"; "auto" and "" override nothing.
+
+    Raises:
+        ConfigError: a part is not NAME=NUMBER, or a name comes twice.
+    """
+    if text.strip() in ("", "auto"):
+        return {}
+    amounts: dict[str, float] = {}
+    for name, value in split_pairs("--resources", text):
+        try:
+            amounts[name] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"--resources {name}={value}: expected a number") from error
+    Resources.of(amounts)
+    return amounts
+
+
+def parse_labels(text: str) -> tuple[tuple[str, str], ...]:
+    """Parse "zone=a,disk=ssd" into sorted pairs.
+
+    Raises:
+        ConfigError: a part is not NAME=VALUE, or a name comes twice.
+    """
+    return tuple(sorted(split_pairs("--labels", text)))
+
+
+def split_pairs(flag: str, text: str) -> list[tuple[str, str]]:
+    """Split "a=1,b=2"; `flag` names the option in errors.
+
+    Raises:
+        ConfigError: a part has no "=" or no name, or a name comes twice.
+    """
+    pairs: dict[str, str] = {}
+    for part in (part.strip() for part in text.split(",")):
+        if not part:
+            continue
+        name, equals, value = part.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise ConfigError(f"{flag} {part!r}: expected name=value[,name=value...]")
+        if name in pairs:
+            raise ConfigError(f"{flag}: {name} is given twice, as {pairs[name]} and {value}")
+        pairs[name] = value.strip()
+    return list(pairs.items())
+
+
+def parse_workers(text: str, devices: Devices) -> int:
+    """Parse --workers: a number >= 1, or "auto": one per GPU, one on a CPU node.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text.strip() == "auto":
+        return len(devices.entries) or 1
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ConfigError(f"--workers {text!r}: expected auto, or a number of at least 1")
+    return number

@@ -1,0 +1,200 @@
+"""The loop that owns the agent's machine: events in, effects performed in order, then the deadline.
+
+Rule: nobody else calls `step`. Everything that happens is posted here, on the event loop, and is
+taken one at a time; performing an effect never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import random
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import anyio
+
+from elastic.agent.follow import Followers
+from elastic.agent.link import Link, LinkCallbacks
+from elastic.agent.logs import Logs
+from elastic.agent.processes import ChildProcesses, Launch
+from elastic.core.config import NS_PER_S, AgentConfig
+from elastic.core.events.agent import (
+    AgentEffect,
+    AgentEvent,
+    Connect,
+    Disconnect,
+    DrainSignalled,
+    ExitAgent,
+    Kill,
+    OpenLog,
+    SendCoordinator,
+    SendProcess,
+    Spawn,
+)
+from elastic.core.events.shared import Note, Tick
+from elastic.core.machine.agent import AgentMachine
+from elastic.core.messages import Assign
+from elastic.core.world import Node
+from elastic.errors import InvariantViolation, check
+from elastic.runtime.clock import Clock
+from elastic.runtime.eventlog import EventLog, note_text
+
+log = logging.getLogger(__name__)
+
+EVENTS_MAX = 100_000
+"""Events that wait. All come from bounded reads between two turns of the loop, so that reaching
+this means that the loop itself is stuck."""
+END_S_MAX = 5.0
+"""For killed processes to be gone, and again for what they printed to be read."""
+FLUSH_S_MAX = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """Everything an agent is started with.
+
+    Attributes:
+        endpoints: "host:port" of each coordinator that may lead.
+        token: join token, "" for none.
+        node: what this node is.
+        devices: accelerators, as CUDA_VISIBLE_DEVICES entries.
+        config: times and limits.
+        launch: how a spare is started.
+        log_dir: where the output of workers goes.
+        event_log: file of the event log, None for none.
+    """
+
+    endpoints: tuple[str, ...]
+    token: str
+    node: Node
+    devices: tuple[str, ...]
+    config: AgentConfig
+    launch: Launch
+    log_dir: Path
+    event_log: Path | None
+
+
+class AgentDriver:
+    """Owns one machine and all that acts for it; lives on one event loop, in the main thread."""
+
+    def __init__(self, settings: AgentSettings, *, clock: Clock, draws: random.Random) -> None:
+        """Build everything, start nothing.
+
+        Args:
+            settings: see there.
+            clock: for the machine's time and the event log.
+            draws: source of the jitter between attempts to connect.
+        """
+        node = settings.node
+        self._clock = clock
+        self._machine = AgentMachine(node, settings.config, settings.devices)
+        self._events: deque[AgentEvent] = deque()
+        self._wake = asyncio.Event()
+        self._exit: ExitAgent | None = None
+        self._logs = Logs(settings.log_dir, node.node_id)
+        self._processes = ChildProcesses(settings.launch, self._logs, self.post)
+        callbacks = LinkCallbacks(
+            post=self.post,
+            on_follow=lambda request: self._followers.handle(request),
+            on_end=lambda: self._followers.stop_all(),
+            draw=draws.random,
+        )
+        self._link = Link(
+            settings.endpoints, token=settings.token, callbacks=callbacks, clock=clock
+        )
+        self._followers = Followers(self._logs, self._link.send_lines)
+        self._event_log: EventLog | None = None
+        if settings.event_log is not None:
+            process = f"agent:{node.node_id}"
+            self._event_log = EventLog(settings.event_log, process=process, clock=clock)
+
+    def post(self, event: AgentEvent) -> None:
+        """Take an event; from callbacks and tasks of this event loop only."""
+        check(len(self._events) < EVENTS_MAX, f"{EVENTS_MAX} events wait for the agent's machine")
+        self._events.append(event)
+        self._wake.set()
+
+    def drain(self, reason: str, timeout_s: float) -> None:
+        """Leave within this time; at once with 0."""
+        self.post(DrainSignalled(reason, round(timeout_s * NS_PER_S)))
+
+    async def run(self) -> ExitAgent:
+        """Run until the machine says that the agent ends; nothing it started is left then.
+
+        Raises:
+            InvariantViolation: a bug; everything it started has been killed.
+        """
+        try:
+            self._step(Tick())
+            while self._exit is None:
+                await self._wait()
+                self._step(self._events.popleft() if self._events else Tick())
+            return self._exit
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._end()
+
+    async def _wait(self) -> None:
+        """Return when there is an event, or the machine's deadline has come."""
+        if self._events:
+            return
+        self._wake.clear()
+        deadline_ns = self._machine.next_deadline_ns()
+        if deadline_ns is None:
+            await self._wake.wait()
+            return
+        with anyio.move_on_after(max(0, deadline_ns - self._clock.monotonic_ns()) / NS_PER_S):
+            await self._wake.wait()
+
+    def _step(self, event: AgentEvent) -> None:
+        for effect in self._machine.step(event, self._clock.monotonic_ns()):
+            self._perform(effect)
+
+    def _perform(self, effect: AgentEffect) -> None:
+        match effect:
+            case SendProcess(process_id, Assign() as assign):
+                folder = str(self._logs.path_of(assign).parent)
+                self._processes.send(process_id, dataclasses.replace(assign, log_dir=folder))
+            case SendProcess(process_id, message):
+                self._processes.send(process_id, message)
+            case SendCoordinator(session, said):
+                self._link.send(session, said)
+            case Note():
+                self._tell(effect)
+            case Spawn(process_id):
+                self._processes.spawn(process_id)
+            case OpenLog(process_id, assign):
+                self._processes.open_log(process_id, assign)
+            case Kill(process_id, reason):
+                self._processes.kill(process_id, reason)
+            case Connect(session):
+                self._link.connect(session)
+            case Disconnect(session):
+                self._link.disconnect(session)
+            case ExitAgent():
+                self._exit = effect
+            case _:
+                never(effect)
+
+    def _tell(self, note: Note) -> None:
+        log.info("%s", note_text(note))
+        if self._event_log is not None:
+            self._event_log.write(note)
+
+    async def _end(self) -> None:
+        """Kill what runs, read what it printed, send what waits: each with a limit."""
+        await self._processes.close(END_S_MAX)
+        await self._logs.close(END_S_MAX)
+        await self._followers.finish(FLUSH_S_MAX)
+        await self._link.close(FLUSH_S_MAX)
+        if self._event_log is not None:
+            self._event_log.close()
+
+
+def never(effect: NoReturn) -> NoReturn:
+    """An effect that this driver does not know: mypy finds it before it happens."""
+    raise InvariantViolation(f"the agent's machine asked for {effect!r}, which no one performs")

@@ -1,0 +1,214 @@
+"""Reads a worker's log for someone far away: the tail of what is there, then what comes.
+
+Rule: a reader reads files, never memory of the writer, so that a slow one holds nobody up and
+loses nothing (unless it is slower than the log's rotation by all the files that are kept).
+Text is cut at line ends; only a line longer than a piece is sent in parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from elastic.agent.logs import LogFile, Logs
+from elastic.core.messages import FollowLogs, LogLines
+
+PIECE_BYTES = 32 * 1024
+FOLLOWS_MAX = 256
+
+SendLines = Callable[[LogLines], Awaitable[bool]]
+"""Sends when there is room; False when nobody listens any more."""
+
+
+class Followers:
+    """Everyone who reads logs of this node at the moment."""
+
+    def __init__(self, logs: Logs, send: SendLines) -> None:
+        """Read from `logs`, answer through `send`."""
+        self._logs = logs
+        self._send = send
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def handle(self, request: FollowLogs) -> None:
+        """Begin to send, or stop; the same follow id again changes nothing."""
+        if request.stop:
+            task = self._tasks.pop(request.follow_id, None)
+            if task is not None:
+                task.cancel()
+        elif request.follow_id not in self._tasks:
+            task = asyncio.ensure_future(self._follow(request))
+            self._tasks[request.follow_id] = task
+
+    def stop_all(self) -> None:
+        """Whoever listened is gone, with the stream that they listened through."""
+        for task in self._tasks.values():
+            task.cancel()
+        self._tasks.clear()
+
+    async def finish(self, timeout_s: float) -> None:
+        """Let everyone read to the end of logs that have ended, as far as the time allows."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
+        self.stop_all()
+
+    async def _follow(self, request: FollowLogs) -> None:
+        worker_id = request.worker_id
+        try:
+            if len(self._tasks) > FOLLOWS_MAX:
+                text = f"elastic-agent: more than {FOLLOWS_MAX} readers of logs on this node\n"
+                await self._send(LogLines(request.follow_id, worker_id, text, end=True))
+                return
+            found = self._logs.find(worker_id)
+            if found is None:
+                text = f"elastic-agent: no output of worker {worker_id} on this node\n"
+                await self._send(LogLines(request.follow_id, worker_id, text, end=True))
+                return
+            await self._send_log(found, request)
+        finally:
+            if self._tasks.get(request.follow_id) is asyncio.current_task():
+                del self._tasks[request.follow_id]
+
+    async def _send_log(self, found: LogFile, request: FollowLogs) -> None:
+        changed = asyncio.Event()
+        pieces = LogReader(found.path, request.tail_lines)
+        try:
+            with found.watched(changed):
+                while True:
+                    changed.clear()
+                    last = found.ended or not request.follow
+                    text = pieces.read(last=last)
+                    if text or last:
+                        end = last and not text
+                        lines = LogLines(request.follow_id, request.worker_id, text, end=end)
+                        if not await self._send(lines) or end:
+                            return
+                    else:
+                        await changed.wait()
+        finally:
+            pieces.close()
+
+
+class LogReader:
+    """Reads a log and its older files in order, piece by piece, from a place near its end."""
+
+    def __init__(self, path: Path, tail_lines: int) -> None:
+        """Go to where the last `tail_lines` lines begin; -1 is the very beginning."""
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._pending = b""
+        paths = log_files(path)
+        if paths:
+            chosen, offset = tail_start(paths, tail_lines)
+            self._file = open(chosen, "rb", buffering=0)  # noqa: SIM115 (kept open)
+            self._file.seek(offset)
+
+    def read(self, *, last: bool) -> str:
+        """Return some more text, "" when there is none now.
+
+        Args:
+            last: nothing more will be written: also a line without an end is given out.
+        """
+        while True:
+            data = self._file.read(PIECE_BYTES) if self._file is not None else b""
+            self._pending += data
+            cut = 1 + max(self._pending.rfind(b"\n"), self._pending.rfind(b"\r"))
+            if not cut and len(self._pending) >= PIECE_BYTES:
+                cut = whole_characters(self._pending)
+            if not cut and not data:
+                if self._open_next():
+                    continue
+                cut = len(self._pending) if last else 0
+            if cut or not data:
+                text, self._pending = self._pending[:cut], self._pending[cut:]
+                return text.decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open_next(self) -> bool:
+        """Go on to the file that came after this one; False if this is the newest."""
+        paths = log_files(self._path)
+        if self._file is None:
+            following = paths[:1]
+        else:
+            mine = os.fstat(self._file.fileno())
+            same = [os.path.samestat(mine, path.stat()) for path in paths]
+            following = paths[same.index(True) + 1 :] if True in same else paths
+        if not following:
+            return False
+        self.close()
+        self._file = open(following[0], "rb", buffering=0)  # noqa: SIM115 (kept open)
+        return True
+
+
+def log_files(path: Path) -> list[Path]:
+    """Return the files of a log that exist, oldest first."""
+    older: list[Path] = []
+    while (file := path.with_name(f"{path.name}.{len(older) + 1}")).exists():
+        older.append(file)
+    return [*reversed(older), *([path] if path.exists() else [])]
+
+
+def tail_start(paths: list[Path], lines: int) -> tuple[Path, int]:
+    """Return the file and the offset where the last `lines` lines begin; -1: all of them.
+
+    A line may begin in one file and end in the next; the last one counts also without an end.
+    """
+    if lines < 0:
+        return paths[0], 0
+    wanted, seen = lines, False
+    for path in reversed(paths):
+        with open(path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            if not lines:
+                return path, end
+            # The end of the very last line is no border between two lines.
+            last = not seen and end > 0 and byte_at(file, end - 1) == b"\n"
+            seen = seen or end > 0
+            offset, found = line_end_before(file, end - last, wanted)
+        if found == wanted:
+            return path, offset + 1
+        wanted -= found
+    return paths[0], 0
+
+
+def byte_at(file: BinaryIO, offset: int) -> bytes:
+    """Return one byte of a file."""
+    file.seek(offset)
+    return file.read(1)
+
+
+def line_end_before(file: BinaryIO, end: int, count: int) -> tuple[int, int]:
+    """Find the `count`-th line end before the offset `end`, going backwards.
+
+    Returns:
+        Its offset and `count`; or 0 and how many there are, if there are fewer.
+    """
+    found = 0
+    while end > 0:
+        begin = max(0, end - PIECE_BYTES)
+        file.seek(begin)
+        block = file.read(end - begin)
+        place = len(block)
+        while (place := block.rfind(b"\n", 0, place)) >= 0:
+            found += 1
+            if found == count:
+                return begin + place, found
+        end = begin
+    return 0, found
+
+
+def whole_characters(data: bytes) -> int:
+    """Return how many bytes of `data` end with a whole UTF-8 character (all, if it is no UTF-8)."""
+    for back in range(1, 5):
+        byte = data[-back]
+        if byte & 0xC0 != 0x80:
+            length = 1 + (byte >= 0xC0) + (byte >= 0xE0) + (byte >= 0xF0)
+            return len(data) - back if length > back else len(data)
+    return len(data)

@@ -1,0 +1,280 @@
+"""The agent's stream to the coordinator: one attempt per `Connect`, over a list of endpoints.
+
+Rule: this module decides nothing about when to try again; it performs `Connect`, `Disconnect`
+and `SendCoordinator`, and posts what happened. Logs asked for by a coordinator go past the
+machine (`on_follow`, `send_lines`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from elastic.agent.outbox import Outbox
+from elastic.core.config import NS_PER_S, ns
+from elastic.core.events.agent import AgentEvent, Connected, ConnectionLost, CoordinatorSaid
+from elastic.core.messages import AgentMessage, FollowLogs, LogLines, Refusal, Welcome
+from elastic.core.world import SessionId
+from elastic.errors import (
+    ConfigError,
+    CoordinatorUnreachable,
+    ElasticError,
+    NotAuthorized,
+    VersionMismatch,
+)
+from elastic.runtime.clock import Clock
+from elastic.runtime.eventlog import quoted
+from elastic.runtime.stream import ClientStream, open_stream
+from elastic.wire.codec_stream import (
+    ATTACH_METHOD,
+    decode_coordinator_message,
+    encode_agent_message,
+)
+
+log = logging.getLogger(__name__)
+
+CONNECT_S_MAX = 2.0
+"""For each endpoint; the next one is tried after it."""
+FIRST_ANSWER_S_MAX = 15.0
+"""A coordinator that takes the stream and says nothing this long is given up."""
+REMIND_S = 30.0
+HOPELESS = (NotAuthorized, VersionMismatch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkCallbacks:
+    """Whom the link tells; all are called on the event loop.
+
+    Attributes:
+        post: takes events for the machine.
+        on_follow: takes wishes for logs.
+        on_end: a stream that stood is over.
+        draw: returns a number from 0.0 to 1.0, the jitter of the next pause.
+    """
+
+    post: Callable[[AgentEvent], None]
+    on_follow: Callable[[FollowLogs], None]
+    on_end: Callable[[], None]
+    draw: Callable[[], float]
+
+
+class Link:
+    """At most one stream at a time, to one of the coordinator's endpoints."""
+
+    def __init__(
+        self, endpoints: Sequence[str], *, token: str, callbacks: LinkCallbacks, clock: Clock
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            endpoints: "host:port" of every coordinator that may lead, in order of preference.
+            token: join token, "" for none.
+            callbacks: whom to tell.
+            clock: says how long the agent has waited.
+        """
+        self._endpoints = tuple(endpoints)
+        self._token = token
+        self._callbacks = callbacks
+        self._first = 0
+        self._session = SessionId("")
+        self._outbox = Outbox()
+        self._task: asyncio.Task[None] | None = None
+        self._ever_welcomed = False
+        self._complaint = Complaint(clock)
+
+    def connect(self, session: SessionId) -> None:
+        """Open a stream under this id; an earlier one is dropped."""
+        self._drop()
+        self._session = session
+        self._outbox = Outbox()
+        self._task = asyncio.ensure_future(self._run(session, self._outbox))
+
+    def disconnect(self, session: SessionId) -> None:
+        """Drop the stream; nothing is posted about it any more."""
+        if session == self._session:
+            self._drop()
+
+    def send(self, session: SessionId, message: AgentMessage) -> None:
+        """Queue a message; dropped if the session is gone."""
+        if session != self._session or self._outbox.put(message) or self._task is None:
+            return
+        # The Hello of the next connection says all anew, so nothing is lost by starting over.
+        log.warning("coordinator_does_not_read session=%s", session)
+        self._drop()
+        reason = "the coordinator does not read what this agent sends"
+        self._callbacks.post(ConnectionLost(session, reason, self._callbacks.draw()))
+
+    async def send_lines(self, lines: LogLines) -> bool:
+        """Send output when there is room; False when the stream that asked for it is gone."""
+        return await self._outbox.put_lines(lines)
+
+    async def close(self, timeout_s: float) -> None:
+        """Send what waits and end the stream in good order, as far as the time allows."""
+        task = self._task
+        if task is None:
+            return
+        self._outbox.finish()
+        await asyncio.wait([task], timeout=timeout_s)
+        self._drop()
+        await asyncio.wait([task], timeout=timeout_s)
+
+    def _drop(self) -> None:
+        self._outbox.close()
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        self._callbacks.on_end()
+
+    # -------------------------------------------------------------------------- one session
+
+    async def _run(self, session: SessionId, outbox: Outbox) -> None:
+        """Open the stream, carry messages until it breaks, and post why."""
+        try:
+            stream = await self._open()
+            try:
+                self._callbacks.post(Connected(session))
+                reason = await self._converse(session, stream, outbox)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await stream.close()
+        except HOPELESS as error:
+            reason = str(error)
+            if not self._ever_welcomed:
+                # Whoever worked here once may do so again, when its token file is put right.
+                self._callbacks.post(CoordinatorSaid(session, Refusal(reason, final=True)))
+                return
+        except ElasticError as error:
+            reason = str(error)
+            if not isinstance(error, CoordinatorUnreachable):
+                self._prefer_next()  # It answers, and has no use for us: it may not lead now.
+        except Exception as error:
+            # A bug on this path must not cost the workers their agent: say it, and try again.
+            log.exception("link_failed session=%s", session)
+            reason = f"{type(error).__name__}: {error}"
+        outbox.close()
+        if session == self._session:
+            self._task = None
+            self._callbacks.on_end()
+        self._complaint.say(reason)
+        self._callbacks.post(ConnectionLost(session, reason, self._callbacks.draw()))
+
+    async def _open(self) -> ClientStream:
+        """Return a stream to the first endpoint that takes one, beginning with the last good one.
+
+        Raises:
+            NotAuthorized, VersionMismatch: one of them refused us for good, none took us.
+            CoordinatorUnreachable: none of them answers.
+        """
+        refused: ElasticError | None = None
+        said = []
+        for offset in range(len(self._endpoints)):
+            index = (self._first + offset) % len(self._endpoints)
+            endpoint = self._endpoints[index]
+            try:
+                stream = await open_stream(
+                    endpoint, ATTACH_METHOD, token=self._token, timeout_s=CONNECT_S_MAX
+                )
+            except HOPELESS as error:
+                refused = error
+            except CoordinatorUnreachable as error:
+                said.append((endpoint, error.detail))
+            except ElasticError as error:
+                said.append((endpoint, str(error)))
+            else:
+                self._first = index
+                return stream
+        if refused is not None:
+            raise refused
+        if len(said) == 1:
+            raise CoordinatorUnreachable(*said[0])
+        where = ",".join(self._endpoints)
+        raise CoordinatorUnreachable(where, "; ".join(f"{e}: {detail}" for e, detail in said))
+
+    async def _converse(self, session: SessionId, stream: ClientStream, outbox: Outbox) -> str:
+        """Send and receive until the stream ends; return why it ended.
+
+        Raises:
+            ElasticError: it broke, or the coordinator ended it with an error.
+        """
+        reason, failure = "", None
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._send_all, stream, outbox)
+            try:
+                reason = await self._receive_all(session, stream)
+            except ElasticError as error:
+                failure = error
+            group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        return reason
+
+    async def _send_all(self, stream: ClientStream, outbox: Outbox) -> None:
+        while (message := await outbox.get()) is not None:
+            try:
+                await stream.write(encode_agent_message(message))
+            except ConfigError as error:
+                kind = type(message).__name__
+                log.error("message_unsendable message=%s error=%r", kind, str(error))
+            except ElasticError:
+                return  # The reader is told the same, and says so.
+        await stream.finish()
+
+    async def _receive_all(self, session: SessionId, stream: ClientStream) -> str:
+        with anyio.move_on_after(FIRST_ANSWER_S_MAX) as waiting:
+            data = await stream.read()
+        if waiting.cancelled_caught:
+            return f"the coordinator at {stream.endpoint} took the stream and does not answer"
+        while data is not None:
+            message = decode_coordinator_message(data)
+            if isinstance(message, FollowLogs):
+                self._callbacks.on_follow(message)
+            else:
+                self._note_answer(message)
+                self._callbacks.post(CoordinatorSaid(session, message))
+            data = await stream.read()
+        return f"the coordinator at {stream.endpoint} ended the stream"
+
+    def _note_answer(self, message: object) -> None:
+        if isinstance(message, Welcome):
+            self._ever_welcomed = True
+            self._complaint.clear()
+        elif isinstance(message, Refusal):
+            self._prefer_next()
+            self._complaint.say(message.reason)
+
+    def _prefer_next(self) -> None:
+        """Begin with the next endpoint when the machine asks for another attempt."""
+        self._first = (self._first + 1) % len(self._endpoints)
+
+
+class Complaint:
+    """Says what the agent waits for: when that changes, and every half minute.
+
+    The first reason is not said here, because the machine notes it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        """Begin with nothing to say."""
+        self._clock = clock
+        self._reason = ""
+        self._since_ns = 0
+        self._said_ns = 0
+
+    def say(self, reason: str) -> None:
+        """Log the reason, unless it was said a moment ago."""
+        now_ns = self._clock.monotonic_ns()
+        if not self._reason:
+            self._since_ns = self._said_ns = now_ns
+        elif reason != self._reason or now_ns - self._said_ns >= ns(REMIND_S):
+            waited = (now_ns - self._since_ns) // NS_PER_S
+            log.warning("waiting_for_coordinator for_s=%d reason=%s", waited, quoted(reason))
+            self._said_ns = now_ns
+        self._reason = reason
+
+    def clear(self) -> None:
+        """The wait is over."""
+        self._reason = ""

@@ -1,0 +1,267 @@
+"""Output of workers: copied from their pipes to files, and read back for whoever follows.
+
+Rule: nothing that a process wrote is lost, also when it is killed: its pipe is read to the end.
+The exceptions are said in the file itself: the oldest part, when a log grows beyond its limit,
+and what came while the disk refused; a full disk never stops a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.core.messages import Assign
+from elastic.core.world import WorkerId
+from elastic.runtime.eventlog import shift_files
+
+log = logging.getLogger(__name__)
+
+READ_BYTES = 64 * 1024
+PIPE_BYTES = 1024 * 1024
+"""A worker can print this much while the agent is busy; the kernel may allow less."""
+LAST_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogLimits:
+    """How much output of one worker is kept.
+
+    Attributes:
+        file_bytes_max: a file this large is renamed to `NAME.log.1`, and a new one begun.
+        num_old_files: renamed files that are kept; older output goes.
+    """
+
+    file_bytes_max: int = 256 * 1024 * 1024
+    num_old_files: int = 3
+
+
+class LogFile:
+    """One log: appended to by this agent, readable by all while it grows."""
+
+    def __init__(self, path: Path, limits: LogLimits) -> None:
+        """Name the newest file; it is opened by the first write."""
+        self.path = path
+        self.ended = False
+        self._limits = limits
+        self._fd = -1
+        self._size = 0
+        self._lost = 0
+        self._refusal = ""
+        self._watchers: list[asyncio.Event] = []
+
+    def write(self, data: bytes) -> None:
+        """Append; what the disk refuses is counted, and the file says so once it takes more."""
+        if self._lost:
+            said = f"\n[elastic-agent: {self._lost} bytes lost here: {self._refusal}]\n".encode()
+            if self._append(said) == len(said):
+                log.warning("log_lost path=%s bytes=%d", self.path, self._lost)
+                self._lost = 0
+        # A gap is said where it is, so nothing follows it before that was possible.
+        taken = 0 if self._lost else self._append(data)
+        if taken < len(data) and not self._lost:
+            log.warning("log_unwritable path=%s error=%r", self.path, self._refusal)
+        self._lost += len(data) - taken
+        for watcher in self._watchers:
+            watcher.set()
+
+    def end(self) -> None:
+        """Close the file: nothing more will come, and those who follow may go."""
+        self.ended = True
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        for watcher in self._watchers:
+            watcher.set()
+
+    @contextlib.contextmanager
+    def watched(self, watcher: asyncio.Event) -> Iterator[None]:
+        """Set `watcher` on every change, inside the `with` block."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
+
+    def _append(self, data: bytes) -> int:
+        """Return how many bytes the disk took; `_refusal` says why not all."""
+        view = memoryview(data)
+        try:
+            if self._fd < 0:
+                self._open()
+            if self._size >= self._limits.file_bytes_max:
+                os.close(self._fd)
+                self._fd = -1
+                shift_files(self.path, self._limits.num_old_files)
+                self._open()
+            while view:
+                written = os.write(self._fd, view)
+                self._size += written
+                view = view[written:]
+        except OSError as error:
+            self._refusal = error.strerror or str(error)
+        return len(data) - len(view)
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(self.path, flags, 0o644)
+        self._size = os.fstat(self._fd).st_size
+
+
+class OutputCopy:
+    """Copies what one process prints, from its pipe to the log that it belongs to now."""
+
+    def __init__(self, fd: int, target: LogFile, on_end: Callable[[], None]) -> None:
+        """Begin to copy; must be called on the event loop.
+
+        Args:
+            fd: reading end of the pipe, non-blocking; closed at the end.
+            target: where output goes first.
+            on_end: called once, when all writers have closed the pipe.
+        """
+        self.target = target
+        self.last = b""
+        self._fd = fd
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(fd, self._read_some)
+
+    @property
+    def open(self) -> bool:
+        """Whether the pipe may still bring something."""
+        return self._fd >= 0
+
+    def drain(self) -> None:
+        """Copy all that is in the pipe now.
+
+        After the process's death that is all it wrote; what its children still write comes
+        through the event loop.
+        """
+        for _ in range(1 + 2 * PIPE_BYTES // READ_BYTES):
+            if not self._read_some():
+                return
+
+    def switch(self, target: LogFile) -> None:
+        """Let the log be another one from here on."""
+        self.drain()
+        self.target = target
+
+    def last_line(self) -> str:
+        """Return the last line that is not empty, for a message about why the process ended."""
+        lines = [line.strip() for line in self.last.decode("utf-8", "replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "")
+
+    def close(self) -> None:
+        """Stop copying, whoever still holds the other end."""
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+            self._on_end()
+
+    def _read_some(self) -> bool:
+        """Copy one piece; return whether there was one."""
+        if self._fd < 0:
+            return False
+        try:
+            data = os.read(self._fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.close()
+            return False
+        self.last = (self.last + data[-LAST_BYTES:])[-LAST_BYTES:]
+        self.target.write(data)
+        return True
+
+
+class Logs:
+    """The logs of one node.
+
+    Worker n1/3 of job train writes to `<log_dir>/train/n1-3.log`; spares, as long as they are
+    no one's, to `<log_dir>/n1-spares.log`.
+    """
+
+    def __init__(self, log_dir: Path, node_id: str, limits: LogLimits | None = None) -> None:
+        """Name the place; directories are made by the first write."""
+        self.log_dir = log_dir
+        self.limits = limits or LogLimits()
+        self.spares = LogFile(log_dir / f"{node_id}-spares.log", self.limits)
+        self._live: dict[WorkerId, LogFile] = {}
+        self._copies: list[OutputCopy] = []
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+
+    def copy_spare(self, fd: int) -> OutputCopy:
+        """Begin to copy the output of a new process."""
+
+        def ended() -> None:
+            self._copies.remove(copy)
+            if copy.target is not self.spares:
+                copy.target.end()
+                for worker_id in [w for w, live in self._live.items() if live is copy.target]:
+                    del self._live[worker_id]
+            if not self._copies:
+                self._all_ended.set()
+
+        copy = OutputCopy(fd, self.spares, ended)
+        self._copies.append(copy)
+        self._all_ended.clear()
+        return copy
+
+    def assign(self, copy: OutputCopy, assign: Assign) -> None:
+        """From here on the process's output belongs to this worker."""
+        target = LogFile(self.path_of(assign), self.limits)
+        copy.switch(target)
+        if copy.open:
+            self._live[assign.worker_id] = target
+
+    def path_of(self, assign: Assign) -> Path:
+        """Return the worker's log file; node and serial are joined to one name."""
+        return self.log_dir / assign.spec.name / f"{assign.worker_id.replace('/', '-')}.log"
+
+    def find(self, worker_id: WorkerId) -> LogFile | None:
+        """Return the log of a worker that runs, or ran here before; None if there is none."""
+        live = self._live.get(worker_id)
+        if live is not None:
+            return live
+        node, slash, serial = worker_id.rpartition("/")
+        if not slash or "/" in node or not serial.isdigit() or not self.log_dir.is_dir():
+            return None
+        paths = [
+            folder / f"{node}-{serial}.log"
+            for folder in self.log_dir.iterdir()
+            if (folder / f"{node}-{serial}.log").is_file()
+        ]
+        if not paths:
+            return None
+        found = LogFile(max(paths, key=lambda path: path.stat().st_mtime_ns), self.limits)
+        found.ended = True
+        return found
+
+    async def close(self, timeout_s: float) -> None:
+        """Read all pipes to their end; those that are still held open after the time are left."""
+        try:
+            await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            log.warning("output_unfinished processes=%d", len(self._copies))
+        for copy in list(self._copies):
+            copy.drain()
+            copy.close()
+        self.spares.end()
+
+
+def output_pipe() -> tuple[int, int]:
+    """Return (reading end, writing end) for a process's output; the reading end never blocks."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(reading, False)
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with contextlib.suppress(OSError):  # The user's share of pipe memory may be used up.
+            fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return reading, writing

@@ -1,0 +1,89 @@
+"""One agent for each node id on a host: a locked file, which also numbers the agent's lives.
+
+Rule: the kernel holds the lock for the living process and for no one else, so a crash leaves
+nothing that would have to be cleaned up. The file is never removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic.core.config import check_name
+from elastic.errors import NameTaken, UsageError
+
+NS_PER_MS = 1_000_000
+
+
+@contextmanager
+def hold_node(run_dir: Path, node_id: str, unix_ns: int) -> Iterator[int]:
+    """Hold the node id on this host inside the `with` block.
+
+    Args:
+        run_dir: private directory of this user's agents; made when needed.
+        node_id: the node's name.
+        unix_ns: now.
+
+    Yields:
+        The incarnation of this life of the agent: milliseconds since 1970, and more than that of
+        any earlier life here, also when the host's clock was set back.
+
+    Raises:
+        NameTaken: another agent lives under this node id.
+        UsageError: the directory cannot be used.
+    """
+    check_name("node", node_id)
+    make_private(run_dir)
+    path = run_dir / f"agent-{node_id}.lock"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UsageError(f"cannot open {path}: {error}; pass another --run-dir") from error
+    try:
+        pid, last = read_words(fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise NameTaken(
+                f"an agent of node {node_id} runs on this host already, as process {pid} "
+                f"(lock file {path}); end that one, or pass another --node-id"
+            ) from error
+        pid, last = read_words(fd)
+        incarnation = max(unix_ns // NS_PER_MS, last + 1)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()} {incarnation}\n".encode(), 0)
+        yield incarnation
+    finally:
+        os.close(fd)
+
+
+def read_words(fd: int) -> tuple[str, int]:
+    """Return (pid as text, incarnation) of the last holder; ("?", 0) if the file does not say."""
+    words = os.pread(fd, 100, 0).decode("ascii", "replace").split()
+    if len(words) == 2 and words[1].isdigit():
+        return words[0], int(words[1])
+    return "?", 0
+
+
+def make_private(folder: Path) -> None:
+    """Make a directory that only this user can write to, or check that it is one.
+
+    The default lies under /tmp, where anyone could have put it there first.
+
+    Raises:
+        UsageError: it cannot be made, belongs to somebody else, or is open to others.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise UsageError(f"cannot use {folder}: {error}; pass another --run-dir") from error
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise UsageError(
+            f"{folder} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}: "
+            f"expected user {os.getuid()} and no one else to write there; pass another --run-dir"
+        )

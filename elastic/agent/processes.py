@@ -1,0 +1,363 @@
+"""Worker processes: started as spares, watched by pidfd, ended with all that they started.
+
+Rule: a process's exit is told after everything it said and printed has been read, and its pid
+stays taken (by the zombie) until its session has been swept, so that no signal of ours can
+reach a stranger. Processes are started from the main thread: their parent-death signal is tied
+to the thread that started them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastic.agent.logs import Logs, OutputCopy, output_pipe
+from elastic.core.events.agent import (
+    AgentEvent,
+    ProcessExited,
+    ProcessSaid,
+    ProcessStarted,
+    ProcessStopped,
+    SpawnFailed,
+)
+from elastic.core.messages import Assign, PipeToWorker
+from elastic.core.world import ExitCause, ExitKind
+from elastic.errors import ElasticError, InvariantViolation, PeerError, check
+from elastic.wire.async_pipe import AsyncPipe
+
+log = logging.getLogger(__name__)
+
+WORKER_COMMAND = (sys.executable, "-m", "elastic.worker.main")
+LOOK_INTERVAL_S = 0.2
+"""How often the kernel is asked which processes are stopped."""
+SWEEPS_MAX = 5
+DEAD = ("", "Z", "X")
+"""States of a process that does nothing any more, or is gone."""
+
+
+@dataclass
+class Child:
+    """One process that this agent started and has not reaped.
+
+    Attributes:
+        end: the agent's end of its pipe, which `pipe` reads and writes.
+        listener: posts what it says, until it says no more.
+        assigned: its output belongs to a worker.
+        exited: its exit was told; only its zombie is left.
+    """
+
+    process_id: int
+    popen: subprocess.Popen[bytes]
+    end: socket.socket
+    pipe: AsyncPipe
+    output: OutputCopy
+    listener: asyncio.Task[None] | None = None
+    stopped: bool = False
+    assigned: bool = False
+    exited: bool = False
+
+    @property
+    def pid(self) -> int:
+        """The operating system's id, also the id of its session and process group."""
+        return self.popen.pid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a spare is started.
+
+    Attributes:
+        env: its whole environment.
+        command: `--pipe-fd N` is appended.
+    """
+
+    env: Mapping[str, str]
+    command: Sequence[str] = field(default=WORKER_COMMAND)
+
+
+class ChildProcesses:
+    """All processes of this agent; performs the machine's effects, and posts what happens."""
+
+    def __init__(self, launch: Launch, logs: Logs, post: Callable[[AgentEvent], None]) -> None:
+        """Start nothing yet; must be called on the event loop, in the main thread.
+
+        Args:
+            launch: what a spare runs.
+            logs: where output goes.
+            post: takes events; called on the event loop.
+        """
+        check(
+            threading.current_thread() is threading.main_thread(),
+            "an agent's processes must be started from the main thread, because their "
+            "parent-death signal is tied to the thread that starts them",
+        )
+        self._launch = launch
+        self._logs = logs
+        self._post = post
+        self._loop = asyncio.get_running_loop()
+        self._children: dict[int, Child] = {}
+        self._look_timer: asyncio.TimerHandle | None = None
+        self._burials: list[asyncio.Task[None]] = []
+        self._all_gone = asyncio.Event()
+        self._all_gone.set()
+
+    def spawn(self, process_id: int) -> None:
+        """Start a spare; posts `ProcessStarted` or `SpawnFailed`."""
+        try:
+            child = self._start(process_id)
+        except OSError as error:
+            command = " ".join(self._launch.command)
+            self._post(SpawnFailed(process_id, f"cannot start {command}: {error}"))
+            return
+        self._children[process_id] = child
+        self._all_gone.clear()
+        child.listener = asyncio.ensure_future(self._listen(child))
+        self._watch(child)
+        if self._look_timer is None:
+            self._look_timer = self._loop.call_later(LOOK_INTERVAL_S, self._look)
+        self._post(ProcessStarted(process_id, child.pid))
+
+    def send(self, process_id: int, message: PipeToWorker) -> None:
+        """Write to the process's pipe; dropped if it is gone.
+
+        A process that can no longer be told what to do is killed.
+        """
+        child = self._children.get(process_id)
+        if child is None or child.exited:
+            return
+        try:
+            child.pipe.send(message)
+        except ElasticError as error:
+            kind = type(message).__name__
+            log.error("process_unreachable process=%d message=%s", process_id, kind)
+            self.kill(process_id, str(error))
+
+    def open_log(self, process_id: int, assign: Assign) -> None:
+        """From here on the process's output belongs to this worker."""
+        child = self._children.get(process_id)
+        if child is not None:
+            child.assigned = True
+            self._logs.assign(child.output, assign)
+
+    def kill(self, process_id: int, reason: str) -> None:
+        """Send SIGKILL to the process and its group; its exit is posted as any other."""
+        child = self._children.get(process_id)
+        if child is not None and not child.exited:
+            log.info("process_killed process=%d pid=%d reason=%r", process_id, child.pid, reason)
+            signal_group(child.pid)
+
+    def pids(self) -> dict[int, int]:
+        """Return the pid of every process that has not exited, by its number."""
+        return {c.process_id: c.pid for c in self._children.values() if not c.exited}
+
+    async def close(self, timeout_s: float) -> None:
+        """Kill everything and wait until it is gone.
+
+        A process in uninterruptible sleep (a hung network disk) outlives the wait; it dies when
+        the kernel lets it.
+        """
+        for child in self._children.values():
+            signal_group(child.pid)
+        try:
+            await asyncio.wait_for(self._all_gone.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            left = ",".join(str(child.pid) for child in self._children.values())
+            log.error("processes_left pids=%s after_s=%g", left, timeout_s)
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+
+    # ------------------------------------------------------------------------ start and end
+
+    def _start(self, process_id: int) -> Child:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            reading, writing = output_pipe()
+        except OSError:
+            mine.close()
+            theirs.close()
+            raise
+        try:
+            popen = subprocess.Popen(
+                [*self._launch.command, "--pipe-fd", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=writing,
+                stderr=writing,
+                env=dict(self._launch.env),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except OSError:
+            mine.close()
+            os.close(reading)
+            raise
+        finally:
+            theirs.close()
+            os.close(writing)
+        pipe = AsyncPipe(mine, f"process {process_id} (pid {popen.pid})")
+        return Child(process_id, popen, mine, pipe, self._logs.copy_spare(reading))
+
+    def _watch(self, child: Child) -> None:
+        """Have `_died` called when the process is dead, before it is reaped."""
+        try:
+            pidfd = os.pidfd_open(child.pid)
+        except (AttributeError, OSError) as error:
+            log.debug("no_pidfd pid=%d error=%r", child.pid, str(error))
+            threading.Thread(
+                target=self._wait_in_thread, args=(child,), name=f"wait-{child.pid}", daemon=True
+            ).start()
+            return
+
+        def readable() -> None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+            self._died(child)
+
+        self._loop.add_reader(pidfd, readable)
+
+    def _wait_in_thread(self, child: Child) -> None:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        self._loop.call_soon_threadsafe(self._died, child)
+
+    def _died(self, child: Child) -> None:
+        task = asyncio.ensure_future(self._bury(child))
+        self._burials.append(task)
+        task.add_done_callback(self._burials.remove)
+
+    async def _bury(self, child: Child) -> None:
+        """Hear the last words of a zombie, tell its exit, sweep what it left behind, reap it."""
+        status = status_of_zombie(child.pid)
+        signal_group(child.pid)
+        # All that it said is in the socket now. The end of the stream may be far away, because
+        # a child of it that dies slowly holds the other end as well.
+        listener = child.listener
+        while listener and not listener.done() and readable(child.end):  # noqa: ASYNC110
+            await asyncio.sleep(0)  # The listener reads at every turn of the loop.
+        child.output.drain()
+        child.exited = True
+        child.pipe.close()
+        # A spare's output belongs to no worker, so the message says why it died.
+        last_line = "" if child.assigned else child.output.last_line()
+        self._post(ProcessExited(child.process_id, exit_cause(status, last_line)))
+        for _ in range(SWEEPS_MAX):
+            left = await self._loop.run_in_executor(None, session_members, child.pid)
+            if not left:
+                break
+            log.info("session_swept pid=%d left=%s", child.pid, ",".join(map(str, left)))
+            for pid in left:
+                kill_quietly(pid)
+        child.popen.wait()
+        del self._children[child.process_id]
+        if not self._children:
+            self._all_gone.set()
+
+    # ------------------------------------------------------------------------ what they do
+
+    async def _listen(self, child: Child) -> None:
+        """Post what the process says; one that speaks nonsense is killed."""
+        try:
+            async for message in child.pipe:
+                self._post(ProcessSaid(child.process_id, message))
+        except PeerError as error:
+            # Death in the middle of a message is no nonsense: its exit is on its way here.
+            if process_state(child.pid) not in DEAD:
+                log.error(
+                    "process_spoke_nonsense process=%d error=%r", child.process_id, str(error)
+                )
+                self.kill(child.process_id, str(error))
+
+    def _look(self) -> None:
+        """See in one pass who is stopped, and post who is so newly, or no longer."""
+        self._look_timer = None
+        for child in self._children.values():
+            if child.exited:
+                continue
+            stopped = process_state(child.pid) == "T"
+            if stopped != child.stopped:
+                child.stopped = stopped
+                self._post(ProcessStopped(child.process_id, stopped))
+        if self._children:
+            self._look_timer = self._loop.call_later(LOOK_INTERVAL_S, self._look)
+
+
+# ------------------------------------------------------------------------------- the kernel's view
+
+
+def status_of_zombie(pid: int) -> os.waitid_result:
+    """Return how a dead child ended, and leave its pid taken."""
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    if status is None:
+        raise InvariantViolation(f"process {pid} was told to be dead and is not")
+    return status
+
+
+def exit_cause(status: os.waitid_result, last_line: str = "") -> ExitCause:
+    """Return the cause that a wait status tells; `last_line` goes into the detail."""
+    if status.si_code == os.CLD_EXITED:
+        return ExitCause(ExitKind.CODE, status.si_status, last_line)
+    try:
+        name = signal.Signals(status.si_status).name
+    except ValueError:
+        name = ""  # Real-time signals have numbers only.
+    core = "core dumped" if status.si_code == os.CLD_DUMPED else ""
+    detail = ", ".join(part for part in (name, core, last_line) if part)
+    return ExitCause(ExitKind.SIGNAL, status.si_status, detail)
+
+
+def signal_group(pid: int) -> None:
+    """Send SIGKILL to the process group that this (unreaped) process leads."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        kill_quietly(pid)
+
+
+def kill_quietly(pid: int) -> None:
+    """Send SIGKILL; a process that is gone, or became another user's, is no error."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError) as error:
+        log.debug("not_killed pid=%d error=%r", pid, str(error))
+
+
+def readable(end: socket.socket) -> bool:
+    """Return whether reading from the socket would give something, be it its end."""
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def read_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; empty when there is no such file."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            text = file.read(4096).decode("ascii", "replace")
+    except OSError:
+        return []
+    # The name before the last ")" may hold spaces and brackets of its own.
+    return text.rpartition(")")[2].split()
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for what a process does: R, S, D, T (stopped), Z, or ""."""
+    return next(iter(read_stat(pid)), "")
+
+
+def session_members(session: int) -> list[int]:
+    """Return the living processes of a session (the leader's zombie does not count)."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        fields = read_stat(int(name))
+        if len(fields) > 3 and fields[3] == str(session) and fields[0] not in DEAD:
+            found.append(int(name))
+    return sorted(found)

@@ -1,0 +1,241 @@
+"""The driver: one task that owns the coordinator's machine and performs what it asks for.
+
+Rule: events enter one queue and are taken one at a time; effects are performed in order, and
+nothing behind a `Persist` happens before it is durable. Everybody else talks to the queue, to
+sessions or to subscriptions, never to the machine; only `view` looks at it, between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import anyio
+
+from elastic.coord.journal import Journal
+from elastic.coord.leadership import SLOW_S, patiently
+from elastic.coord.sessions import Session, Sessions
+from elastic.coord.watchers import Watchers, jobs_of
+from elastic.core.events.coordinator import (
+    AgentConnected,
+    AgentDisconnected,
+    AgentSaid,
+    CloseSession,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Persist,
+    Recovered,
+    Reply,
+    SendAgent,
+)
+from elastic.core.events.shared import Note, Tick
+from elastic.core.messages import AgentMessage, Hello, Welcome
+from elastic.core.view import ClusterView
+from elastic.runtime.clock import Clock
+from elastic.runtime.eventlog import EventLog, note_text
+
+log = logging.getLogger(__name__)
+
+EVENTS_MAX = 4096
+"""Messages and requests that wait for the machine. Whoever brings one more waits in its own
+stream, which gRPC's flow control tells the sender."""
+TICK_PAUSE_S = 0.001
+"""A machine whose deadline stays in the past is asked again after this, not at once."""
+
+
+class Machine(Protocol):
+    """What the driver needs of a coordinator's machine."""
+
+    def step(self, event: CoordinatorEvent, now_ns: int) -> tuple[CoordinatorEffect, ...]:
+        """Take one event, return what to do."""
+        ...
+
+    def next_deadline_ns(self) -> int | None:
+        """Return when to step with a `Tick` at the latest."""
+        ...
+
+    def view(self, now_ns: int) -> ClusterView:
+        """Return all that status shows."""
+        ...
+
+
+class Driver:
+    """Runs a machine: events in, effects out.
+
+    Attributes:
+        sessions: the agents' streams.
+        watchers: who follows jobs.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        journal: Journal,
+        clock: Clock,
+        *,
+        event_log: EventLog | None = None,
+        events_max: int = EVENTS_MAX,
+    ) -> None:
+        """Own the machine; nothing happens before `run`."""
+        self.sessions = Sessions()
+        self.watchers = Watchers(clock)
+        self._machine = machine
+        self._journal = journal
+        self._clock = clock
+        self._event_log = event_log
+        self._queue: asyncio.Queue[tuple[CoordinatorEvent, bool]] = asyncio.Queue()
+        self._room = asyncio.Semaphore(events_max)
+        self._replies: dict[str, asyncio.Future[Reply]] = {}
+        self._requests = 0
+        self._view: ClusterView | None = None
+        self._persisting_since_ns = 0
+        self._just_ticked = False
+        self._recovered = anyio.Event()
+
+    async def run(self) -> None:
+        """Load the journal and serve the machine for ever.
+
+        Raises:
+            Fenced: another coordinator leads.
+            CorruptRecord: the journal holds what cannot be read.
+            InvariantViolation: a bug; carries the story.
+        """
+        records = await patiently("the journal", self._journal.load, self._clock)
+        await self._step(Recovered(records))
+        self._recovered.set()
+        await self._journal.forget()
+        while True:
+            await self._step(await self._next_event())
+
+    async def wait_recovered(self) -> None:
+        """Wait until the journal is loaded and the machine knows what it holds."""
+        await self._recovered.wait()
+
+    # ------------------------------------------------------------ what others bring
+
+    async def connect(self, session: Session, hello: Hello) -> None:
+        """An agent introduced itself; it is registered once the machine says Welcome."""
+        session.node_id = hello.node.node_id
+        await self._post(AgentConnected(session.session_id, hello))
+
+    async def hear(self, session: Session, message: AgentMessage) -> None:
+        """An agent said something; waits while too much is queued."""
+        await self._post(AgentSaid(session.session_id, message))
+
+    def disconnect(self, session: Session, reason: str) -> None:
+        """A stream ended. Never waits; only the first call for a session counts."""
+        if self.sessions.end(session, reason):
+            # Past the limit, but at most once per session: an end must not wait for room.
+            event = AgentDisconnected(session.session_id, session.reason)
+            self._queue.put_nowait((event, False))
+
+    async def request(self, make: Callable[[str], CoordinatorEvent]) -> Reply:
+        """Ask the machine as a user and wait for its answer.
+
+        Args:
+            make: builds the event from the request's id.
+        """
+        self._requests += 1
+        request_id = f"r{self._requests}"
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._replies[request_id] = future
+        try:
+            await self._post(make(request_id))
+            return await future
+        finally:
+            del self._replies[request_id]
+
+    def view(self) -> ClusterView:
+        """Return what the machine shows now; ages count from `view().now_ns`.
+
+        While a `Persist` waits for the store this is what will be, once it is durable.
+        """
+        now_ns = self._clock.monotonic_ns()
+        if self._view is None:
+            self._view = self._machine.view(now_ns)
+        return replace(self._view, now_ns=now_ns)
+
+    def waits_for_store(self) -> str:
+        """Return "waiting for the store since 12 s", "" when nothing waits for long."""
+        since_ns = self._persisting_since_ns
+        waited_s = (self._clock.monotonic_ns() - since_ns) / 1e9 if since_ns else 0.0
+        return f"waiting for the store since {waited_s:.0f} s" if waited_s >= SLOW_S else ""
+
+    # ------------------------------------------------------------ the owner task
+
+    async def _post(self, event: CoordinatorEvent) -> None:
+        await self._room.acquire()
+        self._queue.put_nowait((event, True))
+
+    async def _next_event(self) -> CoordinatorEvent:
+        """Return the next event, or a `Tick` when the machine's deadline comes first."""
+        deadline_ns = self._machine.next_deadline_ns()
+        if deadline_ns is None:
+            return self._taken(await self._queue.get())
+        wait_s = (deadline_ns - self._clock.monotonic_ns()) / 1e9
+        if wait_s <= 0 and not self._just_ticked:
+            # Before any event: a flood of them must not keep a deadline waiting.
+            self._just_ticked = True
+            return Tick()
+        if self._queue.empty():
+            with anyio.move_on_after(max(wait_s, TICK_PAUSE_S)):
+                self._just_ticked = False
+                return self._taken(await self._queue.get())
+            self._just_ticked = True
+            return Tick()
+        self._just_ticked = False
+        return self._taken(self._queue.get_nowait())
+
+    def _taken(self, item: tuple[CoordinatorEvent, bool]) -> CoordinatorEvent:
+        event, counted = item
+        if counted:
+            self._room.release()
+        return event
+
+    async def _step(self, event: CoordinatorEvent) -> None:
+        effects = self._machine.step(event, self._clock.monotonic_ns())
+        self._view = None
+        for effect in effects:
+            await self._perform(effect)
+        self.watchers.wake(jobs_of(event, effects))
+
+    async def _perform(self, effect: CoordinatorEffect) -> None:
+        if isinstance(effect, SendAgent):
+            self._send(effect)
+        elif isinstance(effect, Note):
+            self._tell(effect)
+        elif isinstance(effect, Persist):
+            await self._persist(effect)
+        elif isinstance(effect, Reply):
+            future = self._replies.get(effect.request_id)
+            if future is not None and not future.done():
+                future.set_result(effect)
+        elif isinstance(effect, CloseSession):
+            session = self.sessions.find(effect.session)
+            if session is not None:
+                session.close(effect.reason)
+        else:
+            await self._journal.forget(effect.job_ids)
+
+    def _send(self, effect: SendAgent) -> None:
+        session = self.sessions.find(effect.session)
+        if session is None:
+            return
+        if isinstance(effect.message, Welcome):
+            self.sessions.register(session)
+        session.send(effect.message)
+
+    def _tell(self, note: Note) -> None:
+        log.info("%s", note_text(note))
+        if self._event_log is not None:
+            self._event_log.write(note)
+        self.watchers.tell(note)
+
+    async def _persist(self, effect: Persist) -> None:
+        """Return when the records are durable, however long that takes."""
+        self._persisting_since_ns = self._clock.monotonic_ns()
+        await patiently("a record", lambda: self._journal.write(effect.records), self._clock)
+        self._persisting_since_ns = 0

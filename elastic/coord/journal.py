@@ -1,0 +1,270 @@
+"""The journal: what must survive the coordinator, in the membership store.
+
+Rule: every write is one transaction that compares the leader key and the last known revision
+of each key it changes. If a comparison fails, somebody else leads, and this process ends.
+
+Keys, under the prefix:
+
+    jobs/JOB                   the job's record without the entry's payload, if it is small,
+                               else "pieces:DIGEST:N"
+    pieces/JOB/LABEL/I-of-N    parts of what is large: LABEL is "entry" for the payload, else the
+                               DIGEST of a record
+
+Pieces are written before the record that needs them and are never changed, so a record that is
+there is whole. A payload may have megabytes and a record is written at each generation; kept
+apart, what stands between a loss and the next group is one small write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from elastic.coord.leadership import Leadership
+from elastic.core.config import JobSpec
+from elastic.core.events.coordinator import JobRecord
+from elastic.core.world import JobId
+from elastic.errors import CorruptRecord, Fenced, StoreUnavailable
+from elastic.store.interface import CommitResult, Compare, Delete, Entry, Put, Store, Write
+from elastic.wire.codec_records import decode_record, encode_record
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 512 * 1024
+"""etcd refuses requests above 1.5 MiB unless told otherwise."""
+RECORD_BYTES = 64 * 1024
+"""A record above this is split, so that several fit into one transaction."""
+ENTRY = "entry"
+POINTER = b"pieces:"
+"""No encoded record begins so: its first byte is the tag of field 1."""
+DELETES_MAX = 100
+COMPACT_EVERY = 1000
+HISTORY_KEPT = 100
+"""Commits after which an embedded store forgets its history, and revisions that it keeps."""
+
+
+@dataclass
+class Kept:
+    """What the store holds of one job.
+
+    Attributes:
+        revision: of its record, 0 before the first.
+        labels: keys of the pieces under each label.
+    """
+
+    revision: int = 0
+    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+class Journal:
+    """Records of jobs, written by the leader only."""
+
+    def __init__(
+        self, store: Store, prefix: str, leadership: Leadership, *, compacts: bool = False
+    ) -> None:
+        """Read nothing yet; `load` comes first.
+
+        Args:
+            store: where the keys are.
+            prefix: of all keys, the leadership's too.
+            leadership: proves that this process may write.
+            compacts: this process is the store's only user and keeps its history short.
+        """
+        self._store = store
+        self._jobs_prefix = f"{prefix}/jobs/"
+        self._pieces_prefix = f"{prefix}/pieces/"
+        self._leadership = leadership
+        self._compacts = compacts
+        self._commits = 0
+        self._kept: dict[JobId, Kept] = {}
+        self._unwanted: dict[JobId, None] = {}
+
+    async def load(self) -> tuple[JobRecord, ...]:
+        """Return all records by order of submission, and remember what is there.
+
+        Raises:
+            CorruptRecord: a record cannot be read; names the key.
+            StoreUnavailable: the store does not answer.
+        """
+        # Pieces last: the leader that wrote them is gone, and wrote them before their record.
+        entries = (await self._store.read(self._jobs_prefix)).entries
+        pieces = (await self._store.read(self._pieces_prefix)).entries
+        self._kept = {}
+        blobs = self._take_pieces(pieces)
+        records = []
+        for entry in entries:
+            job_id = JobId(entry.key.removeprefix(self._jobs_prefix))
+            data = entry.value
+            if data.startswith(POINTER):
+                label = data.removeprefix(POINTER).partition(b":")[0].decode("ascii", "replace")
+                data = _join(entry.key, label, blobs.get((job_id, label), ()))
+            record = decode_record(data, key=entry.key)
+            if record.spec.job_id != job_id:
+                raise CorruptRecord(f"record {entry.key} is about job {record.spec.job_id!r}")
+            payload = _join(entry.key, ENTRY, blobs.get((job_id, ENTRY), ()), may_lack=True)
+            records.append(replace(record, spec=_with_payload(record.spec, payload)))
+            self._kept.setdefault(job_id, Kept()).revision = entry.mod_revision
+        # Left by a coordinator that died before it wrote the record, or while forgetting it.
+        self._unwanted = {job_id: None for job_id, kept in self._kept.items() if not kept.revision}
+        return tuple(sorted(records, key=lambda record: record.sequence))
+
+    async def write(self, records: Iterable[JobRecord]) -> None:
+        """Make these records durable, all or none, replacing those of the same jobs.
+
+        Repeating a write whose answer was lost is safe.
+
+        Raises:
+            Fenced: another coordinator leads.
+            StoreUnavailable: not known whether it was written; to be repeated.
+        """
+        puts: dict[JobId, Put] = {}
+        compares: list[Compare] = []
+        for record in records:
+            job_id = record.spec.job_id
+            kept = self._kept.setdefault(job_id, Kept())
+            payload = record.spec.entry.payload
+            if payload and not kept.revision:
+                await self._write_pieces(job_id, ENTRY, payload)
+            data = encode_record(replace(record, spec=_with_payload(record.spec, b"")))
+            if len(data) > RECORD_BYTES:
+                data = await self._split(job_id, data)
+            puts[job_id] = Put(self._jobs_prefix + job_id, data)
+            compares.append(Compare(puts[job_id].key, kept.revision))
+        if not puts:
+            return
+        result = await self._commit_fenced(list(puts.values()), compares)
+        revisions = {put.key: result.revision for put in puts.values()}
+        if not result.committed:
+            revisions = self._own_revisions(puts.values(), result.current)
+        for job_id, put in puts.items():
+            self._kept[job_id].revision = revisions[put.key]
+            await self._drop_old_pieces(job_id, put.value)
+        await self._compact(max(revisions.values()))
+
+    async def forget(self, job_ids: Iterable[JobId] = ()) -> None:
+        """Remove these jobs, and those that an earlier call could not remove.
+
+        Raises:
+            Fenced: another coordinator leads.
+        """
+        for job_id in job_ids:
+            self._unwanted[job_id] = None
+        for job_id in tuple(self._unwanted):
+            kept = self._kept.get(job_id, Kept())
+            keys = [self._jobs_prefix + job_id]
+            keys += [key for label in kept.labels.values() for key in label]
+            try:
+                await self._delete(keys)
+            except StoreUnavailable as error:
+                log.warning("forget_postponed job=%s error=%r", job_id, str(error))
+                return
+            self._kept.pop(job_id, None)
+            del self._unwanted[job_id]
+
+    # ------------------------------------------------------------ comparisons that failed
+
+    def _own_revisions(self, puts: Iterable[Put], current: tuple[Entry, ...]) -> dict[str, int]:
+        """A record was not as expected: an earlier try of this write took effect, or we are out."""
+        there = {entry.key: entry for entry in current}
+        for put in puts:
+            entry = there.get(put.key)
+            if entry is None or entry.value != put.value:
+                raise Fenced(
+                    f"record {put.key} was changed by somebody who does not lead; this coordinator "
+                    f"ends rather than overwrite it; see who else writes to this store"
+                )
+        return {put.key: there[put.key].mod_revision for put in puts}
+
+    async def _commit_fenced(
+        self, writes: Sequence[Write], compares: Sequence[Compare] = ()
+    ) -> CommitResult:
+        """Commit as the leader; only the caller's own comparisons can fail."""
+        while True:
+            fence = self._leadership.fence()
+            result = await self._store.commit([fence, *compares], writes)
+            if result.committed or self._leadership.holds(fence, result.current):
+                return result
+            await self._leadership.regain(fence)
+
+    # ------------------------------------------------------------ pieces
+
+    async def _split(self, job_id: JobId, data: bytes) -> bytes:
+        """Write a large record as pieces; return what stands in its place."""
+        label = hashlib.sha256(data).hexdigest()[:32]
+        await self._write_pieces(job_id, label, data)
+        return POINTER + label.encode()
+
+    async def _write_pieces(self, job_id: JobId, label: str, data: bytes) -> None:
+        kept = self._kept[job_id]
+        if label in kept.labels:
+            return
+        starts = range(0, len(data), PIECE_BYTES)
+        keys = tuple(
+            f"{self._pieces_prefix}{job_id}/{label}/{index:04d}-of-{len(starts):04d}"
+            for index in range(len(starts))
+        )
+        for key, start in zip(keys, starts, strict=True):
+            # No comparison with the key itself: its value can only be this one.
+            await self._commit_fenced([Put(key, data[start : start + PIECE_BYTES])])
+        kept.labels[label] = keys
+
+    async def _drop_old_pieces(self, job_id: JobId, value: bytes) -> None:
+        """Remove pieces of earlier records; what cannot be removed now is found at the next."""
+        kept = self._kept[job_id]
+        for label in [name for name in kept.labels if name != ENTRY]:
+            if value == POINTER + label.encode():
+                continue
+            try:
+                await self._delete(kept.labels[label])
+            except StoreUnavailable as error:
+                log.warning("pieces_left job=%s error=%r", job_id, str(error))
+                return
+            del kept.labels[label]
+
+    async def _delete(self, keys: Iterable[str]) -> None:
+        deletes: list[Write] = [Delete(key) for key in keys]
+        for start in range(0, len(deletes), DELETES_MAX):
+            await self._commit_fenced(deletes[start : start + DELETES_MAX])
+
+    def _take_pieces(self, entries: Iterable[Entry]) -> dict[tuple[JobId, str], list[Entry]]:
+        """Group pieces by job and label, and remember their keys."""
+        grouped: dict[tuple[JobId, str], list[Entry]] = {}
+        for entry in entries:
+            parts = entry.key.removeprefix(self._pieces_prefix).split("/")
+            if len(parts) != 3:
+                raise CorruptRecord(f"key {entry.key} is no piece of a record; remove it")
+            grouped.setdefault((JobId(parts[0]), parts[1]), []).append(entry)
+        for (job_id, label), pieces in grouped.items():
+            kept = self._kept.setdefault(job_id, Kept())
+            kept.labels[label] = tuple(piece.key for piece in pieces)
+        return grouped
+
+    async def _compact(self, revision: int) -> None:
+        """Now and then, let an embedded store forget its history: nobody watches it."""
+        self._commits += 1
+        if not self._compacts or self._commits % COMPACT_EVERY or revision <= HISTORY_KEPT:
+            return
+        try:
+            await self._store.compact(revision - HISTORY_KEPT)
+        except StoreUnavailable as error:
+            log.warning("compaction_postponed error=%r", str(error))
+
+
+def _with_payload(spec: JobSpec, payload: bytes) -> JobSpec:
+    return replace(spec, entry=replace(spec.entry, payload=payload))
+
+
+def _join(key: str, label: str, pieces: Iterable[Entry], *, may_lack: bool = False) -> bytes:
+    """Put pieces together, in the order of their keys; a missing one is refused by name."""
+    there = list(pieces)
+    if not there and may_lack:
+        return b""
+    total = int(there[0].key.rpartition("-of-")[2]) if there else 1
+    if len(there) != total:
+        raise CorruptRecord(
+            f"record {key}: {len(there)} of {total} pieces of its {label!r} part exist; remove "
+            f"this key from the store to go on without the job"
+        )
+    return b"".join(piece.value for piece in there)

@@ -1,0 +1,90 @@
+"""Finding what a user means: a job by id, unique beginning of an id, or name.
+
+Rule: an id beats a name, a name means the job that has not ended, else the one submitted last,
+and a beginning of an id counts only if it is the beginning of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.core.view import ClusterView, JobView
+from elastic.core.world import ENDED, Generation, NodeId, WorkerId, WorkerPhase
+from elastic.errors import NotFound
+
+PREFIX_CHARS_MIN = 3
+SHOWN_MAX = 10
+
+
+def find_job(view: ClusterView, wanted: str) -> JobView:
+    """Return the job that `wanted` names.
+
+    Raises:
+        NotFound: none, or several; says which there are.
+    """
+    for job in view.jobs:
+        if job.record.spec.job_id == wanted:
+            return job
+    named = [job for job in view.jobs if job.record.spec.name == wanted]
+    if named:
+        # View order is that of submission, and at most one of a name has not ended.
+        return next((job for job in named if not has_ended(job)), named[-1])
+    if len(wanted) >= PREFIX_CHARS_MIN:
+        begin = [job for job in view.jobs if job.record.spec.job_id.startswith(wanted)]
+        if len(begin) == 1:
+            return begin[0]
+        if begin:
+            raise NotFound(f"{wanted!r} begins several job ids: {_shown(begin)}; give more of it")
+    known = _shown(view.jobs) if view.jobs else "none"
+    raise NotFound(f"no job has the id or name {wanted!r}; known jobs: {known}")
+
+
+def has_ended(job: JobView) -> bool:
+    """Return whether the job's outcome stands."""
+    return job.record.phase in ENDED
+
+
+def _shown(jobs: tuple[JobView, ...] | list[JobView]) -> str:
+    names = [f"{job.record.spec.job_id} ({job.record.spec.name})" for job in jobs[-SHOWN_MAX:]]
+    more = f" and {len(jobs) - SHOWN_MAX} older" if len(jobs) > SHOWN_MAX else ""
+    return ", ".join(names) + more
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A worker whose output may be shown, and where it is, or was."""
+
+    worker_id: WorkerId
+    node_id: NodeId
+    rank: int
+    generation: Generation
+
+
+def origins_of(job: JobView, ranks: frozenset[int]) -> tuple[Origin, ...]:
+    """Return the workers of a job by rank, those without a rank last.
+
+    A worker that has no process yet has no output either, and is left out. A worker that is gone stays known as a member of the newest group, and as the one that
+    failed: its agent still has its output.
+
+    Args:
+        job: the job.
+        ranks: only workers with these ranks in the newest group; all if empty.
+    """
+    record = job.record
+    found: dict[WorkerId, Origin] = {}
+    for view in job.workers:
+        report = view.report
+        if report.phase is WorkerPhase.STARTING and not report.pid:
+            continue
+        found[report.worker_id] = Origin(
+            report.worker_id, view.node_id, view.rank, report.generation
+        )
+    for member in record.group.members if record.group is not None else ():
+        origin = Origin(member.worker_id, member.node_id, member.rank, record.generation)
+        found.setdefault(member.worker_id, origin)
+    if record.failed_worker:
+        worker_id = WorkerId(record.failed_worker.partition(" ")[0])
+        node_id = NodeId(worker_id.rpartition("/")[0])
+        found.setdefault(worker_id, Origin(worker_id, node_id, -1, record.generation))
+    chosen = [origin for origin in found.values() if not ranks or origin.rank in ranks]
+    return tuple(sorted(chosen, key=lambda o: (o.rank < 0, o.rank, o.worker_id)))

@@ -1,0 +1,132 @@
+"""The agents' door: one bidirectional stream per agent, spoken in bytes.
+
+Rule: reading feeds the driver, writing empties the session's queue, and neither decides anything.
+However a stream ends, the driver hears of it once. An idle stream costs no Python: pings are
+answered and timed inside gRPC, whose done-callback tells of a silent agent.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import anyio
+import grpc
+import grpc.aio
+
+from elastic.coord.driver import Driver
+from elastic.coord.follows import Follows
+from elastic.coord.sessions import Session
+from elastic.core.messages import AgentMessage, Hello, LogLines
+from elastic.errors import ConfigError, ElasticError, PeerError
+from elastic.runtime.rpc import status_of
+from elastic.wire.codec_stream import (
+    ATTACH_METHOD,
+    decode_agent_message,
+    encode_coordinator_message,
+)
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class AgentsDoor:
+    """Serves `Agents.Attach`."""
+
+    def __init__(self, driver: Driver, follows: Follows) -> None:
+        """Feed `driver`; output of workers goes to `follows` and never near the machine."""
+        self._driver = driver
+        self._follows = follows
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return what a server registers. Messages stay bytes: our codec refuses bad ones."""
+        service, _, method = ATTACH_METHOD.strip("/").rpartition("/")
+        attach: grpc.RpcMethodHandler = grpc.stream_stream_rpc_method_handler(self.attach)
+        return grpc.method_handlers_generic_handler(service, {method: attach})
+
+    async def attach(self, _: Any, context: Context) -> None:
+        """Hold one agent's stream until it ends."""
+        session = self._driver.sessions.open(context.peer())
+        context.add_done_callback(lambda *_: session.cut("the stream ended"))  # type: ignore[arg-type]
+        refusal: ElasticError | None = None
+        try:
+            refusal = await self._hold(session, context)
+        finally:
+            self._driver.disconnect(session, "the stream ended")
+        if refusal is not None:
+            log.warning("agent_cut peer=%s error=%r", session.peer, str(refusal))
+            await context.abort(*status_of(refusal))
+
+    async def _hold(self, session: Session, context: Context) -> ElasticError | None:
+        """Read and write until one of the two ends; return what was wrong with the agent."""
+        refusals: list[ElasticError] = []
+
+        async def read() -> None:
+            try:
+                await self._read(session, context)
+            except PeerError as error:
+                refusals.append(error)
+                session.cut(str(error))
+            else:
+                # The agent will say no more; what is queued for it may still go out.
+                session.close("the agent ended the stream")
+
+        async def write() -> None:
+            await self._write(session, context)
+            session.cut("closed")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read)
+            tasks.start_soon(write)
+            await session.wait_cut()
+            tasks.cancel_scope.cancel()
+        return refusals[0] if refusals else None
+
+    async def _read(self, session: Session, context: Context) -> None:
+        with anyio.move_on_after(HELLO_TIMEOUT_S) as waiting:
+            message = await _next(context)
+        if waiting.cancelled_caught:
+            raise PeerError(f"{session.peer} opened a stream and said nothing; expected Hello")
+        if message is None:
+            return
+        if not isinstance(message, Hello):
+            raise PeerError(f"{session.peer}: first message {_name(message)}, expected Hello")
+        await self._driver.connect(session, message)
+        while (message := await _next(context)) is not None:
+            if isinstance(message, LogLines):
+                self._follows.take(session.session_id, message)
+            elif isinstance(message, Hello):
+                raise PeerError(f"{session.peer} said Hello twice; expected it once per stream")
+            else:
+                await self._driver.hear(session, message)
+
+    async def _write(self, session: Session, context: Context) -> None:
+        while (message := await session.next_message()) is not None:
+            try:
+                data = encode_coordinator_message(message)
+            except ConfigError as error:
+                log.error("message_unsendable kind=%s error=%r", _name(message), str(error))
+                continue
+            try:
+                await context.write(data)
+            except grpc.aio.AbortError:
+                raise
+            except (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError):
+                return  # The stream broke; the done-callback says why.
+
+
+async def _next(context: Context) -> AgentMessage | None:
+    """Return the next message, None at the end of the stream.
+
+    Raises:
+        PeerError: bytes that are no message.
+    """
+    data = await context.read()
+    return decode_agent_message(data) if isinstance(data, bytes) else None
+
+
+def _name(message: object) -> str:
+    return type(message).__name__

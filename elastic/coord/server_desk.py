@@ -1,0 +1,142 @@
+"""What the users' services share: the driver behind them, and how errors leave.
+
+Rule: every error leaves as a status that a client turns back into the same class; a refusal of
+the machine carries the status that the protocol names for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import anyio
+import grpc
+import grpc.aio
+
+from elastic.coord.driver import Driver
+from elastic.coord.follows import Follows
+from elastic.coord.lookup import has_ended
+from elastic.core.events.coordinator import CoordinatorEvent
+from elastic.core.view import ClusterView
+from elastic.errors import ElasticError, NameTaken, NotFound, Refused, Unavailable, UsageError
+from elastic.runtime.rpc import status_of
+
+REQUEST_TIMEOUT_S = 20.0
+"""A request that changes something answers by then, or says why not; below clients' deadlines."""
+
+REPLY_ERRORS: dict[str, tuple[type[ElasticError], grpc.StatusCode]] = {
+    "already_exists": (NameTaken, grpc.StatusCode.ALREADY_EXISTS),
+    "not_found": (NotFound, grpc.StatusCode.NOT_FOUND),
+    "invalid": (UsageError, grpc.StatusCode.INVALID_ARGUMENT),
+    "failed_precondition": (Refused, grpc.StatusCode.FAILED_PRECONDITION),
+    "exhausted": (Refused, grpc.StatusCode.RESOURCE_EXHAUSTED),
+}
+
+Service = TypeVar("Service")
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Declined(Exception):
+    """The machine said no; `code` is the status that the protocol names for it."""
+
+    def __init__(self, error: ElasticError, code: grpc.StatusCode) -> None:
+        self.error = error
+        self.code = code
+        super().__init__(str(error))
+
+
+def answering(
+    method: Callable[[Service, Request], Awaitable[Response]],
+) -> Callable[[Service, Request, Context], Awaitable[Response]]:
+    """Make a method of one request a gRPC call whose errors leave as statuses."""
+
+    @functools.wraps(method)
+    async def call(self: Service, request: Request, context: Context) -> Response:
+        try:
+            return await method(self, request)
+        except (ElasticError, Declined) as error:
+            await _abort(context, error)
+            raise  # Not reached: abort raises.
+
+    return call
+
+
+def streaming(
+    method: Callable[[Service, Request], AsyncGenerator[Response, None]],
+) -> Callable[[Service, Request, Context], AsyncIterator[Response]]:
+    """Make a method that yields answers a gRPC call whose errors leave as statuses."""
+
+    @functools.wraps(method)
+    async def call(self: Service, request: Request, context: Context) -> AsyncIterator[Response]:
+        try:
+            async with aclosing(method(self, request)) as responses:
+                async for response in responses:
+                    yield response
+        except (ElasticError, Declined) as error:
+            await _abort(context, error)
+
+    return call
+
+
+async def _abort(context: Context, error: ElasticError | Declined) -> None:
+    if isinstance(error, Declined):
+        _, details, trailing = status_of(error.error)
+        await context.abort(error.code, details, trailing)
+    else:
+        await context.abort(*status_of(error))
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What a service needs: the driver, and who this coordinator is.
+
+    Attributes:
+        name: of the coordinator.
+        store: the membership store, without credentials.
+        uptime_ns: how long the coordinator has been in office.
+    """
+
+    driver: Driver
+    follows: Follows
+    name: str
+    store: str
+    uptime_ns: Callable[[], int]
+
+    def view(self) -> ClusterView:
+        """Return what is shown; a store that is away is every active job's reason to wait."""
+        view = self.driver.view()
+        away = self.driver.waits_for_store()
+        if not away:
+            return view
+        jobs = tuple(
+            job if has_ended(job) else replace(job, reason=f"{away}; then: {job.reason}")
+            for job in view.jobs
+        )
+        return replace(view, jobs=jobs)
+
+    async def ask(self, make: Callable[[str], CoordinatorEvent]) -> str:
+        """Let the machine answer a request; returns the text of its answer.
+
+        Args:
+            make: builds the event from the request's id.
+
+        Raises:
+            Declined: it said no.
+            Unavailable: it did not answer in time; the outcome is not known.
+        """
+        with anyio.move_on_after(REQUEST_TIMEOUT_S):
+            reply = await self.driver.request(make)
+            if reply.error:
+                kind, code = REPLY_ERRORS[reply.error]
+                raise Declined(kind(reply.text), code)
+            return reply.text
+        why = self.driver.waits_for_store() or "busy"
+        raise Unavailable(
+            f"coordinator {self.name} did not finish the request within {REQUEST_TIMEOUT_S:g} s "
+            f"({why}); it may still take effect: look with 'elastic ps' before trying again"
+        )

@@ -1,0 +1,232 @@
+"""The users' door: jobs and the cluster, over gRPC.
+
+Rule: a request becomes one event for the driver or one look at its view; nothing is decided
+here.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+import anyio
+
+from elastic import __version__
+from elastic.coord.follows import Merged
+from elastic.coord.lookup import Origin, find_job, has_ended, origins_of
+from elastic.coord.server_desk import Desk, answering, streaming
+from elastic.core.config import check_name, ns
+from elastic.core.events.coordinator import NodeDrainRequested, StopRequested, SubmitRequested
+from elastic.core.view import ClusterView, JobView
+from elastic.core.world import JobId, NodeId, WorkerId
+from elastic.errors import UsageError
+from elastic.runtime.rpc import PROTOCOL
+from elastic.wire.codec_jobs import (
+    ClusterStatus,
+    LogChunk,
+    job_event_to_proto,
+    job_to_proto,
+    log_chunk_to_proto,
+    spec_of,
+    status_to_proto,
+)
+from elastic.wire.generated.elastic.v1 import jobs_pb2
+
+SNAPSHOT_INTERVAL_S = 0.05
+"""Watchers get at most one snapshot in this time; what happened in between is in it."""
+LOOK_INTERVAL_S = 1.0
+"""Telemetry (steps) changes a job without an event; those who watch see it within this."""
+NEW_WORKERS_INTERVAL_S = 0.25
+"""Who follows output sees that of a new worker, all of it, within this."""
+DRAIN_TIMEOUT_S_MAX = 30 * 24 * 3600.0
+
+ID_CHARS = "abcdefghijklmnopqrstuvwxyz234567"
+ID_LENGTH = 6
+
+
+def new_job_id(view: ClusterView) -> JobId:
+    """Return an id that no job has: "j-" and six random characters."""
+    taken = {job.record.spec.job_id for job in view.jobs}
+    while True:
+        job_id = JobId("j-" + "".join(secrets.choice(ID_CHARS) for _ in range(ID_LENGTH)))
+        if job_id not in taken:
+            return job_id
+
+
+class JobsService:
+    """Serves `Jobs`; the methods' names are the protocol's."""
+
+    def __init__(self, desk: Desk) -> None:
+        """Answer from `desk`."""
+        self._desk = desk
+
+    @answering
+    async def Submit(self, request: jobs_pb2.SubmitRequest) -> jobs_pb2.SubmitResponse:
+        """Submit a job; it gets its id here unless the request names one."""
+        spec = spec_of(request)
+        if spec.job_id:
+            check_name("job id", spec.job_id)
+        else:
+            spec = replace(spec, job_id=new_job_id(self._desk.driver.view()))
+        job_id = await self._desk.ask(lambda request_id: SubmitRequested(request_id, spec))
+        return jobs_pb2.SubmitResponse(job_id=job_id)
+
+    @answering
+    async def Stop(self, request: jobs_pb2.StopJobRequest) -> jobs_pb2.StopJobResponse:
+        """Stop a job."""
+        job_id = self._find(request.job)
+        reason = request.reason or "stopped by a user"
+        await self._desk.ask(lambda request_id: StopRequested(request_id, job_id, reason))
+        return jobs_pb2.StopJobResponse()
+
+    @answering
+    async def Get(self, request: jobs_pb2.GetJobRequest) -> jobs_pb2.Job:
+        """Show one job."""
+        view = self._desk.view()
+        return job_to_proto(find_job(view, request.job), view.now_ns)
+
+    @answering
+    async def List(self, request: jobs_pb2.ListJobsRequest) -> jobs_pb2.ListJobsResponse:
+        """Show all jobs by order of submission."""
+        view = self._desk.view()
+        shown = [job for job in view.jobs if request.include_ended or not has_ended(job)]
+        return jobs_pb2.ListJobsResponse(jobs=[job_to_proto(job, view.now_ns) for job in shown])
+
+    @streaming
+    async def Watch(
+        self, request: jobs_pb2.WatchRequest
+    ) -> AsyncGenerator[jobs_pb2.JobEvent, None]:
+        """Follow a job until it has ended and its workers are gone."""
+        job_id = self._find(request.job)
+        last: JobView | None = None
+        with self._desk.driver.watchers.subscribe(job_id) as watcher:
+            while True:
+                view = self._desk.view()
+                for note in watcher.take():
+                    yield job_event_to_proto(note, view.now_ns)
+                job = job_of(view, job_id)
+                if job is not None and job != last:
+                    last = job
+                    yield job_event_to_proto(job, view.now_ns)
+                if job is None or (has_ended(job) and not job.workers):
+                    return
+                await anyio.sleep(SNAPSHOT_INTERVAL_S)
+                await watcher.wait(LOOK_INTERVAL_S)
+
+    @streaming
+    async def Logs(self, request: jobs_pb2.LogsRequest) -> AsyncGenerator[jobs_pb2.LogChunk, None]:
+        """Show the output of a job's workers."""
+        job_id = self._find(request.job)
+        with self._desk.follows.merged() as merged:
+            reader = LogReader(self._desk, job_id, request, merged)
+            going_on = True
+            while going_on:
+                going_on = reader.look()
+                for chunk in reader.chunks():
+                    yield log_chunk_to_proto(chunk)
+                if going_on:
+                    await merged.wait(NEW_WORKERS_INTERVAL_S)
+
+    def _find(self, wanted: str) -> JobId:
+        return find_job(self._desk.view(), wanted).record.spec.job_id
+
+
+def job_of(view: ClusterView, job_id: JobId) -> JobView | None:
+    """Return the job of this id, None if it was forgotten."""
+    return next((job for job in view.jobs if job.record.spec.job_id == job_id), None)
+
+
+class LogReader:
+    """One request for output: which workers are asked, and what came back."""
+
+    def __init__(
+        self, desk: Desk, job_id: JobId, request: jobs_pb2.LogsRequest, merged: Merged
+    ) -> None:
+        """Ask nobody yet."""
+        self._desk = desk
+        self._job_id = job_id
+        self._follow = request.follow
+        self._tail_lines = request.tail_lines
+        self._ranks = frozenset(request.ranks)
+        self._merged = merged
+        self._origins: dict[WorkerId, Origin] = {}
+        self._first_look = True
+
+    def look(self) -> bool:
+        """Ask the agents of workers that were not asked yet; False when nothing more will come."""
+        job = job_of(self._desk.view(), self._job_id)
+        ended = job is None or has_ended(job)
+        if job is not None and (self._first_look or self._follow):
+            for origin in origins_of(job, self._ranks):
+                self._ask(origin, ended=ended)
+        self._first_look = False
+        return bool(self._merged.follows) or (self._follow and not ended)
+
+    def chunks(self) -> list[LogChunk]:
+        """Return what came since the last call."""
+        chunks = []
+        for worker_id, text in self._merged.take():
+            origin = self._origins[worker_id]
+            chunks.append(LogChunk(worker_id, origin.rank, origin.generation, origin.node_id, text))
+        return chunks
+
+    def _ask(self, origin: Origin, *, ended: bool) -> None:
+        """Ask for a worker's output, anew if its agent went away meanwhile and came back."""
+        worker_id = origin.worker_id
+        known = worker_id in self._origins
+        again = worker_id in self._merged.lost and not ended
+        self._origins[worker_id] = origin
+        if known and not again:
+            return
+        # What workers that came later, or came back, have written since the last look is new.
+        tail_lines = self._tail_lines if self._first_look else 0 if again else -1
+        asked = self._desk.follows.start(
+            self._merged,
+            worker_id,
+            origin.node_id,
+            tail_lines=tail_lines,
+            follow=self._follow and not ended,
+        )
+        if asked:
+            self._merged.lost.discard(worker_id)
+        elif not known:
+            self._merged.lost.add(worker_id)
+            self._merged.put(
+                worker_id,
+                f"[elastic] output of {worker_id} is not at hand: its node {origin.node_id} is "
+                f"not connected\n",
+            )
+
+
+class ClusterService:
+    """Serves `Cluster`; the methods' names are the protocol's."""
+
+    def __init__(self, desk: Desk) -> None:
+        """Answer from `desk`."""
+        self._desk = desk
+
+    @answering
+    async def Status(self, _: jobs_pb2.StatusRequest) -> jobs_pb2.ClusterStatus:
+        """Show nodes and jobs."""
+        desk = self._desk
+        return status_to_proto(
+            ClusterStatus(
+                desk.name, __version__, PROTOCOL, desk.store, desk.uptime_ns(), desk.view()
+            )
+        )
+
+    @answering
+    async def Drain(self, request: jobs_pb2.DrainRequest) -> jobs_pb2.DrainResponse:
+        """Let a node go."""
+        timeout_s = request.timeout_s
+        if not math.isfinite(timeout_s) or not 0 <= timeout_s <= DRAIN_TIMEOUT_S_MAX:
+            raise UsageError(
+                f"drain timeout {timeout_s} s: expected 0 to {DRAIN_TIMEOUT_S_MAX:g} seconds"
+            )
+        node_id, reason = NodeId(request.node), request.reason or "drained by an operator"
+        await self._desk.ask(
+            lambda request_id: NodeDrainRequested(request_id, node_id, ns(timeout_s), reason)
+        )
+        return jobs_pb2.DrainResponse()

@@ -1,0 +1,119 @@
+"""Watchers: who follows a job, told of notes and woken when the job may look different.
+
+Rule: telling never waits. A watcher that reads too slowly loses its oldest notes and is told how
+many; snapshots are made when it reads, so it never sees an old one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import anyio
+
+from elastic.core.events.coordinator import (
+    AgentSaid,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Persist,
+)
+from elastic.core.events.shared import Note
+from elastic.core.messages import Reported, WorkerUpdate
+from elastic.core.world import JobId
+from elastic.runtime.clock import Clock
+from elastic.wire.codec_jobs import TimedNote
+
+NOTES_MAX = 1000
+
+
+class Watcher:
+    """One follower of one job."""
+
+    def __init__(self, limit: int = NOTES_MAX) -> None:
+        """Begin without notes.
+
+        Args:
+            limit: notes that wait for the follower.
+        """
+        self._notes: deque[TimedNote] = deque()
+        self._limit = limit
+        self._dropped = 0
+        self._awake = anyio.Event()
+
+    def tell(self, note: TimedNote) -> None:
+        """Queue a note; the oldest one makes room."""
+        if len(self._notes) >= self._limit:
+            self._notes.popleft()
+            self._dropped += 1
+        self._notes.append(note)
+        self._awake.set()
+
+    def wake(self) -> None:
+        """Say that the job may look different."""
+        self._awake.set()
+
+    def take(self) -> list[TimedNote]:
+        """Return what was told since the last call, with a note about notes that were lost."""
+        notes = list(self._notes)
+        self._notes.clear()
+        if self._dropped and notes:
+            lost = Note("notes_dropped", notes[0].note.job_id, (("number", str(self._dropped)),))
+            notes.insert(0, TimedNote(lost, notes[0].unix_ns))
+            self._dropped = 0
+        return notes
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until there is something new, at most this long."""
+        with anyio.move_on_after(timeout_s):
+            await self._awake.wait()
+        self._awake = anyio.Event()
+
+
+class Watchers:
+    """All followers, by job."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Begin with none; the clock stamps notes with the wall clock."""
+        self._clock = clock
+        self._by_job: dict[JobId, list[Watcher]] = {}
+
+    @contextmanager
+    def subscribe(self, job_id: JobId) -> Iterator[Watcher]:
+        """Follow a job for the length of a `with` block."""
+        watcher = Watcher()
+        self._by_job.setdefault(job_id, []).append(watcher)
+        try:
+            yield watcher
+        finally:
+            followers = self._by_job[job_id]
+            followers.remove(watcher)
+            if not followers:
+                del self._by_job[job_id]
+
+    def tell(self, note: Note) -> None:
+        """Pass a note on to those who follow its job."""
+        followers = self._by_job.get(JobId(note.job_id), ())
+        if followers:
+            timed = TimedNote(note, self._clock.unix_ns())
+            for watcher in followers:
+                watcher.tell(timed)
+
+    def wake(self, job_ids: Iterable[JobId]) -> None:
+        """Let those who follow one of these jobs look at it."""
+        if not self._by_job:
+            return
+        for job_id in job_ids:
+            for watcher in self._by_job.get(job_id, ()):
+                watcher.wake()
+
+
+def jobs_of(event: CoordinatorEvent, effects: Sequence[CoordinatorEffect]) -> Iterator[JobId]:
+    """Return the jobs that may look different after a step; some may come twice."""
+    if isinstance(event, AgentSaid) and isinstance(event.message, (WorkerUpdate, Reported)):
+        yield event.message.report.job_id
+    for effect in effects:
+        if isinstance(effect, Persist):
+            yield from (record.spec.job_id for record in effect.records)
+        elif isinstance(effect, Note) and effect.job_id:
+            yield JobId(effect.job_id)

@@ -1,0 +1,1 @@
+"""The outside world, one seam per thing: clocks, gRPC, the event log."""

@@ -1,0 +1,238 @@
+"""What happened, for people and programs: a JSON Lines event log, and the set-up of logging.
+
+Rule: nobody waits for the event log. Lines go through a bounded queue to one thread; what does
+not fit, or cannot be written, is dropped and counted, and the count is written when lines get
+through again. Every process writes the same schema:
+
+    {"time_unix_ns": 1, "process": "agent:n1", "job": "j1", "event": "group_formed",
+     "fields": {"generation": "4"}}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TextIO
+
+from elastic.core.events.shared import Note
+from elastic.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventLogLimits:
+    """How much an event log may hold.
+
+    Attributes:
+        queue_lines_max: lines that wait for the thread; more are dropped.
+        file_bytes_max: a file this large is closed and renamed to `NAME.1`.
+        num_old_files: renamed files that are kept.
+    """
+
+    queue_lines_max: int = 10_000
+    file_bytes_max: int = 64 * 1024 * 1024
+    num_old_files: int = 3
+
+
+class EventLog:
+    """Appends events to one file from a thread of its own."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        process: str,
+        clock: Clock,
+        limits: EventLogLimits | None = None,
+    ) -> None:
+        """Start the thread; the file is opened by it, so this never touches the disk.
+
+        Args:
+            path: of the newest file; its directory is made when needed.
+            process: who writes, such as "agent:node-7".
+            clock: for `time_unix_ns`.
+            limits: defaults are right for a daemon.
+        """
+        self._path = path
+        self._process = process
+        self._clock = clock
+        self._limits = limits or EventLogLimits()
+        self._queue: queue.Queue[str | None] = queue.Queue(self._limits.queue_lines_max)
+        self._file: IO[bytes] | None = None
+        self._size = 0
+        self._lock = threading.Lock()
+        self._dropped = 0
+        self._dropped_unsaid = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="event-log", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """How many lines were dropped since the start."""
+        with self._lock:
+            return self._dropped
+
+    def write(self, note: Note) -> None:
+        """Take one event down; returns at once, whatever the disk does. From any thread."""
+        try:
+            self._queue.put_nowait(self._line(note))
+        except queue.Full:
+            self._count_dropped(1)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what waits, as far as `timeout_s` allows, and close the file."""
+        self._closing.set()
+        with contextlib.suppress(queue.Full):  # Full: the thread is awake and sees `_closing`.
+            self._queue.put_nowait(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("event_log_unfinished path=%s lines=%d", self._path, self._queue.qsize())
+
+    def _line(self, note: Note) -> str:
+        record = {
+            "time_unix_ns": self._clock.unix_ns(),
+            "process": self._process,
+            "job": note.job_id,
+            "event": note.name,
+            "fields": dict(note.fields),
+        }
+        return json.dumps(record, ensure_ascii=False)
+
+    def _count_dropped(self, lines: int) -> None:
+        with self._lock:
+            self._dropped += lines
+            self._dropped_unsaid += lines
+
+    def _run(self) -> None:
+        while True:
+            lines = [self._queue.get()]
+            while len(lines) < self._limits.queue_lines_max:
+                try:
+                    lines.append(self._queue.get_nowait())
+                except queue.Empty:
+                    break
+            self._append([line for line in lines if line is not None])
+            if self._closing.is_set() and self._queue.empty():
+                break
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, lines: list[str]) -> None:
+        """Write a batch; a disk that refuses costs the batch, not the thread."""
+        with self._lock:
+            unsaid = self._dropped_unsaid
+        if unsaid:
+            lines = [*lines, self._line(Note("events_dropped", fields=(("lines", str(unsaid)),)))]
+        if not lines:
+            return
+        payload = "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace")
+        try:
+            write_all(self._opened(len(payload)), payload)
+            self._size += len(payload)
+        except OSError as error:
+            self._count_dropped(len(lines) - bool(unsaid))
+            if not unsaid:
+                log.warning("event_log_unwritable path=%s error=%r", self._path, str(error))
+            return
+        with self._lock:
+            self._dropped_unsaid -= unsaid
+
+    def _opened(self, more: int) -> IO[bytes]:
+        """Return the file to append to, after rotation if `more` bytes no longer fit."""
+        file = self._file or self._open()
+        if self._size and self._size + more > self._limits.file_bytes_max:
+            file.close()
+            shift_files(self._path, self._limits.num_old_files)
+            file = self._open()
+        return file
+
+    def _open(self) -> IO[bytes]:
+        self._file = None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (kept open)
+        self._size = os.fstat(self._file.fileno()).st_size
+        return self._file
+
+
+def write_all(file: IO[bytes], payload: bytes) -> None:
+    """Append the whole payload to an unbuffered file, or nothing of it.
+
+    Raises:
+        OSError: the disk refused; what was written of the payload is cut off again.
+    """
+    before = os.fstat(file.fileno()).st_size
+    view = memoryview(payload)
+    try:
+        while view:
+            view = view[file.write(view) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fileno(), before)
+        raise
+
+
+def shift_files(path: Path, num_old_files: int) -> None:
+    """Rename NAME to NAME.1, NAME.1 to NAME.2 and so on; the oldest beyond the number goes."""
+    if num_old_files < 1:
+        path.unlink(missing_ok=True)
+        return
+    for number in range(num_old_files, 0, -1):
+        older = path.with_name(f"{path.name}.{number}")
+        newer = path if number == 1 else path.with_name(f"{path.name}.{number - 1}")
+        if newer.exists():
+            os.replace(newer, older)
+
+
+# --------------------------------------------------------------------------------------- logging
+
+
+def fields_text(fields: Iterable[tuple[str, str]]) -> str:
+    """Return `key=value key="two words"`: values are quoted when they would not split well."""
+    return " ".join(f"{key}={quoted(value)}" for key, value in fields)
+
+
+def quoted(value: str) -> str:
+    """Return the value, as a JSON string if it is empty or holds space, quotes, = or control."""
+    plain = value.isprintable() and value and not any(c in ' "=' for c in value)
+    return value if plain else json.dumps(value, ensure_ascii=False)
+
+
+def note_text(note: Note) -> str:
+    """Return the line that a note becomes in a log: name, job, fields."""
+    job = (("job", note.job_id),) if note.job_id else ()
+    return f"{note.name} {fields_text((*job, *note.fields))}".rstrip()
+
+
+def line_formatter(process: str) -> logging.Formatter:
+    """Return what formats `2026-11-21T05:00:00.123Z INFO elastic-agent event key=value`, in UTC."""
+    formatter = logging.Formatter(f"%(asctime)s %(levelname)s {process} %(message)s")
+    formatter.converter = time.gmtime
+    formatter.default_time_format = "%Y-%m-%dT%H:%M:%S"
+    formatter.default_msec_format = "%s.%03dZ"
+    return formatter
+
+
+def set_up_logging(process: str, *, level: str = "info", stream: TextIO | None = None) -> None:
+    """Send this process's log lines to `stream` (stderr by default), replacing what was set.
+
+    Args:
+        process: the word that names it in each line, such as "elastic-agent".
+        level: debug, info, warning or error.
+        stream: where to.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(line_formatter(process))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())

@@ -1,0 +1,311 @@
+"""gRPC as this project uses it: addresses, options, token, and errors as ours.
+
+Rule: nobody above this layer sees a gRPC status. A server turns an `ElasticError` into a status
+with `status_of`, a client turns that status back into the same class with `error_from_rpc`.
+grpc is imported when a channel or a server is made, not before.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic import errors
+from elastic.core.config import ENTRY_BYTES_MAX
+from elastic.core.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from elastic.errors import (
+    ConfigError,
+    CoordinatorUnreachable,
+    ElasticError,
+    NotAuthorized,
+    PeerError,
+    UsageError,
+    VersionMismatch,
+)
+
+if TYPE_CHECKING:
+    import grpc
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+MESSAGE_BYTES_MAX = 2 * ENTRY_BYTES_MAX
+"""Above the largest job and the largest Hello (some thousand workers); the codec's limit too."""
+DETAIL_CHARS_MAX = 3000
+"""gRPC sends error texts as headers, which peers limit to 8 KiB in all."""
+PROTOCOL_KEY = "elastic-protocol"
+ERROR_KEY = "elastic-error"
+TOKEN_KEY = "authorization"
+
+Metadata = tuple[tuple[str, str], ...]
+Options = tuple[tuple[str, int], ...]
+
+
+# ------------------------------------------------------------------------------------- addresses
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Split "host:port" or "[ipv6]:port".
+
+    Raises:
+        ConfigError: no host, or no port between 1 and 65535.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    bare = host.startswith("[") and host.endswith("]")
+    if bare:
+        host = host[1:-1]
+    if not colon or not host or (":" in host and not bare) or any(c.isspace() for c in host):
+        raise ConfigError(f"address {text!r}: expected host:port, or [ipv6]:port")
+    if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise ConfigError(f"address {text!r}: port {port!r} is not a number from 1 to 65535")
+    return host, int(port)
+
+
+def format_endpoint(host: str, port: int) -> str:
+    """Join to "host:port"; an IPv6 host gets brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_endpoints(text: str) -> tuple[str, ...]:
+    """Split "host:port,host:port" in the order given, each once.
+
+    Raises:
+        ConfigError: the list is empty, or one of its members is no address.
+    """
+    parts = [part for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError(f"coordinator address {text!r}: expected host:port[,host:port...]")
+    return tuple(dict.fromkeys(format_endpoint(*parse_endpoint(part)) for part in parts))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches `host`; a name other than localhost is not asked."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# --------------------------------------------------------------------------------------- options
+
+
+def channel_options() -> Options:
+    """Return what every client channel is made with.
+
+    A silent server is noticed after at most 0.9 + 0.5 s. `grpc.http2.ping_timeout_ms` is what
+    ends the wait for a ping's answer; `keepalive_timeout_ms` alone leaves it at a minute.
+    """
+    return (
+        ("grpc.keepalive_time_ms", 900),
+        ("grpc.keepalive_timeout_ms", 500),
+        ("grpc.http2.ping_timeout_ms", 500),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        *size_options(),
+        # A new attempt is a new channel: it must not inherit the back-off of the one before.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # The control plane is inside the cluster: a proxy set for the web is not for it.
+        ("grpc.enable_http_proxy", 0),
+    )
+
+
+def server_options() -> Options:
+    """Return what every server is made with.
+
+    A silent client is noticed after at most 0.6 + 0.8 s: the call context's done-callback fires,
+    the request iterator does not end. Without the two `max_pending_requests` limits a server
+    cancels some of a thousand clients that come at once.
+    """
+    return (
+        ("grpc.keepalive_time_ms", 600),
+        ("grpc.keepalive_timeout_ms", 800),
+        ("grpc.http2.ping_timeout_ms", 800),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.server.max_pending_requests", 100_000),
+        ("grpc.server.max_pending_requests_hard_limit", 200_000),
+        # Two servers on one port would share the agents between them.
+        ("grpc.so_reuseport", 0),
+        *size_options(),
+    )
+
+
+def size_options() -> Options:
+    """Return the message size limits, equal on both sides."""
+    return (
+        ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    )
+
+
+# ------------------------------------------------------------------------------ who may come in
+
+
+def read_token_file(path: str | Path) -> str:
+    """Return the join token that a file holds, without the space around it.
+
+    Raises:
+        UsageError: the file cannot be read, is empty, or holds what no header can carry.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            token = file.read(64 * 1024).strip()
+            mode = stat.S_IMODE(Path(path).stat().st_mode)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"token file {path}: {error}; expected a readable text file") from error
+    if not token:
+        raise UsageError(f"token file {path} is empty; write a long random word into it")
+    if not token.isascii() or not token.isprintable() or any(c.isspace() for c in token):
+        raise UsageError(
+            f"token file {path}: expected one word of printable ASCII characters, nothing else"
+        )
+    if mode & 0o077:
+        log.warning("token_file_open path=%s mode=%04o advice=%r", path, mode, f"chmod 600 {path}")
+    return token
+
+
+def call_metadata(token: str = "") -> Metadata:
+    """Return what every call carries: the protocol's version and, if there is one, the token."""
+    version = ((PROTOCOL_KEY, PROTOCOL),)
+    return (*version, (TOKEN_KEY, f"Bearer {token}")) if token else version
+
+
+def check_metadata(metadata: Iterable[tuple[str, Any]], *, token: str, peer: str) -> None:
+    """Let a call in, or refuse it; for servers, before anything else is looked at.
+
+    Args:
+        metadata: of the call, as gRPC hands it over.
+        token: the one that opens this server, "" when none is asked for.
+        peer: the caller's address, for the text.
+
+    Raises:
+        NotAuthorized: the token is missing or wrong.
+        VersionMismatch: the caller's major number is another one. A call without a version is
+            let in: it comes from a general tool that reads the reflection service.
+    """
+    given = {key.lower(): value for key, value in metadata}
+    if token:
+        offered = str(given.get(TOKEN_KEY, ""))
+        if not offered:
+            raise NotAuthorized(
+                f"{peer} came without a token, this coordinator asks for one; pass --token-file "
+                f"(or ELASTIC_TOKEN_FILE) with the file that the coordinator was started with"
+            )
+        if not hmac.compare_digest(offered.encode(), f"Bearer {token}".encode()):
+            raise NotAuthorized(
+                f"{peer} came with a wrong token; pass the same --token-file as the coordinator's"
+            )
+    version = str(given.get(PROTOCOL_KEY, PROTOCOL))
+    if version.partition(".")[0] != str(PROTOCOL_MAJOR):
+        raise VersionMismatch(peer, theirs=version, ours=PROTOCOL)
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+STATUS_NAMES: tuple[tuple[type[ElasticError], str], ...] = (
+    (errors.PeerError, "INVALID_ARGUMENT"),
+    (errors.UsageError, "INVALID_ARGUMENT"),
+    (errors.NotAuthorized, "UNAUTHENTICATED"),
+    (errors.NameTaken, "ALREADY_EXISTS"),
+    (errors.NotFound, "NOT_FOUND"),
+    (errors.Fenced, "ABORTED"),
+    (errors.Refused, "FAILED_PRECONDITION"),
+    (errors.Unavailable, "UNAVAILABLE"),
+)
+"""The first row whose class the error has decides; INTERNAL when none does."""
+
+ERRORS_BY_NAME: dict[str, type[ElasticError]] = {
+    kind.__name__: kind
+    for kind in (
+        errors.ConfigError, errors.Fenced, errors.NameTaken, errors.NotAuthorized, errors.NotFound,
+        errors.PeerError, errors.Refused, errors.StorageError, errors.StoreError,
+        errors.StoreUnavailable, errors.Unavailable, errors.UsageError,
+    )
+}  # fmt: skip
+"""Classes that travel by name in the trailing metadata; all are made from one text."""
+
+ERRORS_BY_STATUS: dict[str, type[ElasticError]] = {
+    "INVALID_ARGUMENT": errors.UsageError,
+    "UNAUTHENTICATED": errors.NotAuthorized,
+    "PERMISSION_DENIED": errors.NotAuthorized,
+    "ALREADY_EXISTS": errors.NameTaken,
+    "NOT_FOUND": errors.NotFound,
+    "ABORTED": errors.Fenced,
+    "FAILED_PRECONDITION": errors.Refused,
+    "RESOURCE_EXHAUSTED": errors.Refused,
+}
+UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+
+
+def status_of(error: ElasticError) -> tuple[grpc.StatusCode, str, Metadata]:
+    """Return (code, details, trailing metadata) with which a server ends a call.
+
+    A text longer than headers may be is cut.
+    """
+    import grpc
+
+    name = next((code for kind, code in STATUS_NAMES if isinstance(error, kind)), "INTERNAL")
+    trailing = ((ERROR_KEY, type(error).__name__), (PROTOCOL_KEY, PROTOCOL))
+    return grpc.StatusCode[name], str(error)[:DETAIL_CHARS_MAX], trailing
+
+
+def error_from_rpc(error: BaseException, address: str) -> ElasticError:
+    """Return what a failed call means, as one of our errors; raising it is the caller's part.
+
+    Args:
+        error: a `grpc.RpcError` (also of grpc.aio), or our own error, which stays what it is.
+        address: the endpoint that was called.
+    """
+    if isinstance(error, ElasticError):
+        return error
+    code = getattr(error, "code", None)
+    if code is None:
+        return PeerError(f"calling {address} failed with {type(error).__name__}: {error}")
+    status = str(code().name)
+    details = str(error.details() or "")  # type: ignore[attr-defined]
+    trailing = {str(key): value for key, value in (error.trailing_metadata() or ())}  # type: ignore[attr-defined]
+    name = str(trailing.get(ERROR_KEY, ""))
+    if name == VersionMismatch.__name__:
+        theirs = str(trailing.get(PROTOCOL_KEY, "?"))
+        return VersionMismatch(f"the coordinator at {address}", theirs=theirs, ours=PROTOCOL)
+    if name in ERRORS_BY_NAME:
+        return ERRORS_BY_NAME[name](details)
+    if status in UNREACHABLE:
+        return CoordinatorUnreachable(address, details or status)
+    if status in ERRORS_BY_STATUS:
+        return ERRORS_BY_STATUS[status](details or status)
+    if status == "UNIMPLEMENTED":
+        return PeerError(
+            f"{address} answers gRPC but is no elastic coordinator of this version ({details}); "
+            f"check the address and the versions on both sides"
+        )
+    return PeerError(f"{address} answered {status}: {details}")
+
+
+# -------------------------------------------------------------------------------------- channels
+
+
+def open_channel(endpoint: str) -> grpc.aio.Channel:
+    """Open an asyncio channel; it connects in the background, so this never fails by itself."""
+    import grpc.aio
+
+    return grpc.aio.insecure_channel(endpoint, options=channel_options())
+
+
+def open_blocking_channel(endpoint: str) -> grpc.Channel:
+    """Open a channel for code without an event loop, such as the command line."""
+    import grpc
+
+    return grpc.insecure_channel(endpoint, options=channel_options())

@@ -1,0 +1,131 @@
+"""One bidirectional gRPC stream from the client's side, speaking bytes and our errors.
+
+Rule: every await has an end: connecting has a deadline, and a stream whose peer falls silent is
+ended by keepalive (see `rpc.channel_options`), which wakes whoever reads or writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import anyio
+
+from elastic.errors import CoordinatorUnreachable
+from elastic.runtime.rpc import call_metadata, error_from_rpc, open_channel
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+CLOSE_S_MAX = 1.0
+ADMISSION_S_MAX = 0.1
+
+
+class ClientStream:
+    """A stream that stands; made by `open_stream`.
+
+    Attributes:
+        endpoint: "host:port" of the server.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        channel: grpc.aio.Channel,
+        call: grpc.aio.StreamStreamCall[bytes, bytes],
+    ) -> None:
+        """Take over a channel and the one call that runs on it."""
+        self.endpoint = endpoint
+        self._channel = channel
+        self._call = call
+
+    async def read(self) -> bytes | None:
+        """Return the next message, None when the server ended the stream in good order.
+
+        Raises:
+            ElasticError: the stream broke, or the server ended it with an error.
+        """
+        import grpc.aio
+
+        try:
+            message = await self._call.read()
+            if isinstance(message, bytes):
+                return message
+            if await self._call.code() is grpc.StatusCode.OK:
+                return None
+            await self._call.read()
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.endpoint) from error
+        raise CoordinatorUnreachable(self.endpoint, "the stream ended without a status")
+
+    async def write(self, message: bytes) -> None:
+        """Hand one message to the transport; waits while the server does not take any.
+
+        Raises:
+            ElasticError: the stream is broken or over.
+        """
+        import grpc
+
+        try:
+            await self._call.write(message)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.endpoint) from error
+        except asyncio.InvalidStateError as error:
+            raise CoordinatorUnreachable(self.endpoint, "the stream is over") from error
+
+    async def finish(self) -> None:
+        """Say that nothing more will be written; the server may still write, and ends the stream.
+
+        A stream that is over already is no error.
+        """
+        import grpc
+
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await self._call.done_writing()
+
+    async def close(self) -> None:
+        """End the stream and its connection; never raises because of the peer."""
+        self._call.cancel()
+        await self._channel.close(CLOSE_S_MAX)
+
+
+async def open_stream(
+    endpoint: str, method: str, *, token: str = "", timeout_s: float = 2.0
+) -> ClientStream:
+    """Connect to `endpoint` and open the stream `method`; returns once the connection stands.
+
+    Args:
+        endpoint: "host:port".
+        method: "/package.Service/Method".
+        token: join token, "" for none.
+        timeout_s: for the connection; a server that accepts and says nothing counts as away.
+
+    Raises:
+        CoordinatorUnreachable: nothing answers there.
+        ElasticError: what answered said no.
+    """
+    import grpc
+
+    channel = open_channel(endpoint)
+    opener: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
+    call = opener(metadata=call_metadata(token))
+    stream = ClientStream(endpoint, channel, call)
+    try:
+        with anyio.fail_after(timeout_s):
+            await call.wait_for_connection()
+        # A write to a stream that the server is refusing at this moment would hide its reason
+        # behind an internal error of gRPC: let the refusal come first. A server that lets us in
+        # says so at once by its initial metadata; one that does not costs this wait.
+        with anyio.move_on_after(ADMISSION_S_MAX):
+            await call.initial_metadata()
+        await call.wait_for_connection()  # Raises what the server said, if it said no.
+    except BaseException as error:
+        with anyio.CancelScope(shield=True):
+            await stream.close()
+        if isinstance(error, TimeoutError):
+            raise CoordinatorUnreachable(endpoint, f"no connection in {timeout_s:g} s") from error
+        if isinstance(error, grpc.RpcError):
+            raise error_from_rpc(error, endpoint) from error
+        raise
+    return stream

@@ -1,0 +1,226 @@
+"""An agent played by a test: real worker processes on real pipes, and every word that they say.
+
+Rule: every wait has a deadline, and says what was said instead of what it waited for.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from elastic.core.config import JobSpec
+from elastic.core.messages import (
+    Announce,
+    Assign,
+    PipeToAgent,
+    PipeToWorker,
+    Progress,
+    Reported,
+    Warm,
+    WorkerUpdate,
+)
+from elastic.core.world import (
+    Assignment,
+    Entry,
+    JobId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
+from elastic.wire.codec_stream import decode_from_worker, encode_to_worker
+from elastic.wire.frames import FrameReader, encode_frame
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 40.0
+HOST = "127.0.0.1"
+
+
+@dataclass
+class Played:
+    """One process, seen from its agent.
+
+    Attributes:
+        said: everything it has said, oldest first.
+        heard: how much of that the test has waited for already.
+    """
+
+    worker_id: WorkerId
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+    log: Path
+    said: list[PipeToAgent] = field(default_factory=list)
+    heard: int = 0
+    frames: FrameReader = field(default_factory=FrameReader)
+    store_address: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def tell(self, message: PipeToWorker) -> None:
+        self.sock.sendall(encode_frame(encode_to_worker(message)))
+
+    def wait_for(self, wanted: Callable[[PipeToAgent], T | None], what: str) -> T:
+        """Return what `wanted` makes of the next message for which it is not None."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            while self.heard < len(self.said):
+                found = wanted(self.said[self.heard])
+                self.heard += 1
+                if found is not None:
+                    return found
+            if not self._hear(deadline - time.monotonic()):
+                raise AssertionError(
+                    f"{self.worker_id} did not say {what}; it said {self.said[-5:]}, "
+                    f"code {self.process.poll()}, log:\n{self.log.read_text()[-4000:]}"
+                )
+
+    def _hear(self, timeout_s: float) -> bool:
+        readable, _, _ = select.select([self.sock], [], [], max(0.0, timeout_s))
+        try:
+            data = self.sock.recv(65536) if readable else b""
+        except ConnectionResetError:
+            data = b""
+        self.said += [decode_from_worker(payload) for payload in self.frames.feed(data)]
+        return bool(data)
+
+    def wait_phase(self, phase: WorkerPhase, generation: int = 0) -> WorkerReport:
+        def wanted(message: PipeToAgent) -> WorkerReport | None:
+            if not isinstance(message, WorkerUpdate):
+                return None
+            report = message.report
+            is_it = (report.phase, report.generation) == (phase, generation)
+            return report if is_it else None
+
+        return self.wait_for(wanted, f"{phase} in {generation}")
+
+    def wait_step(self, generation: int) -> Progress:
+        """Return the first progress of a generation."""
+
+        def wanted(message: PipeToAgent) -> Progress | None:
+            is_it = isinstance(message, Progress) and message.generation == generation
+            return message if is_it else None
+
+        return self.wait_for(wanted, f"a step in {generation}")
+
+    def wait_reported(self, *, with_checkpoint: bool = False) -> Reported:
+        def wanted(message: PipeToAgent) -> Reported | None:
+            if not isinstance(message, Reported):
+                return None
+            return message if message.report.checkpoint or not with_checkpoint else None
+
+        return self.wait_for(wanted, "a report")
+
+    def wait_failure(self) -> WorkerReport:
+        def wanted(message: PipeToAgent) -> WorkerReport | None:
+            is_it = isinstance(message, WorkerUpdate) and message.report.failure is not None
+            return message.report if is_it else None
+
+        return self.wait_for(wanted, "a failure")
+
+    def wait_exit(self) -> int:
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.worker_id} is still there") from None
+
+
+class PlayedAgent:
+    """Starts processes and makes workers of them; ends them all at its own end."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._all: list[Played] = []
+
+    def __enter__(self) -> PlayedAgent:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for one in self._all:
+            one.process.send_signal(signal.SIGCONT)
+            one.process.kill()
+        for one in self._all:
+            one.process.wait(DEADLINE_S)
+            one.sock.close()
+
+    def spares(self, count: int) -> list[Played]:
+        """Start processes and wait until all are warm."""
+        started = [self._start() for _ in range(count)]
+        for one in started:
+            one.wait_for(lambda m: m if isinstance(m, Warm) else None, "Warm")
+        return started
+
+    def _start(self) -> Played:
+        number = len(self._all)
+        log = self._directory / f"worker{number}.log"
+        ours, theirs = socket.socketpair()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "elastic.worker.main", "--pipe-fd", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                cwd=ROOT,
+            )
+        theirs.close()
+        one = Played(WorkerId(f"n{number}/1"), process, ours, log)
+        self._all.append(one)
+        return one
+
+    def workers(self, count: int, entry: Entry, run_path: Path | str = "") -> list[Played]:
+        """Make workers of fresh spares and wait until all are ready for a group."""
+        ready = self.spares(count)
+        for one in ready:
+            one.tell(Assign(one.worker_id, spec_of(entry, run_path), HOST))
+        for one in ready:
+            one.store_address = one.wait_phase(WorkerPhase.READY).store_address
+        return ready
+
+
+def spec_of(entry: Entry, run_path: Path | str = "") -> JobSpec:
+    return JobSpec(
+        job_id=JobId("job-1"),
+        name="played",
+        entry=entry,
+        min_workers=1,
+        max_workers=8,
+        collective_timeout_s=DEADLINE_S,
+        run_path=str(run_path),
+    )
+
+
+def announce(members: Sequence[Played], generation: int, checkpoint: str = "") -> None:
+    """Make these the group of a generation, each on a node of its own."""
+    for rank, one in enumerate(members):
+        assignment = Assignment(
+            JobId("job-1"),
+            one.worker_id,
+            generation,
+            rank,
+            len(members),
+            local_rank=0,
+            local_world_size=1,
+            node_rank=rank,
+            num_nodes=len(members),
+            leader_address=members[0].store_address,
+            checkpoint=checkpoint,
+        )
+        one.tell(Announce(assignment))

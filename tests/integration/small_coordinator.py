@@ -1,0 +1,113 @@
+"""A coordinator's door without the coordinator: real gRPC, with the test in the machine's place."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import anyio
+import grpc.aio
+
+from elastic.core.messages import CoordinatorMessage
+from elastic.errors import ElasticError
+from elastic.runtime.rpc import check_metadata, server_options, status_of
+from elastic.wire.codec_stream import (
+    ATTACH_METHOD,
+    decode_agent_message,
+    encode_coordinator_message,
+)
+
+DEADLINE_S = 30.0
+Found = TypeVar("Found")
+
+
+class Heard:
+    """What came, for whoever waits for some of it."""
+
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+        self._came = anyio.Event()
+
+    def add(self, item: object) -> None:
+        self.all.append(item)
+        self._came.set()
+        self._came = anyio.Event()
+
+    async def wait_for(
+        self, kind: type[Found], where: Callable[[Found], bool] = lambda _: True
+    ) -> Found:
+        """Take out the first of this kind for which `where` holds."""
+        with anyio.fail_after(DEADLINE_S):
+            while True:
+                for number, item in enumerate(self.all):
+                    if isinstance(item, kind) and where(item):
+                        del self.all[number]
+                        return item
+                await self._came.wait()
+
+
+class SmallCoordinator:
+    """The agents' door of a coordinator, with the test in place of the machine."""
+
+    def __init__(self, *, token: str = "", refusal: ElasticError | None = None) -> None:
+        self.heard = Heard()
+        self.ended = anyio.Event()
+        self.port = 0
+        self._token = token
+        self._refusal = refusal
+        self._out: asyncio.Queue[CoordinatorMessage | None] = asyncio.Queue()
+
+    def say(self, message: CoordinatorMessage | None) -> None:
+        """Send to the newest agent; None ends its stream."""
+        self._out.put_nowait(message)
+
+    async def attach(self, _: Any, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        try:
+            check_metadata(context.invocation_metadata() or (), token=self._token, peer="agent")
+            if self._refusal is not None:
+                raise self._refusal
+        except ElasticError as error:
+            await context.abort(*status_of(error))
+        await context.send_initial_metadata(())
+        context.add_done_callback(lambda _: self.ended.set())
+        self._out = asyncio.Queue()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._write, context, tasks.cancel_scope)
+            while isinstance(data := await context.read(), bytes):
+                self.heard.add(decode_agent_message(data))
+            tasks.cancel_scope.cancel()
+
+    async def _write(
+        self, context: grpc.aio.ServicerContext[bytes, bytes], scope: anyio.CancelScope
+    ) -> None:
+        while (message := await self._out.get()) is not None:
+            await context.write(encode_coordinator_message(message))
+        scope.cancel()
+
+
+@asynccontextmanager
+async def serving(coordinator: SmallCoordinator, port: int = 0) -> AsyncIterator[str]:
+    """Serve on loopback; gives the endpoint."""
+    service, _, method = ATTACH_METHOD.strip("/").rpartition("/")
+    attach = grpc.stream_stream_rpc_method_handler(coordinator.attach)
+    server = grpc.aio.server(options=server_options())
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service, {method: attach}),)
+    )
+    coordinator.port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{coordinator.port}"
+    finally:
+        with anyio.CancelScope(shield=True):
+            await server.stop(None)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

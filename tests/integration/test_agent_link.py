@@ -1,0 +1,207 @@
+"""The agent's stream to a coordinator: connecting, the next endpoint, refusals, output, the end."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from elastic.agent.link import Link, LinkCallbacks
+from elastic.core.events.agent import Connected, ConnectionLost, CoordinatorSaid
+from elastic.core.messages import (
+    DrainNotice,
+    FollowLogs,
+    Hello,
+    LogLines,
+    Refusal,
+    Release,
+    Welcome,
+)
+from elastic.core.world import Node, NodeId, SessionId, WorkerId
+from elastic.errors import ElasticError, Unavailable, VersionMismatch
+from elastic.runtime.clock import SystemClock
+from tests.integration.small_coordinator import (
+    DEADLINE_S,
+    Heard,
+    SmallCoordinator,
+    free_port,
+    serving,
+)
+
+pytestmark = pytest.mark.anyio
+NODE = Node(NodeId("n1"), 1, "127.0.0.1", 2)
+S1, S2 = SessionId("s1"), SessionId("s2")
+
+
+@asynccontextmanager
+async def linked(*endpoints: str, token: str = "") -> AsyncIterator[tuple[Link, Heard]]:
+    """A link without a machine, and what it posts."""
+    heard = Heard()
+    callbacks = LinkCallbacks(
+        post=heard.add, on_follow=heard.add, on_end=lambda: None, draw=random.Random(1).random
+    )
+    link = Link(endpoints, token=token, callbacks=callbacks, clock=SystemClock())
+    try:
+        yield link, heard
+    finally:
+        with anyio.CancelScope(shield=True):
+            await link.close(1.0)
+
+
+async def welcomed(link: Link, heard: Heard, coordinator: SmallCoordinator) -> None:
+    """Connect, introduce the node, and be taken in."""
+    link.connect(S1)
+    await heard.wait_for(Connected)
+    link.send(S1, Hello(NODE))
+    assert await coordinator.heard.wait_for(Hello) == Hello(NODE)
+    coordinator.say(Welcome("c1"))
+    assert await heard.wait_for(CoordinatorSaid) == CoordinatorSaid(S1, Welcome("c1"))
+
+
+async def test_messages_go_both_ways_in_order() -> None:
+    coordinator = SmallCoordinator()
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
+        await welcomed(link, heard, coordinator)
+        for number in range(200):
+            link.send(S1, DrainNotice(str(number), number))
+            coordinator.say(Release(str(number)))
+        await heard.wait_for(CoordinatorSaid, lambda e: e.message == Release("199"))
+        last = await coordinator.heard.wait_for(DrainNotice, lambda m: m.timeout_ns == 199)
+        assert last.reason == "199"
+
+
+async def test_a_message_for_another_session_is_dropped() -> None:
+    coordinator = SmallCoordinator()
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
+        await welcomed(link, heard, coordinator)
+        link.send(S2, DrainNotice("old", 1))
+        link.send(S1, DrainNotice("new", 1))
+        assert (await coordinator.heard.wait_for(DrainNotice)).reason == "new"
+
+
+async def test_nobody_there_is_told_with_the_address_and_what_to_do() -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    async with linked(endpoint) as (link, heard):
+        link.connect(S1)
+        lost = await heard.wait_for(ConnectionLost)
+        assert lost.session == S1
+        assert 0.0 <= lost.jitter <= 1.0
+        assert f"no coordinator answers at {endpoint}" in lost.reason
+        assert f"elastic-coord serve --listen {endpoint}" in lost.reason
+
+
+async def test_the_next_endpoint_is_tried_when_one_does_not_answer() -> None:
+    coordinator = SmallCoordinator()
+    async with (
+        serving(coordinator) as endpoint,
+        linked(f"127.0.0.1:{free_port()}", endpoint) as (link, heard),
+    ):
+        await welcomed(link, heard, coordinator)
+
+
+async def test_an_endpoint_that_answers_and_does_not_lead_is_passed_over() -> None:
+    standby = SmallCoordinator(refusal=Unavailable("c2 leads"))
+    leader = SmallCoordinator()
+    async with (
+        serving(standby) as first,
+        serving(leader) as second,
+        linked(first, second) as (link, heard),
+    ):
+        await welcomed(link, heard, leader)
+
+
+async def test_the_next_endpoint_comes_first_after_a_refusal() -> None:
+    first, second = SmallCoordinator(), SmallCoordinator()
+    async with (
+        serving(first) as one,
+        serving(second) as two,
+        linked(one, two) as (link, heard),
+    ):
+        link.connect(S2)
+        await heard.wait_for(Connected)
+        first.say(Refusal("the other one leads", final=False))
+        await heard.wait_for(CoordinatorSaid)
+        link.disconnect(S2)
+        await welcomed(link, heard, second)
+
+
+async def test_an_endpoint_that_accepts_and_says_nothing_is_given_up() -> None:
+    coordinator = SmallCoordinator()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        mute = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with serving(coordinator) as endpoint, linked(mute, endpoint) as (link, heard):
+            await welcomed(link, heard, coordinator)
+
+
+async def test_a_stream_that_ends_is_told_once_and_another_can_be_opened() -> None:
+    coordinator = SmallCoordinator()
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
+        await welcomed(link, heard, coordinator)
+        coordinator.say(None)
+        lost = await heard.wait_for(ConnectionLost)
+        assert lost.reason == f"the coordinator at {endpoint} ended the stream"
+        await welcomed(link, heard, coordinator)
+        assert not [event for event in heard.all if isinstance(event, ConnectionLost)]
+
+
+async def test_a_dropped_stream_is_told_to_the_coordinator_and_not_to_the_machine() -> None:
+    coordinator = SmallCoordinator()
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
+        await welcomed(link, heard, coordinator)
+        link.disconnect(S1)
+        with anyio.fail_after(DEADLINE_S):
+            await coordinator.ended.wait()
+        assert heard.all == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "refusal", "told"),
+    [
+        ("", "word", None, "without a token"),
+        ("wrong", "word", None, "wrong token"),
+        ("", "", VersionMismatch("agent", theirs="1.0", ours="9.0"), "the major number must be"),
+    ],
+    ids=["no-token", "wrong-token", "other-version"],
+)
+async def test_a_first_refusal_at_the_door_is_final(
+    mine: str, theirs: str, refusal: ElasticError | None, told: str
+) -> None:
+    coordinator = SmallCoordinator(token=theirs, refusal=refusal)
+    async with serving(coordinator) as endpoint, linked(endpoint, token=mine) as (link, heard):
+        link.connect(S1)
+        said = await heard.wait_for(CoordinatorSaid)
+        assert isinstance(said.message, Refusal)
+        assert said.message.final
+        assert told in said.message.reason
+
+
+async def test_a_refusal_at_the_door_after_a_welcome_is_not_final() -> None:
+    """A coordinator restarted with a wrong token file must not end running workers."""
+    port = free_port()
+    first = SmallCoordinator(token="word")
+    async with linked(f"127.0.0.1:{port}", token="word") as (link, heard):
+        async with serving(first, port):
+            await welcomed(link, heard, first)
+        await heard.wait_for(ConnectionLost)
+        async with serving(SmallCoordinator(token="other"), port):
+            link.connect(S2)
+            lost = await heard.wait_for(ConnectionLost)
+            assert "wrong token" in lost.reason
+
+
+async def test_output_waits_for_room_and_ends_with_the_stream() -> None:
+    coordinator = SmallCoordinator()
+    lines = LogLines("f1", WorkerId("n1/1"), "text\n")
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
+        assert not await link.send_lines(lines) or True
+        await welcomed(link, heard, coordinator)
+        coordinator.say(FollowLogs("f1", WorkerId("n1/1")))
+        assert (await heard.wait_for(FollowLogs)).follow_id == "f1"
+        for _ in range(100):
+            assert await link.send_lines(lines)
+        link.disconnect(S1)
+        assert not await link.send_lines(lines)

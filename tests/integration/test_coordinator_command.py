@@ -1,0 +1,89 @@
+"""The command `elastic-coord`: what it refuses, and what it shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.coordinator import (
+    Coordinator,
+    elastic_coord,
+)
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    """One coordinator for the tests that need nothing special; each uses names of its own."""
+    with Coordinator(tmp_path_factory.mktemp("coordinator")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    """One that asks for a token."""
+    folder = tmp_path_factory.mktemp("guarded")
+    token = folder / "token"
+    token.write_text("secret-word\n")
+    token.chmod(0o600)
+    with Coordinator(folder, args=("--token-file", str(token))) as running:
+        yield running
+
+
+def test_a_second_coordinator_on_one_file_or_one_address_ends_at_once(tmp_path: Path) -> None:
+    store = f"sqlite:{tmp_path / 'coord.sqlite'}"
+    with Coordinator(tmp_path / "c", store=store) as coordinator:
+        same_file = elastic_coord("serve", "--listen", "127.0.0.1:0", "--store", store)
+        assert same_file.returncode == 78, same_file.stderr
+        same_port = elastic_coord("serve", "--listen", coordinator.address, "--store", "memory:")
+        assert same_port.returncode == 69, same_port.stderr
+        assert "another process listens there" in same_port.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["--listen", "0.0.0.0:0"], 78, "--insecure"),
+        (["--listen", "[::]:0"], 78, "--token-file"),
+        (["--listen", "127.0.0.1"], 78, "host:port"),
+        (["--listen", "127.0.0.1:99999"], 78, "65535"),
+        (["--store", "redis://x"], 78, "sqlite:PATH"),
+        (["--token-file", "/nowhere/token"], 78, "/nowhere/token"),
+        (["--store", "sqlite:/proc/nowhere/x.sqlite"], 78, "/proc/nowhere"),
+        (["--no-such-option"], 2, "No such option"),
+        (["--log-level", "loud"], 2, "loud"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_setting_is_refused_with_what_to_do(args: list[str], code: int, says: str) -> None:
+    defaults = ["--listen", "127.0.0.1:0", "--store", "memory:"]
+    done = elastic_coord("serve", *defaults, *args)
+    assert (done.returncode, says in done.stderr) == (code, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_status_and_health_say_what_there_is(coordinator: Coordinator) -> None:
+    table = elastic_coord("status", "--coord", coordinator.address)
+    assert table.returncode == 0, table.stderr
+    assert f"coordinator {coordinator.address}" in table.stdout
+    shown = elastic_coord("status", ELASTIC_COORD=coordinator.address, COLUMNS="200")
+    assert f"coordinator {coordinator.address}" in shown.stdout
+    as_json = json.loads(
+        elastic_coord("status", "--coord", coordinator.address, "-o", "json").stdout
+    )
+    assert as_json["store"] == "memory:"
+    assert {"nodes", "jobs", "version", "protocol", "uptime_s"} <= set(as_json)
+    healthy = elastic_coord("health", "--coord", coordinator.address)
+    assert (healthy.returncode, healthy.stdout) == (0, f"{coordinator.address} SERVING\n")
+
+
+def test_asking_where_nobody_listens_says_so(guarded: Coordinator) -> None:
+    for command in ("status", "health"):
+        done = elastic_coord(command, "--coord", "127.0.0.1:9", "--timeout", "1")
+        assert done.returncode == 69
+        assert "no coordinator answers at 127.0.0.1:9" in done.stderr
+    wrong = elastic_coord("status", "--coord", guarded.address)
+    assert wrong.returncode == 78
+    assert "--token-file" in wrong.stderr

@@ -1,0 +1,185 @@
+"""A coordinator's lives: killed and started again, replaced, ended, and without its store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import pytest
+
+from elastic.core.messages import (
+    Announce,
+    LeaveGroup,
+    StartWorker,
+    StopWorker,
+    WorkerUpdate,
+)
+from elastic.core.world import (
+    ExitCause,
+    ExitKind,
+    JobPhase,
+    WorkerPhase,
+    WorkerReport,
+)
+from tests.integration.coordinator import (
+    DEADLINE_S,
+    ROOT,
+    Coordinator,
+    ScriptedAgent,
+    User,
+    node,
+    spec,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+def is_phase(phase: JobPhase) -> object:
+    return lambda job: job.record.phase is phase
+
+
+def exited(report: WorkerReport, kind: ExitKind = ExitKind.STOPPED) -> WorkerUpdate:
+    return WorkerUpdate(replace(report, phase=WorkerPhase.EXITED, exit=ExitCause(kind)))
+
+
+async def test_a_restart_after_kill_adopts_what_agents_report_and_no_worker_notices(
+    tmp_path: Path,
+) -> None:
+    store = f"sqlite:{tmp_path / 'coord.sqlite'}"
+    with Coordinator(tmp_path / "c", store=store) as coordinator:
+        async with (
+            ScriptedAgent(coordinator.address, node("n1")) as agent,
+            User(coordinator.address) as user,
+        ):
+            await agent.join()
+            job_id = await user.submit(spec("survivor", payload=b"p" * 1_500_000, workers=(1, 2)))
+            ready = [await agent.ready(), await agent.ready()]
+            first, second = [await agent.form(report) for report in ready]
+            running = await user.wait_job(
+                job_id,
+                lambda job: sum(w.report.phase is WorkerPhase.TRAINING for w in job.workers) == 2,
+            )
+            coordinator.kill()
+            assert (await agent.end())[0] != "OK"
+        generation = running.record.generation
+        reports = [replace(report, generation=generation) for report in (first, second)]
+        coordinator.start()
+        coordinator.wait_ready()
+        async with (
+            ScriptedAgent(coordinator.address, node("n1")) as agent,
+            User(coordinator.address) as user,
+        ):
+            await agent.join(*reports)
+            adopted = await user.wait_job(job_id, lambda job: len(job.workers) == 2)
+            assert adopted.record.phase is JobPhase.RUNNING
+            assert adopted.record.generation == generation
+            assert adopted.record.group == running.record.group
+            # A third worker would be started with the payload, had it not been kept.
+            await agent.say(exited(second, ExitKind.SIGNAL))
+            started = await agent.hear(StartWorker)
+            assert started.spec.entry.payload == b"p" * 1_500_000
+            unasked = [m for m in agent.heard if isinstance(m, (Announce, LeaveGroup, StopWorker))]
+            assert all(
+                isinstance(m, Announce) and m.assignment.worker_id == first.worker_id
+                for m in unasked
+            )
+
+
+async def test_sigterm_ends_in_order(tmp_path: Path) -> None:
+    with Coordinator(tmp_path) as coordinator:
+        async with ScriptedAgent(coordinator.address, node()) as agent:
+            await agent.join()
+            assert await anyio.to_thread.run_sync(coordinator.kill, signal.SIGTERM) == 0
+            assert (await agent.end())[0] == "OK"
+
+
+def test_a_tethered_coordinator_ends_with_the_pipe(tmp_path: Path) -> None:
+    theirs, ours = os.pipe()
+    ready = tmp_path / "ready"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "elastic.coord.cli", "serve", "--listen", "127.0.0.1:0"),
+            *("--store", "memory:", "--ready-file", str(ready), "--tether-fd", str(theirs)),
+        ],
+        cwd=ROOT,
+        pass_fds=(theirs,),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    os.close(theirs)
+    assert process.stdout is not None
+    with process.stdout:
+        line = process.stdout.readline()
+        assert line.startswith("elastic-coord ready address=127.0.0.1:")
+        assert line == ready.read_text()
+        os.close(ours)
+        assert process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.etcd
+async def test_a_standby_waits_and_takes_over_when_the_leader_is_killed(tmp_path: Path) -> None:
+    etcd_server = pytest.importorskip("tests.etcd_server")
+    if etcd_server.find_etcd() is None:
+        pytest.skip("no etcd server here")
+    with (
+        etcd_server.EtcdServer() as etcd,
+        Coordinator(tmp_path / "a", store=etcd.url()) as leader,
+    ):
+        standby = Coordinator(tmp_path / "b", store=etcd.url())
+        standby.start()
+        try:
+            await follow_the_leader(leader, standby)
+        finally:
+            standby.kill()
+
+
+async def follow_the_leader(leader: Coordinator, standby: Coordinator) -> None:
+    async with ScriptedAgent(leader.address, node("n1")) as agent, User(leader.address) as user:
+        await agent.join()
+        job_id = await user.submit(spec("handover", payload=b"kept"))
+        report = await agent.train()
+        job = await user.wait_job(job_id, is_phase(JobPhase.RUNNING))
+        standby.wait_logged("standby leader=")
+        assert leader.address in standby.log()
+        leader.kill()
+    killed_at = time.monotonic()
+    await anyio.to_thread.run_sync(standby.wait_ready)
+    assert time.monotonic() - killed_at < 8.0
+    async with ScriptedAgent(standby.address, node("n1")) as agent, User(standby.address) as user:
+        await agent.join(replace(report, generation=job.record.generation))
+        adopted = await user.wait_job(job_id, lambda j: len(j.workers) == 1)
+        assert adopted.record.phase is JobPhase.RUNNING
+        assert adopted.record.generation == job.record.generation
+
+
+@pytest.mark.etcd
+async def test_a_store_that_is_away_longer_than_the_lease_only_delays(tmp_path: Path) -> None:
+    etcd_server = pytest.importorskip("tests.etcd_server")
+    if etcd_server.find_etcd() is None:
+        pytest.skip("no etcd server here")
+    with (
+        etcd_server.EtcdServer() as etcd,
+        Coordinator(tmp_path / "c", store=etcd.url()) as coordinator,
+    ):
+        address = coordinator.address
+        async with ScriptedAgent(address, node()) as agent, User(address) as user:
+            await agent.join()
+            first = await user.submit(spec("first"))
+            etcd.member.freeze()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(user.submit, spec("second"))
+                shown = await user.wait_job(
+                    first, lambda job: "for the store since 4" in job.reason
+                )
+                assert shown.reason.startswith("waiting for the store since 4 s; then: ")
+                etcd.member.thaw()
+            assert await user.list(include_ended=False) == ["first", "second"]
+            await agent.train()
+        assert "leadership_regained" in coordinator.log()
+        assert coordinator.kill(signal.SIGTERM) == 0

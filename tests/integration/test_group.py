@@ -1,0 +1,294 @@
+"""Groups of real processes: broken in every way that we know of, freed, and formed again."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import pytest
+
+from tests.workers.members import Crew, MemberProcess, abort_all, all_ask, stop
+
+FREED_MS_MAX = 50.0
+CREW = Crew()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _crew_goes_home() -> Iterator[None]:
+    yield
+    CREW.end()
+
+
+def formed(members: list[MemberProcess], **fields: object) -> None:
+    """Form a group, and see that it sums rightly."""
+    answers = CREW.form(members, **fields)
+    assert not any(one.error for one in answers), [one.error for one in answers]
+    right = len(members) * (len(members) + 1) / 2
+    assert all_ask(members, "all_reduce") == [right] * len(members)
+
+
+def wait_until(condition: Callable[[], bool], patience_s: float = 20.0) -> None:
+    end = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that in time"
+        time.sleep(0.002)
+
+
+def blocked_in(members: list[MemberProcess], call: str, **arguments: object) -> list[int]:
+    """Send members into a call that only a peer can end; the last of the crew stays out."""
+    orders = [one.tell(call, **arguments) for one in members]
+    # They answer on their control threads, so the main threads had their turn.
+    all_ask(members, "hung_up")
+    return orders
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "wait_work", "wait_barrier"])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_members_blocked_beside_a_lost_one_are_freed_and_go_on_in_the_same_processes(
+    call: str, how: str
+) -> None:
+    members = CREW.take(4)
+    formed(members)
+    survivors, lost = members[:3], members[3]
+    pids = [one["pid"] for one in all_ask(survivors, "state")]
+    orders = blocked_in(survivors, call)
+    if how == "killed":
+        lost.signal(signal.SIGKILL)
+        # gloo itself tells the ring neighbours only; the others would wait for their timeout.
+        wait_until(lambda: all(all_ask(survivors, "hung_up")))
+    else:
+        stop(lost)
+        assert all_ask(survivors, "hung_up") == [False] * 3
+    freed = abort_all(survivors, orders)
+    assert max(freed) < FREED_MS_MAX, f"ms from abort to the main thread: {freed}"
+    formed(survivors)
+    assert [one["pid"] for one in all_ask(survivors, "state")] == pids
+    CREW.retire(lost)
+
+
+def test_a_member_that_waits_in_ddp_backward_is_freed_and_trains_on_in_the_next_group() -> None:
+    members = CREW.take(3)
+    formed(members)
+    before = all_ask(members, "backward", steps=2)
+    assert len(set(before)) == 1
+    orders = blocked_in(members[:2], "backward", steps=10**6)
+    stop(members[2])
+    assert max(abort_all(members[:2], orders)) < FREED_MS_MAX
+    formed(members[:2])
+    after = all_ask(members[:2], "backward", steps=2)
+    assert len(set(after)) == 1
+    CREW.retire(members[2])
+
+
+def test_a_wait_in_the_groups_store_is_freed() -> None:
+    members = CREW.take(2)
+    formed(members)
+    orders = blocked_in(members, "wait_store")
+    assert max(abort_all(members, orders)) < FREED_MS_MAX
+    formed(members)
+
+
+def test_a_main_thread_that_computes_does_not_slow_the_abort_of_its_group() -> None:
+    members = CREW.take(4)
+    formed(members)
+    computing = members[0].tell("compute", seconds=2.0)
+    orders = blocked_in(members[1:], "wait_work")
+    aborted = members[0].answer(members[0].tell("abort"))
+    assert not members[0].is_done(computing)
+    assert aborted.ms < FREED_MS_MAX
+    assert max(abort_all(members[1:], orders)) < FREED_MS_MAX
+    assert not members[0].answer(computing).error
+    formed(members)
+
+
+@pytest.mark.parametrize("leader", ["absent", "silent"])
+def test_forming_is_freed_by_abort_when_the_leader_never_answers(leader: str) -> None:
+    (member,) = CREW.take(1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        if leader == "absent":
+            listener.close()
+        order = member.tell(
+            "form",
+            generation=CREW.next_generation(),
+            rank=1,
+            world_size=2,
+            leader_address=address,
+        )
+        wait_until(lambda: bool(member.ask("is_forming")))
+        assert not member.is_done(order)
+        aborted = member.answer(member.tell("abort"))
+        out = member.answer(order)
+    assert out.error.startswith("GroupError: rank 1 of 2, generation")
+    assert "aborted by order" in out.error
+    assert address in out.error
+    assert (out.ended - aborted.began) * 1e3 < FREED_MS_MAX
+    formed([member])
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "missing"])
+def test_forming_is_freed_by_abort_when_a_member_never_comes(how: str) -> None:
+    members = CREW.take(4)
+    formed(members)
+    lost = members[3]
+    if how == "killed":
+        CREW.retire(lost)
+    elif how == "stopped":
+        stop(lost)
+    generation = CREW.next_generation()
+    leader = members[0].ask("address")
+    place = {"generation": generation, "world_size": 4, "leader_address": leader}
+    orders = [one.tell("form", rank=rank, **place) for rank, one in enumerate(members[:3])]
+    wait_until(lambda: all(all_ask(members[:3], "is_forming")))
+    assert not any(one.is_done(order) for one, order in zip(members, orders, strict=False))
+    assert max(abort_all(members[:3], orders)) < FREED_MS_MAX
+    formed(members[:3])
+    if how == "stopped":
+        CREW.retire(lost)
+
+
+def test_a_group_that_does_not_form_in_time_says_who_which_and_with_whom() -> None:
+    (member,) = CREW.take(1)
+    address = member.ask("address")
+    order = member.tell(
+        "form",
+        generation=CREW.next_generation(),
+        rank=0,
+        world_size=2,
+        leader_address=address,
+        form_timeout_s=0.3,
+    )
+    out = member.answer(order)
+    assert out.error.startswith("GroupError: rank 0 of 2, generation")
+    assert address in out.error
+    assert member.ask("state")["initialized"] is False
+    formed([member])
+
+
+def test_a_generation_that_was_aborted_before_it_formed_does_not_form() -> None:
+    members = CREW.take(2)
+    generation = CREW.next_generation()
+    all_ask(members, "abort", generation=generation)
+    place = {"generation": generation, "leader_address": members[0].ask("address")}
+    out = members[0].answer(members[0].tell("form", rank=0, world_size=1, **place))
+    assert "aborted before it began" in out.error
+    formed(members)
+
+
+def test_an_abort_of_an_older_generation_leaves_the_present_one_alone() -> None:
+    members = CREW.take(2)
+    old = CREW.next_generation()
+    formed(members)
+    all_ask(members, "abort", generation=old)
+    assert all_ask(members, "all_reduce") == [3.0, 3.0]
+
+
+def test_abort_again_and_abort_of_nothing_do_no_harm() -> None:
+    members = CREW.take(2)
+    all_ask(members, "abort")
+    formed(members)
+    for _ in range(3):
+        all_ask(members, "abort")
+    assert all_ask(members, "hung_up") == [True, True]
+    formed(members)
+
+
+def test_newcomers_and_survivors_make_subgroups_together() -> None:
+    members = CREW.take(4)
+    survivors = members[:2]
+    for _ in range(3):
+        formed(survivors)
+        assert all_ask(survivors, "new_group", ranks=[0, 1]) == [1.0, 1.0]
+        assert all_ask(survivors, "mesh") == [2, 2]
+    # The other two are in their first group, or in their first for long.
+    formed(members)
+    counts = {one["group_count"] for one in all_ask(members, "state")}
+    assert len(counts) == 1
+    assert all_ask(members, "new_group", ranks=[1, 3]) == [0.0, 4.0, 2.0, 4.0]
+    assert all_ask(members, "mesh") == [4] * 4
+
+
+def test_subgroups_are_aborted_with_their_group() -> None:
+    members = CREW.take(3)
+    formed(members)
+    all_ask(members, "new_group", ranks=[0, 1, 2])
+    orders = blocked_in(members[:2], "subgroup_reduce")
+    stop(members[2])
+    assert max(abort_all(members[:2], orders)) < FREED_MS_MAX
+    CREW.retire(members[2])
+
+
+def test_a_subgroup_that_user_code_destroys_is_not_taken_for_a_lost_member() -> None:
+    members = CREW.take(2)
+    formed(members)
+    all_ask(members, "new_group", ranks=[0, 1])
+    all_ask(members, "destroy_subgroup")
+    all_ask(members, "state")
+    assert all_ask(members, "hung_up") == [False, False]
+    assert all_ask(members, "all_reduce") == [3.0, 3.0]
+
+
+def test_a_script_written_for_torchrun_gets_the_group_that_stands() -> None:
+    members = CREW.take(2)
+    formed(members)
+    assert all_ask(members, "script", backend="gloo") == [[2.0, 2.0, True, 2]] * 2
+    assert all_ask(members, "script", backend="nccl") == [[2.0, 2.0, True, 2]] * 2
+    wrong = members[0].answer(members[0].tell("wrong_script"))
+    assert wrong.error.startswith("UsageError: init_process_group(world_size=99)")
+
+
+def test_an_interrupted_member_leaves_its_collective_for_the_reason_given() -> None:
+    members = CREW.take(2)
+    formed(members)
+    generation = CREW.next_generation() - 1
+    order = members[0].tell("train_until_changed", generation=generation)
+    members[0].ask("interrupt", generation=generation)
+    members[0].ask("abort")
+    assert members[0].answer(order).value == "told to"
+
+
+def test_a_hundred_groups_leave_nothing_behind() -> None:
+    members = CREW.take(3)
+    formed(members)
+    before: list[dict[str, int]] = []
+    took = []
+    for number in range(100):
+        answers = CREW.form(members)
+        assert not any(one.error for one in answers), [one.error for one in answers]
+        took.append(max(one.ms for one in answers))
+        all_ask(members, "new_group", ranks=[0, 2])
+        if number % 2:
+            all_ask(members, "abort")
+        if number == 10:
+            before = all_ask(members, "state")
+    assert median(took) < 100, f"ms to form: {sorted(took)}"
+
+    def is_bounded() -> bool:
+        now = all_ask(members, "state")
+        return all(
+            after[what] <= earlier[what] + 10
+            for earlier, after in zip(before, now, strict=True)
+            for what in ("descriptors", "threads")
+        )
+
+    # The old groups are taken apart behind our back.
+    wait_until(is_bounded)
+    assert all(one["hook"] for one in all_ask(members, "state"))
+
+
+def test_leaders_that_never_answer_leave_nothing_behind() -> None:
+    (member,) = CREW.take(1)
+    before = member.ask("state")
+    member.ask("fail_to_connect", count=30)
+
+    def is_bounded() -> bool:
+        now = member.ask("state")
+        return bool(
+            now["descriptors"] <= before["descriptors"] + 5
+            and now["threads"] <= before["threads"] + 5
+        )
+
+    wait_until(is_bounded)

@@ -1,0 +1,338 @@
+"""Real worker processes, and a test that plays their agent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.core.messages import Assign, LeaveGroup, Ping, Pong, ReportAck, Stop
+from elastic.core.world import Entry, EntryKind, WorkerPhase
+from elastic.errors import StorageError
+from elastic.worker import entry as worker_entry
+from elastic.worker.context import WorkerContext, current
+from tests.integration.played_agent import DEADLINE_S, PlayedAgent, announce
+
+# Workers get these functions as they are here; they cannot import a test module.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+READY, FORMING, TRAINING = WorkerPhase.READY, WorkerPhase.FORMING, WorkerPhase.TRAINING
+BROKEN, FINISHED = WorkerPhase.BROKEN, WorkerPhase.FINISHED
+GRACE_NS = 5_000_000_000
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[PlayedAgent]:
+    with PlayedAgent(tmp_path / "logs") as played:
+        yield played
+
+
+def function(train: Callable[..., Any], **config: Any) -> Entry:
+    return Entry(EntryKind.FUNCTION, train.__name__, payload=worker_entry.pack(train, config, {}))
+
+
+# ---------------------------------------------------------------- train functions
+
+
+def here() -> WorkerContext:
+    context = current()
+    assert context is not None
+    return context
+
+
+def one_step(end_file: str) -> bool:
+    """Reduce over the group; return whether some member has seen the file that ends the run."""
+    # One step takes a few milliseconds, so that the machine is not all ours.
+    threading.Event().wait(0.003)
+    both = torch.tensor([1.0, float(os.path.exists(end_file))])
+    dist.all_reduce(both)
+    assert int(both[0]) == here().world_size
+    here().note_step()
+    return bool(both[1])
+
+
+def train_in_step(config: dict[str, Any]) -> dict[str, int]:
+    while not one_step(config["end_file"]):
+        pass
+    return {"world_size": here().world_size, "generation": here().generation}
+
+
+def train_swallowing(config: dict[str, Any]) -> str:
+    """What tutorials do: log the error of a batch, and take the next one."""
+    while True:
+        try:
+            if one_step(config["end_file"]):
+                return "through"
+        except Exception:
+            continue
+
+
+def train_and_raise(config: dict[str, Any]) -> None:
+    here().report('{"step": 6}')
+    raise ValueError("bad sample at step 7")
+
+
+def train_and_exit(config: dict[str, Any]) -> None:
+    sys.exit(config["codes"][here().generation - 1])
+
+
+def train_with_checkpoints(config: dict[str, Any]) -> dict[str, Any]:
+    """Each rank saves a part; the first time rank 1 has nothing to save from."""
+    context = here()
+    begun_with = context.newest_checkpoint
+    if not begun_with:
+        with contextlib.suppress(StorageError):
+            where = Path(config["parts"]) / ("not-there" if context.world_rank == 1 else "empty")
+            context.report('{"try": 1}', str(where))
+            raise AssertionError("a checkpoint without rank 1's part was committed")
+    index = 0
+    while not os.path.exists(config["end_file"]):
+        part = Path(config["parts"]) / f"{context.generation}-{index}-{context.world_rank}"
+        part.mkdir(parents=True)
+        (part / f"part{context.world_rank}").write_text("x")
+        context.report(json.dumps({"index": index}), str(part))
+        index += 1
+    return {"begun_with": begun_with, "left_at": index}
+
+
+# ---------------------------------------------------------------- what happens to groups
+
+
+def test_survivors_train_on_in_the_same_process_until_one_is_left(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    """A leader is killed, a member is stopped, and at last nobody tells the survivor anything."""
+    end_file = tmp_path / "end"
+    workers = agent.workers(4, function(train_in_step, end_file=str(end_file)))
+    announce(workers, 1)
+    wait_all_step(workers, 1)
+    for generation, how in ((2, signal.SIGKILL), (3, signal.SIGSTOP)):
+        os.kill(workers.pop(0).pid, how)
+        began = time.monotonic()
+        announce(workers, generation)
+        wait_all_step(workers, generation)
+        print(f"{how.name}: {(time.monotonic() - began) * 1e3:.0f} ms to the next step of all")
+    survivor, victim = workers
+    victim.process.kill()
+    broken = survivor.wait_phase(BROKEN, 3)
+    assert broken.failure is None
+    announce([survivor], 4)
+    survivor.wait_step(4)
+    survivor.tell(LeaveGroup(survivor.worker_id, 4, False, "suspended"))
+    survivor.wait_phase(READY, 4)
+    end_file.touch()
+    announce([survivor], 5)
+    report = survivor.wait_phase(FINISHED, 5)
+    assert json.loads(report.result) == {"world_size": 1, "generation": 5}
+    assert report.pid == survivor.pid
+    assert survivor.process.poll() is None
+
+
+def wait_all_step(members: list[Played], generation: int) -> None:
+    for one in members:
+        one.wait_step(generation)
+
+
+def test_user_code_that_swallows_errors_leaves_all_the_same(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    end_file = tmp_path / "end"
+    workers = agent.workers(2, function(train_swallowing, end_file=str(end_file)))
+    announce(workers, 1)
+    wait_all_step(workers, 1)
+    workers[0].process.kill()
+    announce(workers[1:], 2)
+    workers[1].wait_step(2)
+    end_file.touch()
+    assert workers[1].wait_phase(FINISHED, 2).result == '"through"'
+
+
+def test_members_leave_together_at_a_report_and_one_failed_part_fails_a_checkpoint(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    end_file, run = tmp_path / "end", tmp_path / "run"
+    (tmp_path / "parts" / "empty").mkdir(parents=True)
+    job = function(train_with_checkpoints, end_file=str(end_file), parts=str(tmp_path / "parts"))
+    workers = agent.workers(2, job, run)
+    announce(workers, 1)
+    first = workers[0].wait_reported(with_checkpoint=True).report
+    assert first.index == 1
+    assert json.loads(first.metrics) == {"index": 0}
+    for one in workers:
+        one.tell(LeaveGroup(one.worker_id, 1, True, "node n9 joins"))
+    # Whatever report it is that they agree on, they wait there for its answer.
+    newest = first
+    while (left := acknowledged(workers[0], newest.index)) is not None:
+        newest = left
+    for one in workers:
+        one.wait_phase(READY, 1)
+    names = sorted(path.parent.name for path in run.glob("checkpoints/*/_COMMITTED"))
+    assert Path(newest.checkpoint).name == names[-1]
+    end_file.touch()
+    announce(workers, 2, newest.checkpoint)
+    for one in workers:
+        result = json.loads(one.wait_phase(FINISHED, 2).result)
+        assert result == {"begun_with": newest.checkpoint, "left_at": 0}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(newest.index + 1))
+
+
+def acknowledged(one: Any, index: int) -> Any:
+    """Acknowledge rank 0's report; return the next one, None if it left instead."""
+    one.tell(ReportAck(one.worker_id, 1, index, True))
+
+    def wanted(message: Any) -> Any:
+        report = getattr(message, "report", None)
+        is_left = getattr(report, "phase", None) is READY
+        return (None,) if is_left else (report,) if getattr(report, "checkpoint", "") else None
+
+    before = one.heard
+    (report,) = one.wait_for(wanted, "a report, or that it left")
+    if report is None:
+        one.heard = before
+    return report
+
+
+# ---------------------------------------------------------------- how user code ends
+
+
+def test_an_exception_of_the_users_is_told_with_its_traceback(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    (worker,) = agent.workers(1, function(train_and_raise), tmp_path / "run")
+    announce([worker], 1)
+    failure = worker.wait_failure().failure
+    assert failure is not None
+    assert (failure.error_type, failure.message) == ("ValueError", "bad sample at step 7")
+    assert failure.position == "report 1"
+    assert "in train_and_raise" in failure.traceback
+    assert "elastic/worker" not in failure.traceback
+    assert worker.wait_exit() == 1
+    assert "bad sample at step 7" in worker.log.read_text()
+
+
+def test_a_script_ends_its_process_with_its_code_but_with_0_it_has_finished(
+    agent: PlayedAgent,
+) -> None:
+    (worker,) = agent.workers(1, function(train_and_exit, codes=[0, 3]))
+    announce([worker], 1)
+    assert worker.wait_phase(FINISHED, 1).result == "null"
+    announce([worker], 2)
+    failure = worker.wait_failure().failure
+    assert failure is not None
+    assert failure.error_type == "SystemExit"
+    assert worker.wait_exit() == 3
+
+
+TORCHRUN_SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+def main():
+    dist.init_process_group("gloo")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    half = dist.new_group([0])
+    dist.barrier()
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    Path(sys.argv[1], f"{attempt}-{rank}").write_text(str(int(total)))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_script_for_torchrun_runs_unchanged_and_again(agent: PlayedAgent, tmp_path: Path) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(TORCHRUN_SCRIPT)
+    out.mkdir()
+    workers = agent.workers(2, Entry(EntryKind.SCRIPT, str(script), args=(str(out),)))
+    for generation, members in ((1, workers), (2, workers[::-1]), (3, workers[:1])):
+        announce(members, generation)
+        for one in members:
+            one.wait_phase(FINISHED, generation)
+    found = {path.name: path.read_text() for path in out.iterdir()}
+    assert found == {"0-0": "3", "0-1": "3", "1-0": "3", "1-1": "3", "2-0": "1"}
+
+
+FIT_SCRIPT = """
+import sys
+from elastic import train
+from elastic.train.torch import TorchTrainer
+
+def train_func(config):
+    train.report({"lr": config["lr"], "size": train.get_context().get_world_size()})
+
+TorchTrainer(train_func, train_loop_config={"lr": 0.5}).fit()
+"""
+
+
+def test_a_script_with_a_trainer_trains_in_place(agent: PlayedAgent, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FIT_SCRIPT)
+    (worker,) = agent.workers(1, Entry(EntryKind.SCRIPT, str(script)), tmp_path / "run")
+    announce([worker], 1)
+    report = worker.wait_reported().report
+    assert json.loads(report.metrics) == {"lr": 0.5, "size": 1}
+    worker.wait_phase(FINISHED, 1)
+
+
+def test_what_cannot_be_set_up_is_told_before_a_group_forms(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    (spare,) = agent.spares(1)
+    missing = Entry(EntryKind.SCRIPT, str(tmp_path / "nowhere.py"))
+    spare.tell(Assign(spare.worker_id, spec_of(missing), HOST))
+    failure = spare.wait_failure().failure
+    assert failure is not None
+    assert "nowhere.py is not on this node" in failure.message
+    assert spare.wait_exit() == 1
+
+
+# ---------------------------------------------------------------- the end of a process
+
+
+def test_a_worker_stops_on_order_and_by_the_loss_of_its_agent_but_not_by_ctrl_c(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    workers = agent.workers(2, function(train_in_step, end_file=str(tmp_path / "end")))
+    announce(workers, 1)
+    wait_all_step(workers, 1)
+    for one in workers:
+        one.process.send_signal(signal.SIGINT)
+        one.process.send_signal(signal.SIGTERM)
+    for one in workers:
+        one.tell(Ping(7))
+        assert one.wait_for(lambda m: m if isinstance(m, Pong) else None, "Pong").number == 7
+    # It waits in a collective for a member that cannot come.
+    os.kill(workers[1].pid, signal.SIGSTOP)
+    workers[0].tell(Stop("job stopped", GRACE_NS))
+    assert workers[0].wait_exit() == 0
+    os.kill(workers[1].pid, signal.SIGCONT)
+    workers[1].sock.close()
+    assert workers[1].wait_exit() == 70
+
+
+def test_a_spare_ends_with_its_agent(agent: PlayedAgent) -> None:
+    (spare,) = agent.spares(1)
+    assert not psutil.Process(spare.pid).children()
+    spare.sock.close()
+    assert spare.wait_exit() == 70

@@ -1,0 +1,267 @@
+"""The driver: order, barriers, limits, and ends that are told once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from elastic.coord.driver import Driver
+from elastic.coord.journal import Journal
+from elastic.coord.leadership import Leadership
+from elastic.coord.sessions import Session, Sessions
+from elastic.coord.watchers import Watchers
+from elastic.core.events.coordinator import (
+    AgentConnected,
+    AgentDisconnected,
+    AgentSaid,
+    CloseSession,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Persist,
+    Recovered,
+    Reply,
+    SendAgent,
+    StopRequested,
+)
+from elastic.core.events.shared import Note, Tick
+from elastic.core.messages import DrainNotice, ForgetWorker, Hello, Release, Welcome
+from elastic.core.view import ClusterView
+from elastic.core.world import JobId, Node, NodeId, WorkerId
+from elastic.errors import InvariantViolation
+from elastic.runtime.clock import SystemClock
+from elastic.store.memory import memory_store
+from tests.unit.test_coord_journal import Weak, holder, record
+
+pytestmark = pytest.mark.anyio
+DEADLINE_S = 10.0
+NS_PER_S = 1_000_000_000
+
+Script = Callable[[CoordinatorEvent], tuple[CoordinatorEffect, ...]]
+
+
+class ScriptedMachine:
+    """Keeps what happened to it and answers from a script."""
+
+    def __init__(self, script: Script = lambda event: ()) -> None:
+        self.events: list[CoordinatorEvent] = []
+        self.deadline_ns: int | None = None
+        self._script = script
+
+    def step(self, event: CoordinatorEvent, now_ns: int) -> tuple[CoordinatorEffect, ...]:
+        self.events.append(event)
+        return self._script(event)
+
+    def next_deadline_ns(self) -> int | None:
+        return self.deadline_ns
+
+    def view(self, now_ns: int) -> ClusterView:
+        return ClusterView(now_ns, (), ())
+
+
+async def stopped(machine: ScriptedMachine, *, events_max: int = 100) -> tuple[Driver, Weak]:
+    """A driver that may write and does not run yet."""
+    weak = Weak(memory_store())
+    clock = SystemClock()
+    leadership = Leadership(weak, "test", holder("a"), clock, shared=False)  # type: ignore[arg-type]
+    await leadership.acquire(lambda _: None)
+    journal = Journal(weak, "test", leadership)  # type: ignore[arg-type]
+    return Driver(machine, journal, clock, events_max=events_max), weak
+
+
+@asynccontextmanager
+async def running(
+    machine: ScriptedMachine, *, events_max: int = 100
+) -> AsyncIterator[tuple[Driver, Weak]]:
+    driver, weak = await stopped(machine, events_max=events_max)
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(driver.run)
+            await driver.wait_recovered()
+            yield driver, weak
+            tasks.cancel_scope.cancel()
+
+
+async def wait_until(condition: Callable[[], object]) -> None:
+    with anyio.fail_after(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 (nothing tells of it)
+            await anyio.sleep(0.005)
+
+
+def hello(node_id: str = "n1") -> Hello:
+    return Hello(Node(NodeId(node_id), 1, "127.0.0.1", 1))
+
+
+def stop(request_id: str) -> StopRequested:
+    return StopRequested(request_id, JobId("j-1"), "why")
+
+
+async def test_nothing_behind_a_persist_happens_before_it_is_durable() -> None:
+    def script(event: CoordinatorEvent) -> tuple[CoordinatorEffect, ...]:
+        if not isinstance(event, AgentConnected):
+            return ()
+        before = SendAgent(event.session, ForgetWorker(WorkerId("n1/1")))
+        after = SendAgent(event.session, Release("durable"))
+        return (before, Persist((record(),)), after)
+
+    async with running(ScriptedMachine(script)) as (driver, weak):
+        session = driver.sessions.open("peer")
+        weak.fail_before = 7
+        await driver.connect(session, hello())
+        assert await session.next_message() == ForgetWorker(WorkerId("n1/1"))
+        await wait_until(lambda: driver.waits_for_store())
+        assert driver.waits_for_store() == "waiting for the store since 1 s"
+        assert not weak.commits[1:]  # The first one is the leader key.
+        assert await session.next_message() == Release("durable")
+        assert len(weak.commits) == 2
+        assert driver.waits_for_store() == ""
+
+
+async def test_requests_are_answered_in_the_order_of_effects() -> None:
+    def script(event: CoordinatorEvent) -> tuple[CoordinatorEffect, ...]:
+        if isinstance(event, StopRequested):
+            return (Persist((record(),)), Reply(event.request_id, "", event.job_id))
+        return ()
+
+    async with running(ScriptedMachine(script)) as (driver, weak):
+        weak.fail_before = 1
+        assert (await driver.request(stop)).text == "j-1"
+
+
+async def test_a_request_that_is_given_up_leaves_nothing_behind() -> None:
+    machine = ScriptedMachine()
+    async with running(machine) as (driver, _):
+        with anyio.move_on_after(0.05):
+            await driver.request(stop)
+        assert not driver._replies
+        assert isinstance(machine.events[-1], StopRequested)
+
+
+async def test_the_machine_gets_a_tick_when_its_deadline_comes() -> None:
+    machine = ScriptedMachine()
+    async with running(machine) as (driver, _):
+        machine.deadline_ns = SystemClock().monotonic_ns() + NS_PER_S // 20
+        await driver.connect(driver.sessions.open("peer"), hello())
+        await wait_until(lambda: Tick() in machine.events)
+        machine.deadline_ns = None
+
+
+async def test_a_deadline_that_stays_in_the_past_neither_spins_nor_starves() -> None:
+    machine = ScriptedMachine()
+    async with running(machine) as (driver, _):
+        machine.deadline_ns = 0
+        session = driver.sessions.open("peer")
+        began_ns = SystemClock().monotonic_ns()
+        for _ in range(200):
+            await driver.hear(session, DrainNotice("now", 0))
+        said = AgentSaid(session.session_id, DrainNotice("now", 0))
+        await wait_until(lambda: machine.events.count(said) == 200)
+        ticks = machine.events.count(Tick())
+        elapsed_ms = (SystemClock().monotonic_ns() - began_ns) / 1e6
+        assert 1 <= ticks <= 201 + 2 * elapsed_ms
+        machine.deadline_ns = None
+
+
+async def test_the_end_of_a_session_is_told_once_and_after_all_that_was_said() -> None:
+    machine = ScriptedMachine()
+    async with running(machine) as (driver, _):
+        session = driver.sessions.open("peer")
+        await driver.connect(session, hello())
+        await driver.hear(session, DrainNotice("bye", 0))
+        for reason in ("first", "second", "third"):
+            driver.disconnect(session, reason)
+        other = driver.sessions.open("peer")
+        await driver.connect(other, hello())
+        await wait_until(lambda: machine.events[-1] == AgentConnected(other.session_id, hello()))
+        number = session.session_id
+        assert machine.events == [
+            Recovered(()),
+            AgentConnected(number, hello()),
+            AgentSaid(number, DrainNotice("bye", 0)),
+            AgentDisconnected(number, "first"),
+            AgentConnected(other.session_id, hello()),
+        ]
+
+
+async def test_agents_wait_when_the_machine_is_behind_but_ends_do_not() -> None:
+    machine = ScriptedMachine(
+        lambda event: (Persist((record(),)),) if isinstance(event, AgentConnected) else ()
+    )
+    async with running(machine, events_max=2) as (driver, weak):
+        weak.fail_before = 1_000
+        session = driver.sessions.open("peer")
+        await driver.connect(session, hello())
+        await wait_until(lambda: weak.fail_before < 1_000)
+        with anyio.move_on_after(0.05) as waiting:
+            for _ in range(3):
+                await driver.hear(session, DrainNotice("now", 0))
+        assert waiting.cancelled_caught
+        driver.disconnect(session, "gone")
+        weak.fail_before = 0
+        gone = AgentDisconnected(session.session_id, "gone")
+        await wait_until(lambda: gone in machine.events)
+        assert sum(isinstance(event, AgentSaid) for event in machine.events) == 2
+
+
+async def test_a_welcome_makes_the_session_the_node_s_own_and_a_close_ends_it() -> None:
+    def script(event: CoordinatorEvent) -> tuple[CoordinatorEffect, ...]:
+        if isinstance(event, AgentConnected):
+            return (SendAgent(event.session, Welcome("c")), CloseSession(event.session, "enough"))
+        return ()
+
+    async with running(ScriptedMachine(script)) as (driver, _):
+        session = driver.sessions.open("peer")
+        await driver.connect(session, hello("n7"))
+        assert await session.next_message() == Welcome("c")
+        assert await session.next_message() is None
+        assert session.reason == "enough"
+        assert driver.sessions.of_node(NodeId("n7")) is session
+        driver.disconnect(session, "gone")
+        assert driver.sessions.of_node(NodeId("n7")) is None
+
+
+async def test_a_bug_of_the_machine_ends_the_driver() -> None:
+    def script(event: CoordinatorEvent) -> tuple[CoordinatorEffect, ...]:
+        raise InvariantViolation("a bug", ["what led here"])
+
+    driver, _ = await stopped(ScriptedMachine(script))
+    with pytest.raises(InvariantViolation, match="what led here"):
+        await driver.run()
+
+
+# ------------------------------------------------------------------------------ sessions, watchers
+
+
+async def test_an_agent_that_does_not_read_is_cut_off() -> None:
+    session = Sessions(limit=3).open("peer")
+    for number in range(5):
+        session.send(ForgetWorker(WorkerId(f"n1/{number}")))
+    with anyio.fail_after(DEADLINE_S):
+        await session.wait_cut()
+        assert await session.next_message() is None
+    assert "does not read" in session.reason
+
+
+async def test_what_was_sent_before_a_close_still_goes_out() -> None:
+    session = Session(Sessions().open("peer").session_id, "peer")
+    session.send(Release("last"))
+    session.close("over")
+    session.send(Release("too late"))
+    assert await session.next_message() == Release("last")
+    assert await session.next_message() is None
+
+
+async def test_a_slow_watcher_loses_the_oldest_notes_and_is_told_how_many() -> None:
+    watchers = Watchers(SystemClock())
+    with watchers.subscribe(JobId("j-1")) as watcher:
+        for number in range(1_010):
+            watchers.tell(Note("step", "j-1", (("number", str(number)),)))
+        watchers.tell(Note("other", "j-2"))
+        notes = [timed.note for timed in watcher.take()]
+    assert notes[0] == Note("notes_dropped", "j-1", (("number", "10"),))
+    assert notes[1].fields == (("number", "10"),)
+    assert len(notes) == 1_001
+    watchers.tell(Note("step", "j-1"))
+    assert not watcher.take()

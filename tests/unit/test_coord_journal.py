@@ -1,0 +1,350 @@
+"""The journal and leadership on a store in memory: what is written is there, once and by one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import anyio
+import pytest
+
+from elastic.coord.journal import PIECE_BYTES, Journal
+from elastic.coord.leadership import Holder, Leadership
+from elastic.core.config import JobSpec
+from elastic.core.events.coordinator import JobRecord
+from elastic.core.world import CheckpointRecord, Entry, EntryKind, JobId, JobPhase
+from elastic.errors import CorruptRecord, Fenced, InvariantViolation, StoreUnavailable
+from elastic.runtime.clock import SystemClock
+from elastic.store.interface import CommitResult, Compare, Delete, Lease, Put, Snapshot, Write
+from elastic.store.local import LocalStore
+from elastic.store.memory import memory_store
+
+pytestmark = pytest.mark.anyio
+PREFIX = "test"
+TTL_S = 0.3
+DEADLINE_S = 10.0
+
+
+class Weak:
+    """A store in memory that can fail: before a commit takes effect, or after."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self.store = store
+        self.fail_before = 0
+        self.fail_after = 0
+        self.commits: list[tuple[Write, ...]] = []
+
+    async def read(self, prefix: str) -> Snapshot:
+        return await self.store.read(prefix)
+
+    async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
+        if self.fail_before:
+            self.fail_before -= 1
+            raise StoreUnavailable("no answer")
+        result = await self.store.commit(compares, writes)
+        self.commits.append(tuple(writes))
+        if self.fail_after:
+            self.fail_after -= 1
+            raise StoreUnavailable("the answer was lost")
+        return result
+
+    async def grant_lease(self, ttl_s: float) -> Lease:
+        return await self.store.grant_lease(ttl_s)
+
+    async def renew_lease(self, lease_id: int) -> bool:
+        return await self.store.renew_lease(lease_id)
+
+    async def revoke_lease(self, lease_id: int) -> None:
+        await self.store.revoke_lease(lease_id)
+
+    def watch(self, prefix: str, from_revision: int) -> object:
+        return self.store.watch(prefix, from_revision)
+
+    async def compact(self, revision: int) -> None:
+        await self.store.compact(revision)
+
+    async def close(self) -> None:
+        await self.store.close()
+
+
+def holder(name: str) -> Holder:
+    return Holder(name, f"{name}:7070", 1, name)
+
+
+async def office(store: object, name: str = "a", *, shared: bool = False) -> Journal:
+    """A journal whose coordinator leads."""
+    leadership = Leadership(store, PREFIX, holder(name), SystemClock(), shared=shared)  # type: ignore[arg-type]
+    with anyio.fail_after(DEADLINE_S):
+        await leadership.acquire(lambda _: None)
+    return Journal(store, PREFIX, leadership)  # type: ignore[arg-type]
+
+
+def record(job_id: str = "j-1", payload: bytes = b"", **changes: object) -> JobRecord:
+    entry = Entry(EntryKind.FUNCTION, "train", payload=payload)
+    spec = JobSpec(job_id=JobId(job_id), name=job_id, entry=entry, min_workers=1, max_workers=2)
+    return replace(JobRecord(spec, JobPhase.PENDING), **changes)  # type: ignore[arg-type]
+
+
+def checkpoints(number: int) -> tuple[CheckpointRecord, ...]:
+    # Of text that does not compress away, and no record is like another.
+    return tuple(
+        CheckpointRecord(
+            f"/runs/{index}", 1, index, hashlib.sha256(str(index).encode()).hexdigest()
+        )
+        for index in range(number)
+    )
+
+
+async def test_what_one_life_writes_the_next_one_loads_in_order_of_submission() -> None:
+    store = memory_store()
+    first = await office(store)
+    late, early = record("j-a", sequence=2), record("j-b", sequence=1, reason="waiting: nobody")
+    await first.write([late])
+    await first.write([early])
+    await first.write([replace(late, generation=3, phase=JobPhase.RUNNING)])
+    second = await office(store, "b")
+    assert await second.load() == (early, replace(late, generation=3, phase=JobPhase.RUNNING))
+
+
+@pytest.mark.parametrize("size", [1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
+async def test_a_large_payload_comes_back_and_is_written_once(size: int) -> None:
+    weak = Weak(memory_store())
+    journal = await office(weak)
+    payload = bytes(range(256)) * (size // 256 + 1)
+    job = record(payload=payload[:size])
+    await journal.write([job])
+    weak.commits.clear()
+    await journal.write([replace(job, generation=1)])
+    written = [put for writes in weak.commits for put in writes if isinstance(put, Put)]
+    assert sum(len(put.value) for put in written) < 1000
+    assert await (await office(weak, "b")).load() == (replace(job, generation=1),)
+
+
+async def test_a_record_too_large_for_one_transaction_is_split_and_old_parts_go() -> None:
+    store = memory_store()
+    journal = await office(store)
+    jobs = [replace(record(), checkpoints=checkpoints(number)) for number in (9_000, 12_000, 3)]
+    for job in jobs:
+        await journal.write([job])
+        assert await (await office(store, "b")).load() == (job,)
+        journal = await office(store, "a")
+        await journal.load()
+    assert not (await store.read(f"{PREFIX}/pieces/")).entries
+
+
+async def test_several_large_records_are_written_together() -> None:
+    store = memory_store()
+    journal = await office(store)
+    jobs = tuple(
+        replace(record(f"j-{n}"), checkpoints=checkpoints(6_000), sequence=n) for n in range(5)
+    )
+    await journal.write(jobs)
+    assert await (await office(store, "b")).load() == jobs
+
+
+async def test_a_coordinator_whose_leadership_was_taken_over_writes_nothing_more() -> None:
+    store = memory_store()
+    old = await office(store, "old")
+    await old.write([record()])
+    new = await office(store, "new")
+    await new.load()
+    for attempt in (
+        old.write([record(generation=7)]),
+        old.write([record("j-2", payload=b"x")]),
+        old.forget([JobId("j-1")]),
+    ):
+        with pytest.raises(Fenced, match="new at new:7070"):
+            await attempt
+    assert await new.load() == (record(),)
+
+
+async def test_a_record_that_somebody_else_changed_is_not_overwritten() -> None:
+    store = memory_store()
+    journal = await office(store)
+    await journal.write([record()])
+    key = f"{PREFIX}/jobs/j-1"
+    entry = (await store.read(key)).entries[0]
+    await store.commit([Compare(key, entry.mod_revision)], [Put(key, b"other")])
+    with pytest.raises(Fenced, match="changed by somebody who does not lead"):
+        await journal.write([record(generation=1)])
+
+
+async def test_a_write_whose_answer_was_lost_can_be_repeated() -> None:
+    weak = Weak(memory_store())
+    journal = await office(weak)
+    for generation in range(1, 4):
+        weak.fail_after = 1
+        with pytest.raises(StoreUnavailable):
+            await journal.write([record(generation=generation)])
+        await journal.write([record(generation=generation)])
+    assert await (await office(weak, "b")).load() == (record(generation=3),)
+
+
+async def test_a_payload_whose_write_failed_half_way_can_be_repeated() -> None:
+    weak = Weak(memory_store())
+    journal = await office(weak)
+    job = record(payload=b"z" * (2 * PIECE_BYTES))
+    weak.fail_after = 1
+    with pytest.raises(StoreUnavailable):
+        await journal.write([job])
+    await journal.write([job])
+    assert await (await office(weak, "b")).load() == (job,)
+
+
+async def test_forgotten_jobs_leave_nothing_behind_even_if_the_store_was_away() -> None:
+    weak = Weak(memory_store())
+    journal = await office(weak)
+    await journal.write([record(payload=b"z" * (2 * PIECE_BYTES)), record("j-2")])
+    weak.fail_before = 1
+    await journal.forget([JobId("j-1")])
+    assert len((await weak.read(f"{PREFIX}/jobs/")).entries) == 2
+    await journal.forget([JobId("j-2")])
+    assert not (await weak.read(f"{PREFIX}/jobs/")).entries
+    assert not (await weak.read(f"{PREFIX}/pieces/")).entries
+
+
+async def test_parts_without_a_record_are_removed_by_the_next_life() -> None:
+    weak = Weak(memory_store())
+    journal = await office(weak)
+    # The payload is written, the record is not: as after a kill between the two.
+    weak.fail_after = 1
+    with pytest.raises(StoreUnavailable):
+        await journal.write([record(payload=b"z")])
+    second = await office(weak, "b")
+    assert await second.load() == ()
+    await second.forget()
+    assert not (await weak.read(f"{PREFIX}/pieces/")).entries
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("jobs/j-1", b"\xff\xff", "test/jobs/j-1"),
+        ("jobs/j-1", b"", "test/jobs/j-1"),
+        ("jobs/j-1", b"pieces:abc", "0 of 1 pieces"),
+        ("pieces/j-1", b"x", "no piece"),
+    ],
+)
+async def test_a_record_that_cannot_be_read_is_refused_by_its_key(
+    key: str, value: bytes, says: str
+) -> None:
+    store = memory_store()
+    journal = await office(store)
+    await store.commit([Compare(f"{PREFIX}/{key}", 0)], [Put(f"{PREFIX}/{key}", value)])
+    with pytest.raises(CorruptRecord, match=says):
+        await journal.load()
+
+
+async def test_a_payload_with_a_missing_part_is_refused() -> None:
+    store = memory_store()
+    journal = await office(store)
+    await journal.write([record(payload=b"z" * (3 * PIECE_BYTES))])
+    lost = (await store.read(f"{PREFIX}/pieces/")).entries[1]
+    await store.commit([Compare(lost.key, lost.mod_revision)], [Delete(lost.key)])
+    with pytest.raises(CorruptRecord, match="2 of 3 pieces"):
+        await journal.load()
+
+
+async def test_an_embedded_store_does_not_keep_its_history_for_ever() -> None:
+    store = memory_store()
+    leadership = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=False)
+    await leadership.acquire(lambda _: None)
+    journal = Journal(store, PREFIX, leadership, compacts=True)
+    for generation in range(2_000):
+        await journal.write([record(generation=generation)])
+    engine = store._engine
+    assert len(engine._history) < 1_200  # type: ignore[attr-defined]
+
+
+async def test_nobody_writes_before_it_leads() -> None:
+    store = memory_store()
+    leadership = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=False)
+    with pytest.raises(InvariantViolation, match="does not lead"):
+        await Journal(store, PREFIX, leadership).write([record()])
+
+
+# ------------------------------------------------------------------------------ leadership
+
+
+async def test_a_standby_says_for_whom_it_waits_and_leads_once_that_one_resigned() -> None:
+    store = memory_store()
+    clock = SystemClock()
+    first = Leadership(store, PREFIX, holder("a"), clock, shared=True, ttl_s=TTL_S)
+    second = Leadership(store, PREFIX, holder("b"), clock, shared=True, ttl_s=TTL_S)
+    await first.acquire(lambda _: None)
+    said: list[str] = []
+    told = anyio.Event()
+
+    def tell(text: str) -> None:
+        said.append(text)
+        told.set()
+
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(second.acquire, tell)
+            await told.wait()
+            assert second.term == 0
+            await first.resign()
+    assert said == ["this coordinator is a standby: a at a:7070 (pid 1) leads"]
+    assert (first.term, second.term) == (1, 2)
+
+
+async def test_a_leader_that_stops_renewing_is_replaced_and_learns_of_it() -> None:
+    store = memory_store()
+    clock = SystemClock()
+    first = Leadership(store, PREFIX, holder("a"), clock, shared=True, ttl_s=TTL_S)
+    second = Leadership(store, PREFIX, holder("b"), clock, shared=True, ttl_s=TTL_S)
+    with anyio.fail_after(DEADLINE_S):
+        await first.acquire(lambda _: None)
+        await second.acquire(lambda _: None)
+        with pytest.raises(Fenced, match="b at b:7070"):
+            await first.keep()
+    with pytest.raises(Fenced):
+        await Journal(store, PREFIX, first).write([record()])
+    await Journal(store, PREFIX, second).write([record()])
+
+
+async def test_a_lease_that_ended_while_the_store_was_away_is_taken_again() -> None:
+    store = memory_store()
+    leader = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=True, ttl_s=TTL_S)
+    await leader.acquire(lambda _: None)
+    lease = (await store.read(f"{PREFIX}/leader")).entries[0].lease
+    await store.revoke_lease(lease)
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(leader.keep)
+            await wait_term(leader, 2)
+            await Journal(store, PREFIX, leader).write([record()])
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_write_after_the_lease_ended_takes_it_again_or_is_refused() -> None:
+    store = memory_store()
+    leader = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=True, ttl_s=TTL_S)
+    await leader.acquire(lambda _: None)
+    journal = Journal(store, PREFIX, leader)
+    await leader.resign()
+    await journal.write([record()])
+    assert leader.term == 2
+    await leader.resign()
+    other = await office(store, "b", shared=True)
+    with pytest.raises(Fenced, match="b at b:7070"):
+        await journal.write([record(generation=1)])
+    await other._leadership.resign()
+    with pytest.raises(Fenced, match="another one has led since"):
+        await journal.write([record(generation=1)])
+
+
+async def wait_term(leadership: Leadership, term: int) -> None:
+    while leadership.term < term:  # noqa: ASYNC110 (nothing tells of it)
+        await anyio.sleep(0.01)
+
+
+async def test_a_claim_whose_answer_was_lost_counts() -> None:
+    weak = Weak(memory_store())
+    weak.fail_after = 1
+    leader = Leadership(weak, PREFIX, holder("a"), SystemClock(), shared=True, ttl_s=TTL_S)  # type: ignore[arg-type]
+    with anyio.fail_after(2.0):
+        await leader.acquire(lambda _: None)
+    await Journal(weak, PREFIX, leader).write([record()])  # type: ignore[arg-type]

@@ -1,0 +1,182 @@
+"""What an agent says its machine has: names, visibility, amounts, and every refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic.agent.devices import (
+    Devices,
+    Gpu,
+    choose_devices,
+    find_devices,
+    memory_gb,
+    node_resources,
+    normalise_name,
+    num_processors,
+    parse_labels,
+    parse_resources,
+    parse_workers,
+    read_nvml,
+    type_of,
+)
+from elastic.core.config import KNOWN_ACCELERATORS
+from elastic.errors import ConfigError
+
+H100S = tuple(Gpu(i, f"GPU-{i}aaa-bbbb", "NVIDIA H100 80GB HBM3") for i in range(4))
+FOUR = Devices(("0", "1", "2", "3"), "H100", "4 found by NVML")
+NONE = Devices(reason="no GPUs: NVML counts none")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200 NVL", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe MIG 1g.10gb", "A100"),
+        ("NVIDIA A10G", "A10G"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX4090"),
+        ("NVIDIA TITAN Xp", "TITANXP"),
+        ("NVIDIA GeForce GTX 1080 Ti", "GTX1080TI"),
+        ("NVIDIA Graphics Device", ""),
+        ("", ""),
+    ],
+)
+def test_product_names_become_accelerator_types(name: str, expected: str) -> None:
+    assert normalise_name(name) == expected
+
+
+def test_every_known_accelerator_is_its_own_type() -> None:
+    assert [normalise_name(f"NVIDIA {name} 80GB") for name in KNOWN_ACCELERATORS] == list(
+        KNOWN_ACCELERATORS
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "entries"),
+    [
+        (None, ("0", "1", "2", "3")),
+        ("0,1,2,3", ("0", "1", "2", "3")),
+        ("2,0", ("2", "0")),
+        (" 1 , 3 ", ("1", "3")),
+        ("GPU-1aaa-bbbb,GPU-3", ("GPU-1aaa-bbbb", "GPU-3")),
+        ("MIG-3aaa", ("MIG-3aaa",)),
+        # CUDA stops at the first entry that names nothing, and so do we.
+        ("1,9,2", ("1",)),
+        ("1,-1,2", ("1",)),
+        ("1,1,2", ("1",)),
+        ("nonsense", ()),
+    ],
+)
+def test_visible_devices_are_kept_as_cuda_reads_them(
+    visible: str | None, entries: tuple[str, ...]
+) -> None:
+    found = choose_devices(H100S, visible)
+    assert found.entries == entries
+    assert found.accelerator_type == ("H100" if entries else "")
+
+
+@pytest.mark.parametrize("visible", ["", " ", "-1", "NoDevFiles", "none"])
+def test_hidden_devices_are_not_looked_for(visible: str) -> None:
+    found = find_devices(visible)
+    assert found.entries == ()
+    assert "hides all GPUs" in found.reason
+
+
+def test_a_mixed_node_has_the_type_of_most_of_its_gpus() -> None:
+    mixed = (Gpu(0, "GPU-0", "Tesla T4"), *H100S[1:3])
+    assert type_of(mixed) == "H100"
+    assert type_of(mixed[:2]) == "T4"
+    assert type_of(()) == ""
+
+
+def test_a_machine_without_a_driver_has_no_gpus_and_says_why() -> None:
+    found = read_nvml()
+    if not isinstance(found, str):
+        pytest.skip("this machine has GPUs")
+    assert found.startswith("no GPUs: ")
+    assert find_devices() == Devices(reason=found)
+
+
+def test_what_is_asked_for_overrides_what_was_found() -> None:
+    found = node_resources(FOUR, {}).as_dict()
+    assert found == {"CPU": num_processors(), "GPU": 4, "memory_gb": memory_gb()}
+    asked = node_resources(FOUR, {"GPU": 2, "CPU": 1.5, "disk": 3}).as_dict()
+    assert asked == {"CPU": 1.5, "GPU": 2, "disk": 3, "memory_gb": memory_gb()}
+    assert "GPU" not in node_resources(NONE, {}).as_dict()
+
+
+def test_more_gpus_than_there_are_cannot_be_offered() -> None:
+    with pytest.raises(ConfigError, match=r"GPU=8: this machine offers 4 \(4 found by NVML\)"):
+        node_resources(FOUR, {"GPU": 8})
+    with pytest.raises(ConfigError, match=r"GPU=1: this machine offers 0 \(no GPUs: NVML"):
+        node_resources(NONE, {"GPU": 1})
+
+
+@pytest.mark.parametrize(
+    ("content", "limit_gb"), [("1073741824\n", 1.0), ("max\n", None), ("", None), (None, None)]
+)
+def test_memory_is_what_the_container_may_use(
+    tmp_path: Path, content: str | None, limit_gb: float | None
+) -> None:
+    file = tmp_path / "memory.max"
+    if content is not None:
+        file.write_text(content)
+    assert memory_gb(file) == (limit_gb or memory_gb(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    ("text", "amounts"),
+    [
+        ("", {}),
+        ("auto", {}),
+        ("GPU=8,CPU=32", {"GPU": 8, "CPU": 32}),
+        (" GPU = 0.5 ,", {"GPU": 0.5}),
+    ],
+)
+def test_resources_are_read(text: str, amounts: dict[str, float]) -> None:
+    assert parse_resources(text) == amounts
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("GPU", "'GPU': expected name=value"),
+        ("=3", "'=3': expected name=value"),
+        ("GPU=many", "GPU=many: expected a number"),
+        ("GPU=-1", "GPU=-1.0: expected a finite number >= 0"),
+        ("GPU=nan", "expected a finite number"),
+        ("GPU=inf", "expected a finite number"),
+        ("GPU=1,GPU=2", "GPU is given twice"),
+    ],
+)
+def test_resources_that_make_no_sense_are_refused(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse_resources(text)
+
+
+def test_labels_are_sorted_pairs() -> None:
+    assert parse_labels("zone=b,disk=ssd,empty=") == (("disk", "ssd"), ("empty", ""), ("zone", "b"))
+    assert parse_labels("") == ()
+    with pytest.raises(ConfigError, match="--labels 'zone': expected"):
+        parse_labels("zone")
+
+
+def test_workers_are_counted_by_gpus_or_given() -> None:
+    assert parse_workers("auto", FOUR) == 4
+    assert parse_workers("auto", NONE) == 1
+    assert parse_workers("3", NONE) == 3
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "", "1.5"])
+def test_a_number_of_workers_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected auto, or a number of at least 1"):
+        parse_workers(text, NONE)

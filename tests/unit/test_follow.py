@@ -1,0 +1,123 @@
+"""Reading a log from near its end, over rotated files, without tearing lines or characters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic.agent.follow import PIECE_BYTES, LogReader, log_files, whole_characters
+
+
+def written(folder: Path, parts: list[bytes]) -> Path:
+    """A log of which `parts` are the files, oldest first."""
+    for old in folder.iterdir():
+        old.unlink()
+    for number, part in enumerate(reversed(parts)):
+        name = "w.log" if number == 0 else f"w.log.{number}"
+        (folder / name).write_bytes(part)
+    return folder / "w.log"
+
+
+def all_of(reader: LogReader) -> list[str]:
+    """Every piece until there is no more."""
+    pieces = []
+    while piece := reader.read(last=True):
+        pieces.append(piece)
+    reader.close()
+    return pieces
+
+
+@settings(
+    max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+@given(
+    parts=st.lists(st.text("ab\n\n", max_size=12).map(str.encode), min_size=1, max_size=4),
+    lines=st.integers(-1, 8),
+)
+def test_the_tail_is_the_last_lines_of_all_files_together(
+    tmp_path: Path, parts: list[bytes], lines: int
+) -> None:
+    found = "".join(all_of(LogReader(written(tmp_path, parts), lines)))
+    whole = b"".join(parts).decode().splitlines(keepends=True)
+    expected = whole if lines < 0 else whole[len(whole) - min(lines, len(whole)) :]
+    assert found == "".join(expected)
+
+
+@pytest.mark.parametrize("lines", [0, 1, 7, 5000, -1])
+def test_a_tail_may_be_longer_than_a_piece(tmp_path: Path, lines: int) -> None:
+    whole = [f"line {number} {'x' * 50}\n" for number in range(5000)]
+    path = written(tmp_path, ["".join(whole).encode()])
+    assert path.stat().st_size > 5 * PIECE_BYTES
+    pieces = all_of(LogReader(path, lines))
+    assert "".join(pieces) == "".join(whole[-lines:] if lines > 0 else whole if lines else [])
+    assert all(piece.endswith("\n") and len(piece) <= 2 * PIECE_BYTES for piece in pieces)
+
+
+@pytest.mark.parametrize("character", ["ä", "→", "🙂"])
+@pytest.mark.parametrize("shift", range(4))
+def test_a_line_without_end_is_sent_in_parts_of_whole_characters(
+    tmp_path: Path, character: str, shift: int
+) -> None:
+    text = "x" * shift + character * PIECE_BYTES
+    pieces = all_of(LogReader(written(tmp_path, [text.encode()]), -1))
+    assert len(pieces) > 1
+    assert "".join(pieces) == text
+
+
+@pytest.mark.parametrize(
+    ("data", "whole"),
+    [(b"abc", 3), (b"a\xc3", 1), (b"a\xc3\xa4", 3), (b"a\xf0\x9f\x99", 1), (b"\x80" * 9, 9)],
+)
+def test_whole_characters_are_counted(data: bytes, whole: int) -> None:
+    assert whole_characters(data) == whole
+
+
+def test_a_line_that_is_not_finished_waits_for_its_end(tmp_path: Path) -> None:
+    path = written(tmp_path, [b"one\ntw"])
+    reader = LogReader(path, -1)
+    assert reader.read(last=False) == "one\n"
+    assert reader.read(last=False) == ""
+    with open(path, "ab") as file:
+        file.write(b"o\nthree")
+    assert reader.read(last=False) == "two\n"
+    assert reader.read(last=False) == ""
+    assert reader.read(last=True) == "three"
+    assert reader.read(last=True) == ""
+    reader.close()
+
+
+def test_a_progress_bar_is_shown_as_it_moves(tmp_path: Path) -> None:
+    reader = LogReader(written(tmp_path, [b"\r10%\r20%\r30"]), -1)
+    assert reader.read(last=False) == "\r10%\r20%\r"
+    reader.close()
+
+
+def test_what_is_no_text_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
+    assert all_of(LogReader(written(tmp_path, [b"\xff\xfe\n"]), -1)) == ["\ufffd\ufffd\n"]
+
+
+def test_a_log_that_is_not_written_yet_is_read_when_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "w.log"
+    reader = LogReader(path, 3)
+    assert reader.read(last=False) == ""
+    path.write_text("first\n")
+    assert reader.read(last=False) == "first\n"
+    reader.close()
+    assert log_files(tmp_path / "absent") == []
+
+
+def test_a_reader_that_is_slower_than_the_rotation_goes_on_with_the_oldest_kept(
+    tmp_path: Path,
+) -> None:
+    path = written(tmp_path, [b"1\n"])
+    reader = LogReader(path, -1)
+    assert reader.read(last=False) == "1\n"
+    path.rename(tmp_path / "gone")
+    (tmp_path / "gone").unlink()
+    path.write_text("3\n")
+    (tmp_path / "w.log.1").write_text("2\n")
+    assert reader.read(last=False) + reader.read(last=False) == "2\n3\n"
+    reader.close()

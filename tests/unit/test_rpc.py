@@ -1,0 +1,236 @@
+"""Addresses, tokens, versions, and errors that cross the wire as what they are."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from elastic import errors
+from elastic.core.messages import PROTOCOL_MAJOR
+from elastic.runtime.rpc import (
+    DETAIL_CHARS_MAX,
+    ERRORS_BY_NAME,
+    PROTOCOL,
+    call_metadata,
+    check_metadata,
+    error_from_rpc,
+    is_loopback,
+    parse_endpoint,
+    parse_endpoints,
+    read_token_file,
+    status_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("host:7070", ("host", 7070)),
+        (" 10.0.0.1:1 ", ("10.0.0.1", 1)),
+        ("[::1]:65535", ("::1", 65535)),
+    ],
+)
+def test_an_address_is_split(text: str, expected: tuple[str, int]) -> None:
+    assert parse_endpoint(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "host", ":7070", "host:", "host:0", "host:65536", "host:x", "host:-1", "::1:7070",
+     "a b:1", "http://host:70 80", "host:７０"],
+)  # fmt: skip
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(errors.ConfigError, match="address"):
+        parse_endpoint(text)
+
+
+def test_a_list_of_addresses_keeps_its_order_and_loses_repeats() -> None:
+    assert parse_endpoints("b:1, a:2,b:1,[::1]:3,") == ("b:1", "a:2", "[::1]:3")
+
+
+@pytest.mark.parametrize("text", ["", " ", ",", "a:1,b"])
+def test_a_list_without_or_with_bad_addresses_is_refused(text: str) -> None:
+    with pytest.raises(errors.ConfigError):
+        parse_endpoints(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("localhost", True), ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True),
+     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("node-7", False)],
+)  # fmt: skip
+def test_loopback_is_told_from_the_rest(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+# --------------------------------------------------------------------------------------- tokens
+
+
+def token_file(folder: Path, content: bytes, mode: int = 0o600) -> Path:
+    path = folder / "token"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+def test_a_token_is_read_without_the_space_around_it(tmp_path: Path) -> None:
+    assert read_token_file(token_file(tmp_path, b" s3cret-word\n")) == "s3cret-word"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"two words", "one word of printable ASCII"),
+        (b"two\nlines", "one word of printable ASCII"),
+        ("schlüssel".encode(), "one word of printable ASCII"),
+        (b"\xff\xfe", "token file"),
+    ],
+)
+def test_a_token_that_cannot_travel_is_refused(tmp_path: Path, content: bytes, told: str) -> None:
+    with pytest.raises(errors.UsageError, match=told):
+        read_token_file(token_file(tmp_path, content))
+
+
+def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(errors.UsageError, match=f"token file {tmp_path / 'absent'}"):
+        read_token_file(tmp_path / "absent")
+
+
+def test_a_token_file_that_others_can_read_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        read_token_file(token_file(tmp_path, b"word", mode=0o600))
+        assert not caplog.records
+        read_token_file(token_file(tmp_path, b"word", mode=0o644))
+    assert "token_file_open" in caplog.text
+    assert "chmod 600" in caplog.text
+    assert "word" not in caplog.text.replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize(
+    ("offered", "asked"), [("", ""), ("word", ""), ("word", "word"), ("w" * 500, "w" * 500)]
+)
+def test_whoever_has_the_token_comes_in(offered: str, asked: str) -> None:
+    check_metadata(call_metadata(offered), token=asked, peer="p")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        (call_metadata(""), "p came without a token"),
+        (call_metadata("wrong"), "p came with a wrong token"),
+        (call_metadata("word2"), "wrong token"),
+        ((("authorization", "word"),), "wrong token"),
+        ((("authorization", "Basic word"),), "wrong token"),
+        ((("authorization", ""),), "without a token"),
+    ],
+)
+def test_whoever_has_not_stays_out(metadata: tuple[tuple[str, str], ...], told: str) -> None:
+    with pytest.raises(errors.NotAuthorized, match=told):
+        check_metadata(metadata, token="word", peer="p")
+
+
+@pytest.mark.parametrize("version", [PROTOCOL, f"{PROTOCOL_MAJOR}.99", f"{PROTOCOL_MAJOR}"])
+def test_another_minor_version_comes_in(version: str) -> None:
+    check_metadata((("elastic-protocol", version),), token="", peer="p")
+    check_metadata((), token="", peer="p")
+
+
+@pytest.mark.parametrize("version", [f"{PROTOCOL_MAJOR + 1}.0", "0.9", "x", ""])
+def test_another_major_version_stays_out(version: str) -> None:
+    with pytest.raises(errors.VersionMismatch, match="p speaks protocol"):
+        check_metadata((("elastic-protocol", version),), token="", peer="p")
+
+
+# --------------------------------------------------------------------------------------- errors
+
+
+class Ended(Exception):
+    """A call that failed, as a client sees it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, trailing: Any = ()) -> None:
+        self.parts = (code, details, trailing)
+
+    def code(self) -> grpc.StatusCode:
+        return self.parts[0]
+
+    def details(self) -> str:
+        return self.parts[1]
+
+    def trailing_metadata(self) -> Any:
+        return self.parts[2]
+
+
+@pytest.mark.parametrize("kind", list(ERRORS_BY_NAME.values()))
+def test_an_error_arrives_as_what_it_was(kind: type[errors.ElasticError]) -> None:
+    found = error_from_rpc(Ended(*status_of(kind("who did what"))), "h:1")
+    assert type(found) is kind
+    assert str(found) == "who did what"
+
+
+def test_a_version_mismatch_arrives_with_both_versions_the_right_way_round() -> None:
+    sent = errors.VersionMismatch("the agent", theirs="7.1", ours=PROTOCOL)
+    code, details, trailing = status_of(sent)
+    trailing = tuple((k, "9.2" if k == "elastic-protocol" else v) for k, v in trailing)
+    found = error_from_rpc(Ended(code, details, trailing), "h:1")
+    assert isinstance(found, errors.VersionMismatch)
+    assert (found.theirs, found.ours) == ("9.2", PROTOCOL)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("UNAVAILABLE", errors.CoordinatorUnreachable),
+        ("DEADLINE_EXCEEDED", errors.CoordinatorUnreachable),
+        ("CANCELLED", errors.CoordinatorUnreachable),
+        ("UNAUTHENTICATED", errors.NotAuthorized),
+        ("PERMISSION_DENIED", errors.NotAuthorized),
+        ("ALREADY_EXISTS", errors.NameTaken),
+        ("NOT_FOUND", errors.NotFound),
+        ("INVALID_ARGUMENT", errors.UsageError),
+        ("FAILED_PRECONDITION", errors.Refused),
+        ("RESOURCE_EXHAUSTED", errors.Refused),
+        ("ABORTED", errors.Fenced),
+        ("UNIMPLEMENTED", errors.PeerError),
+        ("INTERNAL", errors.PeerError),
+        ("DATA_LOSS", errors.PeerError),
+    ],
+)
+def test_a_status_of_a_stranger_becomes_one_of_our_errors(
+    code: str, kind: type[errors.ElasticError]
+) -> None:
+    found = error_from_rpc(Ended(grpc.StatusCode[code], "because", None), "h:1")
+    assert type(found) is kind
+    assert "because" in str(found)
+
+
+def test_every_error_has_a_status() -> None:
+    for name, code in {
+        "ConfigError": "INVALID_ARGUMENT",
+        "PeerError": "INVALID_ARGUMENT",
+        "NameTaken": "ALREADY_EXISTS",
+        "Fenced": "ABORTED",
+        "Refused": "FAILED_PRECONDITION",
+        "StoreUnavailable": "UNAVAILABLE",
+        "StorageError": "INTERNAL",
+    }.items():
+        assert status_of(getattr(errors, name)("text"))[0].name == code
+
+
+def test_a_text_too_long_for_headers_is_cut() -> None:
+    assert len(status_of(errors.Refused("x" * 100_000))[1]) == DETAIL_CHARS_MAX
+
+
+def test_what_is_no_rpc_error_is_named() -> None:
+    found = error_from_rpc(RuntimeError("odd"), "h:1")
+    assert isinstance(found, errors.PeerError)
+    assert str(found) == "calling h:1 failed with RuntimeError: odd"
+    ours = errors.Fenced("ours")
+    assert error_from_rpc(ours, "h:1") is ours

@@ -1,0 +1,178 @@
+"""The tables of legal moves: complete, reachable, obeyed, and readable."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import pytest
+
+from elastic.core.machine import transitions
+from elastic.core.machine.story import STORY_EVENTS_MAX, Story, brief, note
+from elastic.core.machine.transitions import (
+    CONNECTION,
+    JOB,
+    MAIN,
+    NODE,
+    PROCESS,
+    WORKER,
+    WORKER_SEEN,
+    Table,
+    check_move,
+    render,
+)
+from elastic.core.messages import Announce, Ping
+from elastic.core.world import (
+    Assignment,
+    Entry,
+    EntryKind,
+    JobId,
+    JobPhase,
+    NodePhase,
+    WorkerId,
+    WorkerPhase,
+)
+from elastic.errors import InvariantViolation
+
+TABLES = [WORKER, WORKER_SEEN, JOB, NODE, CONNECTION, PROCESS, MAIN]
+by_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+
+
+def reached_from(table: Table, starts: tuple[Enum, ...]) -> set[Enum]:
+    found = list(starts)
+    for phase in found:
+        found.extend(after for after in table.moves[phase] if after not in found)
+    return set(found)
+
+
+@by_table
+def test_a_table_lists_every_phase_of_its_enum(table: Table) -> None:
+    kind = type(table.starts[0])
+    assert set(table.moves) == set(kind)
+    assert all(isinstance(after, kind) for row in table.moves.values() for after in row)
+
+
+@by_table
+def test_every_phase_can_be_reached(table: Table) -> None:
+    assert reached_from(table, table.starts) == set(table.moves)
+
+
+@by_table
+def test_no_move_is_listed_twice(table: Table) -> None:
+    for row in table.moves.values():
+        assert len(row) == len(set(row))
+
+
+def test_every_module_level_table_is_tested_here() -> None:
+    tables = [value for value in vars(transitions).values() if isinstance(value, Table)]
+    assert {id(table) for table in tables} == {id(table) for table in TABLES}
+
+
+@pytest.mark.parametrize(
+    ("table", "last"),
+    [
+        (WORKER, [WorkerPhase.EXITED]),
+        (JOB, [JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.STOPPED]),
+        (NODE, []),
+        (CONNECTION, []),
+        (PROCESS, [transitions.ProcessPhase.GONE]),
+        (MAIN, [transitions.MainPhase.OVER]),
+    ],
+    ids=lambda value: value.name if isinstance(value, Table) else "",
+)
+def test_only_the_phases_that_end_something_are_last(table: Table, last: list[Enum]) -> None:
+    assert [phase for phase, after in table.moves.items() if not after] == last
+
+
+@pytest.mark.parametrize("phase", list(WorkerPhase), ids=lambda phase: phase.value)
+def test_a_worker_may_be_seen_to_exit_from_anywhere_and_never_to_start_again(
+    phase: WorkerPhase,
+) -> None:
+    assert WorkerPhase.EXITED in WORKER_SEEN.moves[phase]
+    is_back = WorkerPhase.STARTING in WORKER_SEEN.moves[phase]
+    assert is_back == (phase is WorkerPhase.STARTING)
+    assert set(WORKER.moves[phase]) <= set(WORKER_SEEN.moves[phase])
+
+
+def test_what_is_seen_of_a_worker_may_skip_what_lay_between() -> None:
+    check_move(WORKER_SEEN, "worker a/1", WorkerPhase.STARTING, WorkerPhase.FINISHED)
+    check_move(WORKER_SEEN, "worker a/1", WorkerPhase.TRAINING, WorkerPhase.TRAINING)
+
+
+def test_a_legal_move_is_agreed_to() -> None:
+    check_move(JOB, "job j", JobPhase.PENDING, JobPhase.RUNNING)
+
+
+@pytest.mark.parametrize(
+    ("table", "old", "new", "words"),
+    [
+        (
+            WORKER,
+            WorkerPhase.READY,
+            WorkerPhase.TRAINING,
+            ["a/1", "ready -> training", "WORKER", "forming, exited"],
+        ),
+        (
+            WORKER,
+            WorkerPhase.EXITED,
+            WorkerPhase.READY,
+            ["a/1", "exited -> ready", "none, it is a last phase"],
+        ),
+        (JOB, JobPhase.FAILED, JobPhase.RUNNING, ["a/1", "failed -> running", "JOB"]),
+        (NODE, NodePhase.READY, NodePhase.READY, ["a/1", "ready -> ready", "NODE"]),
+    ],
+    ids=["skips forming", "after the end", "a failed job", "a move to itself"],
+)
+def test_an_illegal_move_is_refused_with_who_what_and_what_would_be_legal(
+    table: Table, old: Enum, new: Enum, words: list[str]
+) -> None:
+    with pytest.raises(InvariantViolation) as caught:
+        check_move(table, "worker a/1", old, new)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_table_is_printed_one_phase_a_line() -> None:
+    assert render(WORKER) == (
+        "WORKER\n"
+        " > starting -> ready | exited\n"
+        "   ready    -> forming | exited\n"
+        "   forming  -> forming | training | broken | ready | exited\n"
+        "   training -> forming | finished | broken | ready | exited\n"
+        "   broken   -> forming | exited\n"
+        "   finished -> forming | exited\n"
+        " . exited"
+    )
+
+
+# ---------------------------------------------------------------- the story
+
+
+def test_a_story_keeps_the_newest_events_and_no_more() -> None:
+    story = Story()
+    for number in range(STORY_EVENTS_MAX + 10):
+        story.tell(number * 1_000_000, Ping(number))
+    lines = story.lines()
+    assert len(lines) == STORY_EVENTS_MAX
+    assert lines[0] == "10.000 ms Ping(number=10)"
+    assert lines[-1] == f"{STORY_EVENTS_MAX + 9}.000 ms Ping(number={STORY_EVENTS_MAX + 9})"
+
+
+def test_an_event_is_one_line_that_names_what_matters() -> None:
+    assignment = Assignment(JobId("j"), WorkerId("a/1"), 3, 0, 2, 0, 1, 0, 2, "h:1")
+    line = brief(Announce(assignment))
+    assert line.startswith("Announce(assignment=Assignment(job_id='j', worker_id='a/1'")
+    assert "generation=3" in line
+
+
+def test_large_parts_of_an_event_are_named_by_their_size() -> None:
+    entry = Entry(EntryKind.FUNCTION, "t" * 1000, args=("x",) * 50, payload=b"p" * 10_000_000)
+    line = brief(entry)
+    assert len(line) < 300
+    assert "<10000000 bytes>" in line
+    assert "<50 items>" in line
+    assert "function" in line
+
+
+def test_a_note_leaves_out_what_is_empty_and_keeps_the_order() -> None:
+    made = note("worker_exited", "j", worker="a/1", code=0, detail="", process=None, kind="code")
+    assert made.fields == (("worker", "a/1"), ("code", "0"), ("kind", "code"))

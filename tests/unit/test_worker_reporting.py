@@ -1,0 +1,343 @@
+"""`train.report`, by several ranks at once: each is a thread, they share a store and a directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from elastic.core.events.worker import UserReported, WorkerEvent
+from elastic.core.messages import Progress
+from elastic.core.world import Generation, JobId
+from elastic.errors import StorageError, UsageError
+from elastic.runtime.clock import SystemClock
+from elastic.worker import reporting
+from elastic.worker.agreement import Agreement
+from elastic.worker.exchange import Answer
+from elastic.worker.interrupt import GroupChanged
+from elastic.worker.reporting import Place, Reporter
+from elastic.worker.storage import Marker, RunDirectory
+
+DEADLINE_S = 20.0
+
+
+@dataclass
+class Coordinator:
+    """What a rank's link leads to; answers as it is told."""
+
+    wish_reason: str = ""
+    answers: bool = True
+    accepts: bool = True
+    posted: list[UserReported] = field(default_factory=list)
+
+    def post(self, item: WorkerEvent | Progress) -> None:
+        assert isinstance(item, UserReported)
+        self.posted.append(item)
+
+    def wish(self, generation: Generation) -> str:
+        return self.wish_reason
+
+    def expect_answer(self, generation: Generation, index: int) -> Answer:
+        answer = Answer(accepted=self.accepts, reason="because")
+        if self.answers:
+            answer.ready.set()
+        return answer
+
+
+@dataclass
+class Rank:
+    """One rank's view of a group, and what its calls of `report` came to."""
+
+    rank: int
+    reporter: Reporter
+    link: Coordinator
+
+    def report(self, metrics: dict[str, Any], checkpoint: Path | None = None) -> None:
+        path = None if checkpoint is None else str(checkpoint)
+        self.reporter.report(json.dumps(metrics), path)
+
+
+def run_group(
+    run_path: Path, links: list[Coordinator], train: Callable[[Rank], None]
+) -> list[BaseException | None]:
+    """Run `train` on as many ranks as there are links; return what each raised."""
+    store = dist.HashStore()
+
+    def one(rank: int) -> BaseException | None:
+        reporter = Reporter(
+            Place(JobId("j1"), 2, rank, len(links)),
+            RunDirectory(str(run_path)),
+            agreement=Agreement(store, rank, world_size=len(links)),
+            link=links[rank],
+            clock=SystemClock(),
+            newest_checkpoint="before",
+        )
+        try:
+            train(Rank(rank, reporter, links[rank]))
+        except BaseException as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(links)) as pool:
+        futures = [pool.submit(one, rank) for rank in range(len(links))]
+        return [future.result(DEADLINE_S) for future in futures]
+
+
+def directory(path: Path, **texts: str) -> Path:
+    path.mkdir(parents=True)
+    for name, text in texts.items():
+        (path / name).write_text(text)
+    return path
+
+
+def committed(run_path: Path) -> list[str]:
+    return sorted(path.parent.name for path in run_path.glob("checkpoints/*/_COMMITTED"))
+
+
+def test_metrics_are_kept_and_told_without_waiting_for_anyone(tmp_path: Path) -> None:
+    links = [Coordinator(), Coordinator()]
+
+    def train(rank: Rank) -> None:
+        if rank.rank == 0:
+            for step in range(3):
+                rank.report({"loss": step})
+
+    assert run_group(tmp_path, links, train) == [None, None]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["metrics"]["loss"] for line in lines] == [0, 1, 2]
+    assert {(line["generation"], line["rank"]) for line in lines} == {(2, 0)}
+    assert [line["index"] for line in lines] == [0, 1, 2]
+    assert [event.checkpoint for event in links[0].posted] == ["", "", ""]
+
+
+def test_the_parts_of_all_ranks_become_one_checkpoint(tmp_path: Path) -> None:
+    links = [Coordinator() for _ in range(3)]
+    newest = {}
+
+    def train(rank: Rank) -> None:
+        part = directory(tmp_path / f"part{rank.rank}", **{f"shard{rank.rank}": "x"})
+        rank.report({"loss": rank.rank}, part)
+        newest[rank.rank] = rank.reporter.newest_checkpoint
+
+    run = tmp_path / "run"
+    assert run_group(run, links, train) == [None] * 3
+    (name,) = committed(run)
+    path = str(run / "checkpoints" / name)
+    assert newest == {0: path, 1: path, 2: path}
+    assert [event.checkpoint for link in links for event in link.posted] == [path, "", ""]
+    marker = Marker.from_json((run / "checkpoints" / name / "_COMMITTED").read_text())
+    assert marker.files == (("shard0", 1), ("shard1", 1), ("shard2", 1))
+    assert json.loads(marker.metrics) == {"loss": 0}
+    assert (marker.generation, marker.index, marker.world_size) == (2, 0, 3)
+
+
+def test_ranks_without_a_checkpoint_go_on_while_the_one_that_has_it_commits(tmp_path: Path) -> None:
+    """Ray's usual script: only rank 0 saves, all ranks report."""
+    links = [Coordinator(), Coordinator()]
+
+    def train(rank: Rank) -> None:
+        for epoch in range(5):
+            part = None
+            if rank.rank == 0:
+                part = directory(tmp_path / f"epoch{epoch}", model="x")
+            rank.report({"epoch": epoch}, part)
+
+    run = tmp_path / "run"
+    assert run_group(run, links, train) == [None, None]
+    assert len(committed(run)) == 5
+    assert [event.checkpoint != "" for event in links[0].posted] == [True] * 5
+    assert [event.checkpoint != "" for event in links[1].posted] == [False] * 5
+
+
+def test_a_rank_other_than_the_first_can_bring_the_checkpoint(tmp_path: Path) -> None:
+    links = [Coordinator(), Coordinator()]
+
+    def train(rank: Rank) -> None:
+        part = directory(tmp_path / "part", model="x") if rank.rank == 1 else None
+        rank.report({}, part)
+
+    run = tmp_path / "run"
+    assert run_group(run, links, train) == [None, None]
+    assert len(committed(run)) == 1
+    assert links[1].posted[0].checkpoint != ""
+
+
+def test_one_rank_that_cannot_store_its_part_fails_the_checkpoint_for_all(tmp_path: Path) -> None:
+    links = [Coordinator() for _ in range(3)]
+    seen = []
+
+    def train(rank: Rank) -> None:
+        part = directory(tmp_path / f"part{rank.rank}", **{f"shard{rank.rank}": "x"})
+        with pytest.raises(StorageError) as caught:
+            rank.report({}, part if rank.rank != 1 else tmp_path / "not-there")
+        seen.append(str(caught.value))
+        rank.report({}, part)
+
+    run = tmp_path / "run"
+    assert run_group(run, links, train) == [None] * 3
+    assert len(set(seen)) == 1
+    assert "rank 1" in seen[0]
+    assert "not-there" in seen[0]
+    (name,) = committed(run)
+    assert name.endswith("000001")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [name]
+
+
+def test_a_disk_that_refuses_the_marker_fails_the_checkpoint_for_all(tmp_path: Path) -> None:
+    links = [Coordinator(), Coordinator()]
+    run = tmp_path / "run"
+    name = "checkpoint-j1-g000002-000000"
+    (run / "checkpoints" / name / "_COMMITTED.partial").mkdir(parents=True)
+
+    def train(rank: Rank) -> None:
+        rank.report({}, directory(tmp_path / f"part{rank.rank}", model="x"))
+
+    errors = run_group(run, links, train)
+    assert [type(error) for error in errors] == [StorageError, StorageError]
+    assert committed(run) == []
+
+
+def test_the_same_file_from_several_ranks_is_stored_once_if_it_has_one_size(
+    tmp_path: Path,
+) -> None:
+    links = [Coordinator(), Coordinator()]
+
+    def train(rank: Rank) -> None:
+        rank.report({}, directory(tmp_path / f"same{rank.rank}", model="xy"))
+        rank.report({}, directory(tmp_path / f"differs{rank.rank}", model="x" * rank.rank))
+
+    run = tmp_path / "run"
+    errors = run_group(run, links, train)
+    assert len(committed(run)) == 1
+    assert all("ranks 0 and 1 both have a file model" in str(error) for error in errors)
+
+
+def test_all_leave_at_the_report_that_carries_a_checkpoint(tmp_path: Path) -> None:
+    links = [Coordinator(wish_reason="node n4 joins") for _ in range(2)]
+    passed = []
+
+    def train(rank: Rank) -> None:
+        rank.report({"epoch": 0})
+        passed.append(rank.rank)
+        part = directory(tmp_path / "part", model="x") if rank.rank == 0 else None
+        rank.report({"epoch": 1}, part)
+
+    run = tmp_path / "run"
+    errors = run_group(run, links, train)
+    assert [type(error) for error in errors] == [GroupChanged, GroupChanged]
+    assert sorted(passed) == [0, 1]
+    assert len(committed(run)) == 1
+
+
+def test_nobody_leaves_before_everyone_waits_and_then_all_do(tmp_path: Path) -> None:
+    """Rank 1 hears of the planned change one report later than rank 0."""
+    links = [Coordinator(wish_reason="join"), Coordinator()]
+
+    def train(rank: Rank) -> None:
+        for epoch in range(5):
+            part = None
+            if rank.rank == 0:
+                part = directory(tmp_path / f"epoch{epoch}", model="x")
+            rank.report({"epoch": epoch}, part)
+            links[1].wish_reason = "join"
+
+    errors = run_group(tmp_path / "run", links, train)
+    assert [type(error) for error in errors] == [GroupChanged, GroupChanged]
+    assert {len(link.posted) for link in links} == {len(links[0].posted)}
+    assert len(links[0].posted) <= 3
+
+
+def test_nobody_leaves_while_the_coordinator_does_not_record_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "ANSWER_PATIENCE_S", 0.05)
+    links = [Coordinator(wish_reason="join", answers=False) for _ in range(2)]
+
+    def train(rank: Rank) -> None:
+        rank.report({}, directory(tmp_path / f"first{rank.rank}", model="x"))
+        links[rank.rank].answers = True
+        rank.report({}, directory(tmp_path / f"second{rank.rank}", model="x"))
+
+    errors = run_group(tmp_path / "run", links, train)
+    assert [type(error) for error in errors] == [GroupChanged, GroupChanged]
+    assert len(committed(tmp_path / "run")) == 2
+
+
+def test_nobody_leaves_on_a_checkpoint_that_was_refused(tmp_path: Path) -> None:
+    links = [Coordinator(wish_reason="join", accepts=False) for _ in range(2)]
+
+    def train(rank: Rank) -> None:
+        rank.report({}, directory(tmp_path / f"part{rank.rank}", model="x"))
+
+    assert run_group(tmp_path / "run", links, train) == [None, None]
+
+
+def test_a_rank_that_alone_knows_of_a_change_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "WISH_PATIENCE_S", 0.05)
+    links = [Coordinator(wish_reason="join"), Coordinator()]
+
+    def train(rank: Rank) -> None:
+        if rank.rank == 0:
+            rank.report({})
+
+    assert run_group(tmp_path, links, train) == [None, None]
+
+
+def test_who_swallows_the_order_to_leave_gets_it_again_at_the_next_report(tmp_path: Path) -> None:
+    links = [Coordinator(wish_reason="join")]
+
+    def train(rank: Rank) -> None:
+        with pytest.raises(GroupChanged):
+            rank.report({}, directory(tmp_path / "part", model="x"))
+        rank.report({})
+
+    (error,) = run_group(tmp_path / "run", links, train)
+    assert isinstance(error, GroupChanged)
+    assert len(links[0].posted) == 1
+
+
+def test_metrics_that_cannot_be_written_do_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    links = [Coordinator(), Coordinator()]
+    (tmp_path / "metrics-rank1.jsonl").mkdir()
+
+    def train(rank: Rank) -> None:
+        rank.report({}, directory(tmp_path / f"part{rank.rank}", model="x"))
+
+    first, second = run_group(tmp_path, links, train)
+    assert first is None
+    assert isinstance(second, StorageError)
+    assert "metrics-rank1.jsonl" in str(second)
+    assert len(committed(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("metrics", "says"),
+    [("[1]", "expected a dict"), ('{"x": "' + "y" * 2**20 + '"}', "write large data")],
+)
+def test_metrics_that_are_no_small_object_are_refused(
+    tmp_path: Path, metrics: str, says: str
+) -> None:
+    def train(rank: Rank) -> None:
+        rank.reporter.report(metrics)
+
+    (error,) = run_group(tmp_path, [Coordinator()], train)
+    assert isinstance(error, UsageError)
+    assert says in str(error)
+
+
+def test_a_report_from_another_thread_is_refused(tmp_path: Path) -> None:
+    def train(rank: Rank) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(rank.report, {}).result(DEADLINE_S)
+
+    (error,) = run_group(tmp_path, [Coordinator()], train)
+    assert isinstance(error, UsageError)
+    assert "another thread" in str(error)

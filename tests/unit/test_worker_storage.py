@@ -1,0 +1,138 @@
+"""The run directory: what counts, what does not, and how a refusing disk is told."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic.errors import StorageError
+from elastic.worker.storage import MARKER, Marker, RunDirectory, reason_of
+
+
+def marker(unix_ns: int = 1, **files: int) -> Marker:
+    return Marker("j1", 2, 3, 4, unix_ns, '{"loss": 0.5}', tuple(files.items()))
+
+
+def take_all(path: str) -> bool:
+    return True
+
+
+def directory_with(path: Path, **texts: str) -> Path:
+    path.mkdir(parents=True)
+    for name, text in texts.items():
+        (path / name).write_text(text)
+    return path
+
+
+def test_a_marker_is_read_as_it_was_written() -> None:
+    written = marker(model=7)
+    assert Marker.from_json(written.to_json()) == written
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', '{"format": 1}', '"x"'])
+def test_a_torn_marker_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="."):
+        Marker.from_json(text)
+
+
+def test_metrics_are_appended_by_rank(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run"))
+    run.append_metrics(0, {"index": 0})
+    run.append_metrics(3, {"index": 0})
+    run.append_metrics(0, {"index": 1, "text": "ü"})
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["index"] for line in lines] == [0, 1]
+    assert (tmp_path / "run/metrics-rank3.jsonl").exists()
+
+
+def test_a_checkpoint_exists_only_once_it_is_committed(tmp_path: Path) -> None:
+    source = directory_with(tmp_path / "source", model="weights", optimizer="state")
+    (source / "more").mkdir()
+    (source / "more" / "shard").write_text("xyz")
+    run = RunDirectory(str(tmp_path / "run"))
+    files = run.upload(source, "c1", claim=take_all)
+    assert files == (("model", 7), ("more/shard", 3), ("optimizer", 5))
+    assert run.newest_checkpoint() == ""
+    assert not run.is_committed("c1")
+    path = run.commit("c1", marker())
+    assert path == str(tmp_path / "run/checkpoints/c1") == run.newest_checkpoint()
+    assert (Path(path) / "more" / "shard").read_text() == "xyz"
+
+
+def test_a_directory_copied_from_an_older_checkpoint_brings_no_marker(tmp_path: Path) -> None:
+    source = directory_with(tmp_path / "source", **{"model": "x", MARKER: "{}"})
+    run = RunDirectory(str(tmp_path / "run"))
+    assert run.upload(source, "c1", claim=take_all) == (("model", 1),)
+    assert not run.is_committed("c1")
+
+
+def test_only_claimed_files_are_written(tmp_path: Path) -> None:
+    source = directory_with(tmp_path / "source", mine="x", theirs="y")
+    run = RunDirectory(str(tmp_path / "run"))
+    files = run.upload(source, "c1", claim=lambda path: path == "mine")
+    assert [path for path, _ in files] == ["mine", "theirs"]
+    assert [p.name for p in (tmp_path / "run/checkpoints/c1").iterdir()] == ["mine"]
+
+
+def test_the_newest_checkpoint_is_the_one_committed_last_whatever_its_name(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path))
+    for name, unix_ns in (("b", 1), ("c", 3), ("a", 2)):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        run.commit(name, marker(unix_ns))
+    (tmp_path / "checkpoints" / "torn").mkdir()
+    (tmp_path / "checkpoints" / "torn" / MARKER).write_text('{"unix_ns": 9')
+    assert run.newest_checkpoint() == str(tmp_path / "checkpoints" / "c")
+
+
+def test_a_discarded_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    source = directory_with(tmp_path / "source", model="x")
+    run = RunDirectory(str(tmp_path / "run"))
+    run.upload(source, "c1", claim=take_all)
+    run.discard("c1")
+    run.discard("never-there")
+    assert not (tmp_path / "run/checkpoints/c1").exists()
+
+
+def test_any_file_system_of_fsspec_will_do() -> None:
+    run = RunDirectory("memory://bucket/run")
+    run.append_metrics(0, {"index": 0})
+    run.append_metrics(0, {"index": 1})
+    run.commit("c1", marker())
+    assert run.newest_checkpoint() == "memory://bucket/run/checkpoints/c1"
+
+
+def test_storage_that_refuses_is_named_with_path_and_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = RunDirectory(str(tmp_path / "file" / "run"))
+    source = directory_with(tmp_path / "source", model="x")
+    with pytest.raises(StorageError, match=r"rank 2 .*metrics-rank2.jsonl: Not a directory"):
+        run.append_metrics(2, {})
+    with pytest.raises(StorageError, match=r"checkpoints/c1: Not a directory"):
+        run.upload(source, "c1", claim=take_all)
+    with pytest.raises(StorageError, match=r"cannot commit .*checkpoints/c1"):
+        run.commit("c1", marker())
+    with pytest.raises(StorageError, match="it is not a directory"):
+        RunDirectory(str(tmp_path)).upload(tmp_path / "file", "c1", claim=take_all)
+
+
+def test_an_unknown_file_system_is_refused() -> None:
+    with pytest.raises(StorageError, match="nosuch"):
+        RunDirectory("nosuch://bucket/run")
+
+
+def test_a_full_disk_is_called_by_its_name() -> None:
+    assert reason_of(OSError(errno.ENOSPC, "No space left on device")).startswith("disk full")
+    assert reason_of(PermissionError(errno.EACCES, "Permission denied")) == "Permission denied"
+    assert reason_of(KeyError("x")) == "KeyError: 'x'"
+
+
+@pytest.mark.root
+def test_a_full_disk_is_told_from_a_real_one(tmp_path: Path) -> None:
+    source = directory_with(tmp_path / "source", model="x")
+    (tmp_path / "run/checkpoints/c1").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/c1/model").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match="disk full"):
+        RunDirectory(str(tmp_path / "run")).upload(source, "c1", claim=take_all)

@@ -1,0 +1,210 @@
+"""A process that forms, breaks and forms groups as it is told, one JSON line per order.
+
+Run as `python -m tests.workers.group_member`. The control thread reads the orders: those in AT_ONCE
+it carries out itself, the rest are for the main thread, one after the other. Each is answered by
+one line with the order's id, the value or the error, and the seconds at which it began and ended
+(CLOCK_MONOTONIC, which all processes of a machine share).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
+from elastic.worker.interrupt import GroupChanged, Interrupter
+
+HOST = "127.0.0.1"
+
+
+class Member:
+    """The orders, each a method; what it returns goes into the answer."""
+
+    def __init__(self) -> None:
+        self.server = StoreServer(HOST)
+        self.groups = ProcessGroups()
+        self.interrupter = Interrupter()
+        self.subgroup: Any = None
+
+    # ------------------------------------------------------------------------- control thread
+
+    def abort(self, generation: int | None = None) -> None:
+        self.groups.abort(generation)
+
+    def hung_up(self) -> bool:
+        return self.groups.peer_hung_up()
+
+    def is_forming(self) -> bool:
+        """Return whether a thread is inside torch to connect or to form."""
+        return any(thread.name == "elastic-form" for thread in threading.enumerate())
+
+    def interrupt(self, generation: int) -> None:
+        self.interrupter.interrupt(generation, "told to")
+
+    # ---------------------------------------------------------------------------- main thread
+
+    def address(self) -> str:
+        return self.server.address
+
+    def form(self, **fields: Any) -> None:
+        spec = {"backend": "gloo", "host": HOST, "timeout_s": 60.0, "job_id": "job"} | fields
+        self.groups.form(GroupSpec(**spec))
+
+    def drop(self) -> None:
+        self.groups.drop()
+
+    def all_reduce(self, size: int = 1000, repeat: int = 1) -> float:
+        """Sum rank + 1 over the members; the answer is right if it is W (W + 1) / 2."""
+        for _ in range(repeat):
+            tensor = torch.full((size,), float(dist.get_rank() + 1))
+            dist.all_reduce(tensor)
+        return float(tensor[-1])
+
+    def wait_work(self) -> None:
+        """Be one of those who wait in `work.wait()`, as reducers do."""
+        dist.all_reduce(torch.ones(1000), async_op=True).wait()
+
+    def wait_store(self) -> None:
+        self.groups.store.wait(["a key that nobody sets"])
+
+    def wait_barrier(self) -> None:
+        dist.barrier()
+
+    def backward(self, steps: int) -> float:
+        """Train a DDP model; the gradient of its last step, summed, tells whether all agree."""
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(200, 200))
+        for _ in range(steps):
+            model.zero_grad()
+            model(torch.full((8, 200), float(dist.get_rank() + 1))).square().mean().backward()
+        return sum(float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None)
+
+    def compute(self, seconds: float) -> None:
+        """Hold the interpreter, as busy Python code does."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+
+    def train_until_changed(self, generation: int) -> str:
+        """Wait in a collective inside `run`, the way a worker does."""
+        try:
+            self.interrupter.run(generation, self.wait_work)
+        except GroupChanged as change:
+            return change.reason
+        return "returned"
+
+    def new_group(self, ranks: list[int]) -> float:
+        """Make a subgroup on all members, and sum ranks within it."""
+        self.subgroup = dist.new_group(ranks)
+        tensor = torch.tensor([float(dist.get_rank())])
+        if dist.get_rank() in ranks:
+            dist.all_reduce(tensor, group=self.subgroup)
+        return float(tensor)
+
+    def subgroup_reduce(self) -> None:
+        dist.all_reduce(torch.ones(10), group=self.subgroup)
+
+    def destroy_subgroup(self) -> None:
+        group, self.subgroup = self.subgroup, None
+        dist.destroy_process_group(group)
+
+    def script(self, backend: str) -> list[Any]:
+        """Do what scripts written for torchrun do, twice, as after a re-entry."""
+        sums = []
+        for _ in range(2):
+            dist.init_process_group(backend)
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor)
+            sums.append(float(tensor))
+            dist.destroy_process_group()
+        return [*sums, dist.is_initialized(), dist.get_world_size()]
+
+    def wrong_script(self) -> None:
+        dist.init_process_group("gloo", rank=17, world_size=99)
+
+    def mesh(self) -> int:
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        return mesh.size()
+
+    def fail_to_connect(self, count: int) -> None:
+        """Give up on leaders that never answer, and on one that answers nothing."""
+        with socket.create_server((HOST, 0)) as silent:
+            port = silent.getsockname()[1]
+            for number in range(count):
+                with contextlib.suppress(Exception):
+                    self.form(
+                        generation=10**6 + number,
+                        rank=1,
+                        world_size=2,
+                        leader_address=f"{HOST}:{port}",
+                        form_timeout_s=0.05,
+                    )
+
+    def state(self) -> dict[str, Any]:
+        """Return what must not grow, and what must agree with a newcomer's."""
+        gc.collect()
+        return {
+            "pid": os.getpid(),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "group_count": distributed_c10d._world.group_count,
+            "initialized": dist.is_initialized(),
+            "hook": sys.excepthook is sys.__excepthook__,
+        }
+
+
+AT_ONCE = ("abort", "hung_up", "interrupt", "is_forming")
+
+
+def answer(member: Member, order: dict[str, Any]) -> None:
+    """Carry one order out, and say what came of it."""
+    began = time.monotonic()
+    result: dict[str, Any] = {"id": order["id"], "began": began}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result["value"] = getattr(member, order["do"])(**order["with"])
+    except BaseException as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    result["ended"] = time.monotonic()
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    member = Member()
+    orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            order = json.loads(line)
+            if order["do"] in AT_ONCE:
+                answer(member, order)
+            else:
+                orders.put(order)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    torch.set_num_threads(1)
+    print(json.dumps({"id": 0, "began": 0.0, "ended": 0.0}), flush=True)
+    while True:
+        answer(member, orders.get())
+
+
+if __name__ == "__main__":
+    main()

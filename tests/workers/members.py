@@ -1,0 +1,178 @@
+"""Starting, telling and ending processes of `group_member`; for tests and for bench/abort.py.
+
+Rule: every wait has a deadline, and every process is ended by whoever started the crew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a member said to one order; times are seconds of CLOCK_MONOTONIC."""
+
+    value: Any
+    error: str
+    began: float
+    ended: float
+
+    @property
+    def ms(self) -> float:
+        return (self.ended - self.began) * 1e3
+
+
+class MemberProcess:
+    """One process, and the orders that it was given."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.workers.group_member"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._answers: dict[int, queue.SimpleQueue[Answer]] = {0: queue.SimpleQueue()}
+        self._next = 1
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            said = json.loads(line)
+            self._answers[said["id"]].put(
+                Answer(said.get("value"), said.get("error", ""), said["began"], said["ended"])
+            )
+
+    def tell(self, order: str, **arguments: Any) -> int:
+        """Give an order; returns its number."""
+        number, self._next = self._next, self._next + 1
+        self._answers[number] = queue.SimpleQueue()
+        assert self.process.stdin is not None
+        line = json.dumps({"id": number, "do": order, "with": arguments})
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return number
+
+    def answer(self, number: int, patience_s: float = PATIENCE_S) -> Answer:
+        """Wait for the answer to an order."""
+        try:
+            return self._answers[number].get(timeout=patience_s)
+        except queue.Empty:
+            raise TimeoutError(f"pid {self.pid} has not answered order {number}") from None
+
+    def is_done(self, number: int) -> bool:
+        return not self._answers[number].empty()
+
+    def ask(self, order: str, **arguments: Any) -> Any:
+        """Give an order and return what came of it; an error fails the test."""
+        said = self.answer(self.tell(order, **arguments))
+        assert not said.error, f"{order}: {said.error}"
+        return said.value
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """End it for good, stopped or not."""
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None and not stream.closed:
+                stream.close()
+
+
+class Crew:
+    """Members that are kept between tests: living through many groups is what they are for."""
+
+    def __init__(self) -> None:
+        self._members: list[MemberProcess] = []
+        self._generation = 0
+
+    def take(self, count: int) -> list[MemberProcess]:
+        """Return members that are in no group, all of them answering."""
+        self._members = [one for one in self._members if one.process.poll() is None]
+        while len(self._members) < count:
+            self._members.append(MemberProcess())
+        members = self._members[:count]
+        for one in members:
+            if not one.is_done(0):
+                one._answers[0].put(one.answer(0))
+            one.ask("drop")
+        return members
+
+    def next_generation(self) -> int:
+        self._generation += 1
+        return self._generation
+
+    def form(self, members: list[MemberProcess], **fields: Any) -> list[Answer]:
+        """Let these members form the next generation, led by the first."""
+        generation = self.next_generation()
+        leader = members[0].ask("address")
+        orders = [
+            one.tell(
+                "form",
+                generation=generation,
+                rank=rank,
+                world_size=len(members),
+                leader_address=leader,
+                **fields,
+            )
+            for rank, one in enumerate(members)
+        ]
+        return [one.answer(order) for one, order in zip(members, orders, strict=True)]
+
+    def retire(self, member: MemberProcess) -> None:
+        """End one for good."""
+        self._members.remove(member)
+        member.kill()
+
+    def end(self) -> None:
+        for member in self._members:
+            member.kill()
+
+
+def all_ask(members: list[MemberProcess], order: str, **arguments: Any) -> list[Any]:
+    """Give all the same order at once, and return what came of it."""
+    orders = [one.tell(order, **arguments) for one in members]
+    answers = [one.answer(number) for one, number in zip(members, orders, strict=True)]
+    assert not any(said.error for said in answers), [said.error for said in answers]
+    return [said.value for said in answers]
+
+
+def abort_all(members: list[MemberProcess], orders: list[int]) -> list[float]:
+    """Abort on every member; return the ms from there until each is out of its blocked order."""
+    aborts = [one.tell("abort") for one in members]
+    freed = []
+    for one, order, abort in zip(members, orders, aborts, strict=True):
+        out, done = one.answer(order), one.answer(abort)
+        assert out.error, "the blocked call came back without an error"
+        freed.append((out.ended - done.began) * 1e3)
+    return freed
+
+
+def stop(member: MemberProcess) -> None:
+    """Stop a member the way a debugger or a stalled host does, and wait until it is."""
+    member.signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, member.pid, os.WSTOPPED | os.WNOWAIT)
