@@ -1,0 +1,1 @@
+"""Inside each training process: its place in the run, its group, its reports."""

@@ -1,0 +1,245 @@
+"""How the members of a group agree on one report: votes counted in the group's store.
+
+Every member votes once per report. A vote is one round trip and waits for nobody, so a member
+that has nothing to wait for goes on at once. The last vote closes the report, and what it
+counted is the same for all who read it. Members that have a checkpoint wait for the close; the
+first of them by rank, the lead, then commits the checkpoint and tells the outcome.
+
+Rule: whatever two members could see differently is decided by one of them and written down.
+Votes travel through the store and not through a collective, because a member without a
+checkpoint cannot know whether others have one; and the store needs no group of its own to be
+formed, aborted and formed again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import Store
+
+from elastic.errors import check
+
+log = logging.getLogger(__name__)
+
+COUNT_BITS = 15
+WORLD_SIZE_MAX = (1 << COUNT_BITS) - 1
+POLL_S_MIN = 0.0005
+POLL_S_MAX = 0.01
+WARN_INTERVAL_S = 30.0
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one member does at one report.
+
+    Attributes:
+        waits: it stays until the report is closed.
+        wishes: it knows that the group is to be left at a boundary.
+        has_checkpoint: it brings a part of a checkpoint, or failed to.
+    """
+
+    waits: bool = False
+    wishes: bool = False
+    has_checkpoint: bool = False
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many members voted, and how."""
+
+    votes: int = 0
+    waiting: int = 0
+    wishing: int = 0
+    with_checkpoint: int = 0
+
+    @classmethod
+    def of(cls, number: int) -> Tally:
+        """Read what the store counted: four counts in one integer, so that one add does."""
+        counts = [(number >> (COUNT_BITS * place)) & WORLD_SIZE_MAX for place in range(4)]
+        return cls(*counts)
+
+    def number(self) -> int:
+        """Return the integer for the store."""
+        counts = (self.votes, self.waiting, self.wishing, self.with_checkpoint)
+        return sum(count << (COUNT_BITS * place) for place, count in enumerate(counts))
+
+    def leaves(self) -> bool:
+        """Return whether all leave here: one wishes it, all wait, and a checkpoint keeps it."""
+        return bool(self.wishing and self.with_checkpoint and self.waiting == self.votes)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One member's share of a checkpoint.
+
+    Attributes:
+        name: of the checkpoint; the same from every member.
+        files: (relative path, bytes), also of files that another member wrote.
+        error: why this share could not be stored, "" if it was.
+    """
+
+    rank: int
+    name: str
+    files: tuple[tuple[str, int], ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a checkpoint.
+
+    Attributes:
+        path: of the committed checkpoint, "" if it could not be committed.
+        error: why not.
+        leaves: every member leaves the group here.
+    """
+
+    path: str = ""
+    error: str = ""
+    leaves: bool = False
+
+
+class Agreement:
+    """The votes of one group, seen by one of its members; used by one thread.
+
+    Methods that touch the store raise torch's DistError when the store is gone, which is when
+    its leader is.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        *,
+        world_size: int,
+        watch: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin before the first report.
+
+        Args:
+            store: belongs to this group alone.
+            rank: of this member.
+            world_size: of the group.
+            watch: called now and then while we wait; may raise, to end the wait.
+        """
+        check(
+            0 <= rank < world_size <= WORLD_SIZE_MAX,
+            f"rank {rank} of {world_size}: expected at most {WORLD_SIZE_MAX} members",
+        )
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._watch = watch
+
+    def claim(self, index: int, relative: str) -> bool:
+        """Return whether this member is the one that writes a file which others may have too."""
+        mine = str(self._rank)
+        held = self._store.compare_set(_key(index, f"claim/{relative}"), "", mine)
+        return bytes(held).decode() == mine
+
+    def add_part(self, index: int, part: Part) -> None:
+        """Tell the others what we stored; comes before our vote."""
+        line = json.dumps([part.rank, part.name, part.files, part.error])
+        self._store.append(_key(index, "parts"), line + "\n")  # type: ignore[attr-defined]
+
+    def parts(self, index: int) -> tuple[Part, ...]:
+        """Return all parts by rank; complete once the report is closed."""
+        lines = bytes(self._store.get(_key(index, "parts"))).decode().splitlines()
+        parts = []
+        for line in lines:
+            rank, name, files, error = json.loads(line)
+            parts.append(Part(rank, name, tuple((path, size) for path, size in files), error))
+        return tuple(sorted(parts, key=lambda part: part.rank))
+
+    def vote(self, index: int, vote: Vote) -> None:
+        """Vote on report `index`; every member does so once for 0, 1, 2 and so on."""
+        mine = Tally(1, int(vote.waits), int(vote.wishes), int(vote.has_checkpoint))
+        self._count(index, mine.number())
+
+    def _count(self, index: int, number: int) -> Tally:
+        tally = Tally.of(self._store.add(_key(index, "votes"), number))
+        is_vote = number & WORLD_SIZE_MAX  # Not the withdrawal of a promise to wait.
+        if is_vote and tally.votes == self._world_size:
+            self._store.set(_key(index, "closed"), str(tally.number()))
+            if index > 0:
+                # All are here, so nobody looks at the report before any more.
+                for what in ("votes", "closed", "parts", "outcome"):
+                    self._store.delete_key(_key(index - 1, what))
+        return tally
+
+    def wait_closed(self, index: int, *, patience_s: float | None = None) -> Tally:
+        """Wait until everyone has voted on `index`.
+
+        Args:
+            index: a report that we voted on with `waits`.
+            patience_s: withdraw the promise to wait after so long, unless it is too late for
+                that; None: wait for as long as it takes.
+
+        Returns:
+            The same tally for everyone who waits; if we withdrew, one without votes.
+        """
+        closed = self._await(index, "closed", patience_s)
+        if closed is None:
+            so_far = self._count(index, -Tally(waiting=1).number())
+            if so_far.votes < self._world_size:
+                return Tally()
+            closed = self._await(index, "closed", None)
+        return Tally.of(int(closed or b"0"))
+
+    def tell_outcome(self, index: int, outcome: Outcome, claimed: tuple[str, ...]) -> None:
+        """Let the others go on; only the lead does this, once.
+
+        Args:
+            index: a closed report.
+            outcome: what became of the checkpoint.
+            claimed: relative paths that `claim` was asked for; they are forgotten.
+        """
+        text = json.dumps([outcome.path, outcome.error, outcome.leaves])
+        self._store.set(_key(index, "outcome"), text)
+        for relative in claimed:
+            self._store.delete_key(_key(index, f"claim/{relative}"))
+
+    def wait_outcome(self, index: int) -> Outcome:
+        """Wait for what the lead tells."""
+        text = self._await(index, "outcome", None)
+        path, error, leaves = json.loads(text or b'["", "", false]')
+        return Outcome(path, error, leaves)
+
+    def _await(self, index: int, what: str, patience_s: float | None) -> bytes | None:
+        """Look for a key until it is there; None if patience ends first.
+
+        Looking again and again, instead of one blocking `wait`, keeps this thread in Python,
+        where `GroupChanged` can reach it.
+        """
+        key = _key(index, what)
+        began = time.monotonic()
+        warn_after_s = WARN_INTERVAL_S
+        pause_s = POLL_S_MIN
+        while not self._store.check([key]):
+            waited_s = time.monotonic() - began
+            if patience_s is not None and waited_s >= patience_s:
+                return None
+            if self._watch is not None:
+                self._watch()
+            if waited_s > warn_after_s:
+                warn_after_s += WARN_INTERVAL_S
+                self._warn(index, what, waited_s)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, POLL_S_MAX)
+        return bytes(self._store.get(key))
+
+    def _warn(self, index: int, what: str, waited_s: float) -> None:
+        votes = Tally.of(self._store.add(_key(index, "votes"), 0)).votes
+        log.warning(
+            "report_waits index=%d for=%s seconds=%.0f: %d of %d ranks have made report %d; every "
+            "rank must call train.report equally often, with or without a checkpoint",
+            index, what, waited_s, votes, self._world_size, index,
+        )  # fmt: skip
+
+
+def _key(index: int, what: str) -> str:
+    return f"report/{index}/{what}"

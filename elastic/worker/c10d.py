@@ -1,0 +1,315 @@
+"""Every private part of torch.distributed that this package touches, in one place.
+
+Rule: each name is looked up once, at import of `parts()`, and a torch that lacks one is refused
+with what to install. Nothing else in the package reaches below torch.distributed's public names.
+
+Two seams are enough. `ProcessGroupGloo`, as torch's own group builder sees it, is where each
+group (the default one, `new_group`, a device mesh) makes its sockets. `init_process_group` and
+`destroy_process_group` are what a script written for torchrun calls at its start and end.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from elastic.errors import GroupError, UsageError
+
+log = logging.getLogger(__name__)
+
+TORCH_RANGE = "torch>=2.9,<2.14"
+MAPS = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
+"""What torch's own destroy_process_group empties."""
+
+NCCL_ENVIRONMENT = {
+    # 2: an error in a collective ends its communicator, never the process (1 and 3 do).
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # The monitor kills a process whose watchdog is slow, which an abort can make it.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # The blocking kind cannot be aborted while it connects.
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+}
+"""Read by torch when it makes an NCCL group."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The private names, as found in the torch that is installed."""
+
+    world: Any
+    gloo: Any
+    gloo_options: Any
+    update_default: Callable[[Any], None]
+    unregister_all: Callable[[], None]
+
+
+@functools.cache
+def parts() -> Parts:
+    """Look the private names up.
+
+    Raises:
+        GroupError: this torch lacks one of them.
+    """
+    gloo = _part(distributed_c10d, "ProcessGroupGloo")
+    world = _part(distributed_c10d, "_world")
+    for name in (*MAPS, "default_pg", "group_count"):
+        _part(world, name)
+    _part(gloo, "create_device")
+    return Parts(
+        world=world,
+        gloo=gloo,
+        gloo_options=_part(gloo, "_Options"),
+        update_default=_part(distributed_c10d, "_update_default_pg"),
+        unregister_all=_part(distributed_c10d, "_unregister_all_process_groups"),
+    )
+
+
+def _part(owner: Any, name: str) -> Any:
+    found = getattr(owner, name, None)
+    if found is None and not hasattr(owner, name):
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise GroupError(
+            f"torch {torch.__version__} has no {where}.{name}, which forming groups in a running "
+            f"process needs; install {TORCH_RANGE}"
+        )
+    return found
+
+
+def forget_all_groups() -> list[Any]:
+    """Put torch.distributed back to where a fresh process stands; nothing is destroyed.
+
+    `destroy_process_group` waits 10 ms for each connection. What counts is that survivors and
+    newcomers agree on `group_count`: it is part of every store key of the groups to come.
+
+    Returns:
+        What torch referred to, for the caller to let go of where it may take its time.
+    """
+    found = parts()
+    groups: list[Any] = list(found.world.pg_map)
+    groups += list(found.world.pg_map.values())
+    found.update_default(None)
+    for name in MAPS:
+        getattr(found.world, name).clear()
+    comms = getattr(found.world, "comms", None)
+    if comms:
+        groups += list(comms)
+        comms.clear()
+    found.unregister_all()
+    found.world.group_count = 0
+    return groups
+
+
+def all_groups() -> list[Any]:
+    """Return the process groups that torch knows now, newest first; any thread."""
+    return list(parts().world.pg_map)[::-1]
+
+
+@contextmanager
+def same_excepthook() -> Iterator[None]:
+    """Undo what init_process_group does to sys.excepthook: it wraps it once more each time."""
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+
+
+# ------------------------------------------------------------------------------------------ seams
+
+
+class GlooSeam:
+    """Stands where torch's group builder looks for ProcessGroupGloo; `make` builds instead.
+
+    torch also asks `isinstance(backend, ProcessGroupGloo)`, and others read attributes of it;
+    both are answered by the real class.
+    """
+
+    def __init__(self, real: Any, make: Callable[..., Any]) -> None:
+        """Keep the class, and what is called in its place: make(real, store, rank, size, s)."""
+        self._real = real
+        self._make = make
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Build a gloo backend, with our device if torch's builder asks in its usual way."""
+        timeout = named.get("timeout")
+        if len(args) == 3 and set(named) == {"timeout"} and timeout is not None:
+            return self._make(self._real, *args, timeout.total_seconds())
+        return self._real(*args, **named)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self._real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The default group that a script finds when it asks for one."""
+
+    rank: int
+    world_size: int
+    backend: str
+
+
+class Seams:
+    """Puts ours in torch's places, and torch's own back."""
+
+    def __init__(
+        self,
+        make_gloo: Callable[..., Any],
+        *,
+        standing: Callable[[], Standing | None],
+        let_go: Callable[[Any], bool],
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            make_gloo: builds a gloo backend, called as make_gloo(class, store, rank, size, s).
+            standing: the group that stands now, None if there is none.
+            let_go: told of a subgroup that the script destroys; returns whether torch may.
+        """
+        self._make_gloo = make_gloo
+        self._standing = standing
+        self._let_go = let_go
+        self._undo: list[tuple[Any, str, Any]] = []
+        self.init_process_group = dist.init_process_group
+
+    def install(self) -> None:
+        """Take the places."""
+        found = parts()
+        self._put(distributed_c10d, "ProcessGroupGloo", GlooSeam(found.gloo, self._make_gloo))
+        for name, ours in (
+            ("init_process_group", self._adopt),
+            ("destroy_process_group", self._destroy),
+        ):
+            real = getattr(distributed_c10d, name)
+            wrapped = functools.wraps(real)(functools.partial(ours, real))
+            self._put(distributed_c10d, name, wrapped)
+            self._put(dist, name, wrapped)
+
+    def remove(self) -> None:
+        """Give the places back."""
+        while self._undo:
+            setattr(*self._undo.pop())
+
+    def _put(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def _adopt(self, real: Callable[..., None], *args: Any, **named: Any) -> None:
+        """Let a script that makes its own default group have the one that stands."""
+        group = self._standing()
+        if group is None:
+            real(*args, **named)
+            return
+        names = ("backend", "init_method", "timeout", "world_size", "rank")
+        asked = dict(zip(names, args, strict=False)) | named
+        for name, ours in (("world_size", group.world_size), ("rank", group.rank)):
+            if asked.get(name, -1) not in (-1, ours):
+                raise UsageError(
+                    f"init_process_group({name}={asked[name]}): this worker is rank {group.rank} "
+                    f"of {group.world_size}, and its group stands already; leave {name} out, or "
+                    f"read it from the environment (RANK, WORLD_SIZE)"
+                )
+        backend = str(asked.get("backend") or group.backend).lower()
+        if backend not in (group.backend, "undefined"):
+            log.warning(
+                "backend_differs asked=%s formed=%s: the script gets the group that stands; set "
+                "the backend in TorchConfig to change it",
+                backend,
+                group.backend,
+            )
+
+    def _destroy(self, real: Callable[..., None], group: Any = None) -> None:
+        """Let a script end its groups; the default one is the runtime's, and stays."""
+        if self._standing() is None:
+            real(group)
+            return
+        if group is None or group is parts().world.default_pg:
+            log.debug("destroy_ignored: the default group ends with its generation")
+            return
+        if self._let_go(group):
+            real(group)
+
+
+# ------------------------------------------------------------------------------------------- NCCL
+
+
+def start_nccl_aborts(groups: list[Any]) -> list[threading.Thread]:
+    """Abort every NCCL communicator of these groups, each in a thread of its own.
+
+    One after the other can deadlock: an abort waits for kernels that wait for a peer that has
+    not yet aborted its other communicator. Never followed by destroy: once one member aborts, a
+    clean end is not to be had.
+
+    Returns:
+        The threads, to be joined before new communicators are made.
+    """
+    threads = []
+    for group in groups:
+        backend = _nccl_backend(group)
+        if backend is not None:
+            thread = threading.Thread(
+                target=_abort_one, args=(backend,), name="elastic-nccl-abort", daemon=True
+            )
+            thread.start()
+            threads.append(thread)
+    return threads
+
+
+def any_nccl_error(groups: list[Any]) -> bool:
+    """Return whether a communicator of these groups has met an error."""
+    for group in groups:
+        backend = _nccl_backend(group)
+        ask = getattr(backend, "get_error", None)
+        if ask is None:
+            continue
+        try:
+            if getattr(ask(), "name", "SUCCESS") != "SUCCESS":
+                return True
+        except RuntimeError:
+            return True  # the communicator is past answering
+    return False
+
+
+def _nccl_backend(group: Any) -> Any:
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except (AttributeError, RuntimeError):
+        return None  # a group for the CPU only
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return backend if hasattr(backend, "abort") and "nccl" in _name_of(backend) else None
+
+
+def _name_of(backend: Any) -> str:
+    name = getattr(backend, "name", "")
+    return str(name() if callable(name) else name).lower()
+
+
+def _abort_one(backend: Any) -> None:
+    try:
+        backend.abort()
+    except Exception as error:  # the communicator may never have been made
+        log.info("nccl_abort_failed error=%r", str(error))

@@ -1,0 +1,104 @@
+"""What a train function can know of its place in the run, and say about it.
+
+Rule: there is one context per call of the train function, also in a process without an agent;
+`current()` is the only door to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.core.world import Generation, JobId, WorkerId
+from elastic.worker.progress import StepCounter
+from elastic.worker.reporting import Link, Reporter
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """One worker in one generation.
+
+    Attributes:
+        job_id, job_name: of the job.
+        run_path: the run directory as an fsspec path, "" if the job has none.
+        worker_id: "node/serial".
+        generation: of the group.
+        cause: why this group was formed: start, lost, join, drain, broken, resume.
+        world_rank, world_size: in the group.
+        local_rank, local_world_size: among the group's workers on this node.
+        node_rank, num_nodes: of this node among the group's nodes.
+        device: "cpu", or the first accelerator that this process sees, such as "cuda:0".
+        num_devices: accelerators that this process may use, 0 on CPU.
+        config: what the user gave to the train function; None for scripts.
+        options: what the library passed along with the train function.
+        is_local: there is no agent; the train function runs in the user's own process.
+    """
+
+    job_id: JobId
+    job_name: str
+    run_path: str
+    worker_id: WorkerId
+    generation: Generation
+    cause: str
+    world_rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    device: str
+    num_devices: int = 0
+    config: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_local: bool = False
+    reporter: Reporter = field(repr=False)
+    step_counter: StepCounter = field(repr=False)
+    link: Link = field(repr=False)
+
+    @property
+    def newest_checkpoint(self) -> str:
+        """Return the path of the newest committed checkpoint, "" if there is none."""
+        return self.reporter.newest_checkpoint
+
+    def report(
+        self, metrics: str, checkpoint: str | None = None, *, name: str | None = None
+    ) -> None:
+        """Keep metrics, and commit a checkpoint with the other members; see `Reporter.report`.
+
+        Args:
+            metrics: JSON object.
+            checkpoint: local directory with this member's files, None for none.
+            name: of the checkpoint's directory, None for one that is never used twice.
+
+        Raises:
+            StorageError: the checkpoint or the metrics could not be stored.
+            GroupChanged: all members leave the group here.
+        """
+        self.reporter.report(metrics, checkpoint, name)
+
+    def note_step(self) -> None:
+        """Count one iteration of the training loop that is over."""
+        self.step_counter.note()
+
+    def at_boundary(self) -> bool:
+        """Return whether a planned change waits for a boundary.
+
+        If so, a report with a checkpoint now lets it happen at once. Other members may learn of
+        it a moment earlier or later: it is a hint, and what all do is agreed in `report`.
+        """
+        return bool(self.link.wish(self.generation))
+
+
+_current: WorkerContext | None = None
+
+
+def current() -> WorkerContext | None:
+    """Return this process's context, None if it does not run a train function."""
+    return _current
+
+
+def set_current(context: WorkerContext | None) -> None:
+    """Begin, or end with None, the time in which `current()` gives this context."""
+    global _current
+    _current = context

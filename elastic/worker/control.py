@@ -1,0 +1,187 @@
+"""The control thread of a worker: owns its machine, reads the pipe, and acts at any moment.
+
+Rule: nothing here waits for the main thread, which may be anywhere in user code. Orders and
+answers go through the exchange; a group is aborted from here, through its sockets.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import select
+import sys
+import threading
+import traceback
+from typing import NoReturn
+
+from elastic.core.events.shared import Note
+from elastic.core.events.worker import (
+    AbortGroup,
+    AgentTold,
+    EnterTrain,
+    ExitWorker,
+    FormGroup,
+    InterruptTrain,
+    PipeClosed,
+    ResolveReport,
+    SendPipe,
+    Setup,
+    Started,
+    WishBoundary,
+    WorkerEffect,
+    WorkerEvent,
+)
+from elastic.core.machine.worker import EXIT_AGENT_GONE, WorkerMachine
+from elastic.core.messages import PipeToAgent, Progress
+from elastic.errors import ElasticError, Unavailable
+from elastic.runtime.clock import Clock
+from elastic.runtime.eventlog import note_text
+from elastic.wire.pipe import Pipe
+from elastic.worker.exchange import Exchange
+from elastic.worker.group import ProcessGroups
+from elastic.worker.interrupt import Interrupter
+
+log = logging.getLogger(__name__)
+
+EXIT_BUG = 70
+"""EX_SOFTWARE: the control thread itself failed."""
+GOODBYE_S = 2.0
+"""What user code registered with atexit may take at the end, in all."""
+
+
+class ControlThread:
+    """Events in, effects done, until the process ends."""
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        exchange: Exchange,
+        *,
+        groups: ProcessGroups,
+        interrupter: Interrupter,
+        clock: Clock,
+    ) -> None:
+        """Begin as a spare; `start` runs it."""
+        self._pipe = pipe
+        self._exchange = exchange
+        self._groups = groups
+        self._interrupter = interrupter
+        self._clock = clock
+        self._machine = WorkerMachine()
+        self._closed = False
+
+    def start(self) -> None:
+        """Run in a thread of its own, which ends with the process."""
+        threading.Thread(target=self._run, name="elastic-control", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._step(Started(os.getpid()))
+            while True:
+                self._turn()
+        except BaseException:
+            # Without this thread the process can be neither reached nor stopped.
+            traceback.print_exc()
+            leave_process(EXIT_BUG, with_goodbye=False)
+
+    def _turn(self) -> None:
+        """Wait until something comes, and take all of it."""
+        sources = [self._exchange.fileno()]
+        if not self._closed:
+            sources.append(self._pipe.fileno())
+        deadline_ns = self._machine.next_deadline_ns()
+        timeout_s = None
+        if deadline_ns is not None:
+            timeout_s = max(0.0, (deadline_ns - self._clock.monotonic_ns()) / 1e9)
+        readable, _, _ = select.select(sources, [], [], timeout_s)
+        # What the main thread said comes first: the agent's words may depend on it.
+        for item in self._exchange.take_posted():
+            if isinstance(item, Progress):
+                self._send(item)
+            else:
+                self._step(item)
+        if self._pipe.fileno() in readable:
+            self._hear()
+
+    def _hear(self) -> None:
+        try:
+            while (message := self._pipe.receive(0)) is not None:
+                self._step(AgentTold(message))
+        except Unavailable:
+            self._lose_pipe()
+
+    def _lose_pipe(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._step(PipeClosed())
+
+    def _send(self, message: PipeToAgent) -> None:
+        if self._closed:
+            return
+        try:
+            self._pipe.send(message)
+        except Unavailable:
+            self._lose_pipe()
+        except ElasticError as error:
+            # Too large, or with characters that cannot travel: the run goes on without it.
+            log.error("message_unsendable kind=%s error=%r", type(message).__name__, str(error))
+
+    def _step(self, event: WorkerEvent) -> None:
+        effects = self._machine.step(event, self._clock.monotonic_ns())
+        # Told before it is freed: an aborted NCCL collective ends without an error.
+        for effect in sorted(effects, key=lambda effect: not isinstance(effect, InterruptTrain)):
+            self._perform(effect)
+
+    def _perform(self, effect: WorkerEffect) -> None:
+        if isinstance(effect, SendPipe):
+            self._send(effect.message)
+        elif isinstance(effect, (Setup, FormGroup, EnterTrain)):
+            self._exchange.give_order(effect)
+        elif isinstance(effect, AbortGroup):
+            self._exchange.set_aborted(effect.generation)
+            self._groups.abort(effect.generation)
+        elif isinstance(effect, InterruptTrain):
+            self._interrupter.interrupt(effect.generation, effect.reason)
+        elif isinstance(effect, WishBoundary):
+            self._exchange.set_wish(effect)
+        elif isinstance(effect, ResolveReport):
+            self._exchange.resolve(effect)
+        elif isinstance(effect, ExitWorker):
+            log.info("worker_exits code=%d reason=%r", effect.code, effect.reason)
+            leave_process(effect.code, with_goodbye=effect.code != EXIT_AGENT_GONE)
+        elif isinstance(effect, Note):
+            log.info("%s", note_text(effect))
+
+
+def leave_process(code: int, *, with_goodbye: bool) -> NoReturn:
+    """End this process now, whatever its main thread does.
+
+    Output is flushed, and what user code registered with `atexit` is called (experiment trackers
+    close their runs there), both within `GOODBYE_S`: a main thread that is stuck may hold a lock
+    that they need.
+
+    Args:
+        code: exit code.
+        with_goodbye: call what is registered with `atexit`.
+    """
+    goodbye = threading.Thread(target=_say_goodbye, args=(with_goodbye,), daemon=True)
+    goodbye.start()
+    goodbye.join(GOODBYE_S)
+    os._exit(code)
+
+
+def _say_goodbye(with_goodbye: bool) -> None:
+    flush_output()
+    if with_goodbye:
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        flush_output()
+
+
+def flush_output() -> None:
+    """Flush both streams; a stream that user code closed or replaced is its own business."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

@@ -1,0 +1,157 @@
+"""The entry point of a job: a pickled function, a script or a module, ready to be called again.
+
+Rule: everything that can be found wrong before a group forms is found by `load`. Each call begins
+afresh, a function with its own copy of the config: what an earlier generation changed in it, or
+what a failed attempt left half done, does not leak into the next one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from elastic.core.world import Entry, EntryKind
+from elastic.errors import UsageError
+
+RUN_NAME = "__main__"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the entry point, not made yet.
+
+    Attributes:
+        run: makes it, and returns what the train function returned; None for scripts.
+        config: what the user passed to the train function.
+        options: what the library passed along with the function.
+    """
+
+    run: Callable[[], Any]
+    config: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def pack(function: Callable[..., Any], config: Any, options: Mapping[str, Any]) -> bytes:
+    """Return the payload of a FUNCTION entry.
+
+    Raises:
+        UsageError: something in it cannot be pickled.
+    """
+    try:
+        return bytes(cloudpickle.dumps((function, config, dict(options))))
+    except Exception as error:
+        raise UsageError(
+            f"the train function {getattr(function, '__name__', function)!r} or its config cannot "
+            f"be sent to workers ({type(error).__name__}: {error}); create what cannot be pickled "
+            f"(files, locks, connections, loaders) inside the function"
+        ) from error
+
+
+def load(entry: Entry) -> Callable[[], Call]:
+    """Prepare this process for an entry point, and check that it can be called.
+
+    Changes the working directory and `sys.path`.
+
+    Returns:
+        A function that prepares one call; it is to be used anew for each.
+
+    Raises:
+        UsageError: the directory, the script or the module is not on this node.
+        Exception: whatever unpickling the function raises, such as ImportError.
+    """
+    if entry.working_dir:
+        try:
+            os.chdir(entry.working_dir)
+        except OSError as error:
+            raise UsageError(
+                f"working directory {entry.working_dir} cannot be entered on this node "
+                f"({error.strerror}); every node needs it, shared or copied"
+            ) from error
+    for directory in reversed(entry.python_path):
+        _put_first(directory)
+    if entry.kind is EntryKind.FUNCTION:
+        _function_call(entry)  # An import error is known before the group forms.
+        return lambda: _function_call(entry)
+    if entry.kind is EntryKind.SCRIPT:
+        path = _script_path(entry)
+        return lambda: Call(lambda: _run_script(path, entry.args))
+    _check_module(entry)
+    return lambda: Call(lambda: _run_module(entry))
+
+
+def _put_first(directory: str) -> None:
+    if directory in sys.path:
+        sys.path.remove(directory)
+    sys.path.insert(0, directory)
+
+
+def _function_call(entry: Entry) -> Call:
+    function, config, options = cloudpickle.loads(entry.payload)
+    if not callable(function):
+        raise UsageError(f"the train function of {entry.target} is a {type(function).__name__}")
+    return Call(lambda: call_with_config(function, config), config, options)
+
+
+def call_with_config(function: Callable[..., Any], config: Any) -> Any:
+    """Call a train function with its config, or without if it takes no argument.
+
+    Raises:
+        UsageError: it needs more than one argument.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    positional = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    needed = [p.name for p in positional if p.default is p.empty]
+    if len(needed) > 1:
+        raise UsageError(
+            f"the train function takes {', '.join(needed)}: expected one argument, the config, or "
+            f"none; put all of them into train_loop_config"
+        )
+    takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    if not positional and not takes_any:
+        return function()
+    return function({} if config is None else config)
+
+
+def _script_path(entry: Entry) -> str:
+    path = Path(entry.target).expanduser().absolute()
+    if not path.is_file():
+        raise UsageError(
+            f"script {path} is not on this node; every node needs it at this path, shared or "
+            f"copied, or give --working-dir"
+        )
+    return str(path)
+
+
+def _run_script(path: str, args: tuple[str, ...]) -> None:
+    _put_first(str(Path(path).parent))
+    sys.argv = [path, *args]
+    runpy.run_path(path, run_name=RUN_NAME)
+
+
+def _check_module(entry: Entry) -> None:
+    try:
+        found = importlib.util.find_spec(entry.target) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise UsageError(
+            f"module {entry.target} is not on this node; looked in {', '.join(sys.path)}"
+        )
+
+
+def _run_module(entry: Entry) -> None:
+    sys.argv = [entry.target, *entry.args]
+    runpy.run_module(entry.target, run_name=RUN_NAME, alter_sys=True)

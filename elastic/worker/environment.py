@@ -1,0 +1,112 @@
+"""The environment variables that a training process finds, as torchrun's users know them.
+
+Rule: pure. What the process was started with comes in as an argument, what is to be set goes
+out as a dict; what the user has set himself is never replaced, except a process's place in its
+group, which changes with every generation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from elastic.core.config import JobSpec
+from elastic.core.messages import Assign
+from elastic.core.world import Assignment, host_of
+
+THREADS = "OMP_NUM_THREADS"
+THREADS_OF_SEVERAL = "1"
+"""What torchrun sets when several workers share a node."""
+
+
+def for_job(assign: Assign, started_with: Mapping[str, str]) -> dict[str, str]:
+    """Return what to set when a spare becomes a worker.
+
+    Args:
+        assign: who the worker is; its entry's own variables win over ours.
+        started_with: the environment of the spare.
+    """
+    spec = assign.spec
+    ours = {
+        "ELASTIC_JOB_ID": spec.job_id,
+        "ELASTIC_JOB_NAME": spec.name,
+        "ELASTIC_WORKER_ID": assign.worker_id,
+        "ELASTIC_MIN": str(spec.min_workers),
+        "ELASTIC_MAX": str(spec.max_workers),
+        "TORCHELASTIC_RUN_ID": spec.name,
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_failures),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Also when it is empty: a worker without a device must not see those of others.
+        "CUDA_VISIBLE_DEVICES": ",".join(assign.devices),
+    }
+    # accelerate picks NCCL wherever torch was built with it, unless it is told.
+    defaults = {} if assign.devices else {"ACCELERATE_USE_CPU": "true"}
+    return _unset(defaults, started_with) | ours | dict(spec.entry.env)
+
+
+def _unset(defaults: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
+    """Return the defaults that nobody has set yet."""
+    return {name: value for name, value in defaults.items() if name not in known}
+
+
+def for_generation(
+    assign: Assign, assignment: Assignment, started_with: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what to set before the train function is called in a group.
+
+    A process that sees only accelerators of its own finds the one that scripts choose by
+    LOCAL_RANK always in the first place (torchrun: --virtual-local-rank).
+
+    Args:
+        assign: who the worker is.
+        assignment: its place in the group.
+        started_with: the environment of the spare.
+    """
+    port = assignment.leader_address.rpartition(":")[2]
+    place = {
+        "RANK": str(assignment.rank),
+        "WORLD_SIZE": str(assignment.world_size),
+        "LOCAL_RANK": "0" if assign.devices else str(assignment.local_rank),
+        "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
+        "GROUP_RANK": str(assignment.node_rank),
+        "NODE_RANK": str(assignment.node_rank),
+        "GROUP_WORLD_SIZE": str(assignment.num_nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(assignment.rank),
+        "ROLE_WORLD_SIZE": str(assignment.world_size),
+        "MASTER_ADDR": host_of(assignment.leader_address),
+        "MASTER_PORT": port,
+        # torch prefixes the keys of a store that it is handed with this number.
+        "TORCHELASTIC_RESTART_COUNT": str(assignment.generation - 1),
+        "ELASTIC_GENERATION": str(assignment.generation),
+        "ELASTIC_LOCAL_RANK": str(assignment.local_rank),
+    }
+    theirs = dict(assign.spec.entry.env)
+    return place | _unset(_tracker(assign.spec, assignment.rank), {**started_with, **theirs})
+
+
+def _tracker(spec: JobSpec, rank: int) -> dict[str, str]:
+    """Return one Weights & Biases run per job and rank, whatever is restarted meanwhile.
+
+    MLflow has no such variable: MLFLOW_RUN_ID must name a run that its server knows already.
+    """
+    identity = f"{spec.job_id}\n{spec.run_path}"
+    run_id = hashlib.sha256(identity.encode()).hexdigest()[:24]
+    return {
+        "WANDB_RUN_ID": run_id if rank == 0 else f"{run_id}-{rank}",
+        "WANDB_RESUME": "allow",
+    }
+
+
+def num_threads(
+    assignment: Assignment, entry_env: Mapping[str, str], started_with: Mapping[str, str]
+) -> int | None:
+    """Return how many threads torch is to compute with, None to leave it as it is.
+
+    The spare loaded torch before it had a job, so the variable alone comes too late.
+    """
+    default = THREADS_OF_SEVERAL if assignment.local_world_size > 1 else ""
+    value = entry_env.get(THREADS) or started_with.get(THREADS) or default
+    # OpenMP allows "4,2" for nested regions; the first number is ours.
+    first = value.split(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else None

@@ -1,0 +1,125 @@
+"""What the control thread and the main thread of a worker hand to each other.
+
+Rule: neither thread ever waits for the other here. The main thread waits for orders only while
+it has nothing to do, and for an answer in slices, so that `GroupChanged` finds it awake.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from dataclasses import dataclass, field
+
+from elastic.core.events.worker import (
+    EnterTrain,
+    FormGroup,
+    ResolveReport,
+    Setup,
+    WishBoundary,
+    WorkerEvent,
+)
+from elastic.core.messages import Progress
+from elastic.core.world import NO_GENERATION, Generation
+
+Order = Setup | FormGroup | EnterTrain
+"""What the main thread can be told to do; it does one at a time."""
+
+WAIT_SLICE_S = 0.02
+"""An exception that another thread raises in this one arrives between two slices."""
+
+
+@dataclass
+class Answer:
+    """What the coordinator says to one report.
+
+    Attributes:
+        accepted, reason: valid once `ready` is set.
+    """
+
+    ready: threading.Event = field(default_factory=threading.Event)
+    accepted: bool = False
+    reason: str = ""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the answer at most so long; return whether it is there."""
+        slices = max(1, round(timeout_s / WAIT_SLICE_S))
+        return any(self.ready.wait(WAIT_SLICE_S) for _ in range(slices))
+
+
+class Exchange:
+    """Mailboxes in both directions; every method may be called by any thread."""
+
+    def __init__(self) -> None:
+        """Open the descriptor that wakes the control thread."""
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[WorkerEvent | Progress] = queue.SimpleQueue()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._wish: WishBoundary | None = None
+        self._aborted: Generation = NO_GENERATION
+        self._answers: dict[tuple[Generation, int], Answer] = {}
+
+    # ------------------------------------------------------------ main thread -> control thread
+
+    def post(self, item: WorkerEvent | Progress) -> None:
+        """Tell the machine what happened, or the agent how far we are; returns at once."""
+        self._posted.put(item)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while something is posted."""
+        return self._wake_fd
+
+    def take_posted(self) -> list[WorkerEvent | Progress]:
+        """Return what was posted since the last call, in order."""
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            return []
+        items: list[WorkerEvent | Progress] = []
+        while True:
+            try:
+                items.append(self._posted.get_nowait())
+            except queue.Empty:
+                return items
+
+    def expect_answer(self, generation: Generation, index: int) -> Answer:
+        """Ask to be told what becomes of a report; call this before the report is posted."""
+        with self._lock:
+            return self._answers.setdefault((generation, index), Answer())
+
+    # ------------------------------------------------------------ control thread -> main thread
+
+    def give_order(self, order: Order) -> None:
+        """Put an order into the main thread's box."""
+        self._orders.put(order)
+
+    def wait_for_order(self) -> Order:
+        """Wait, for as long as it takes, for the next order."""
+        return self._orders.get()
+
+    def set_wish(self, wish: WishBoundary) -> None:
+        """Let the next boundary of the wish's generation be the last."""
+        self._wish = wish
+
+    def wish(self, generation: Generation) -> str:
+        """Return why this generation is to be left at its next boundary, "" if it is not."""
+        wish = self._wish
+        return (wish.reason or "planned change") if wish and wish.generation == generation else ""
+
+    def set_aborted(self, generation: Generation) -> None:
+        """Remember that this group is over, before it is aborted."""
+        self._aborted = max(self._aborted, generation)
+
+    def was_aborted(self, generation: Generation) -> bool:
+        """Return whether this group, formed or not, is over by order."""
+        return generation <= self._aborted
+
+    def resolve(self, effect: ResolveReport) -> None:
+        """Answer a report; one that nobody waits for is dropped."""
+        with self._lock:
+            answer = self._answers.pop((effect.generation, effect.index), None)
+        if answer is not None:
+            answer.accepted, answer.reason = effect.accepted, effect.reason
+            answer.ready.set()

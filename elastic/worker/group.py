@@ -1,0 +1,418 @@
+"""torch.distributed groups that form, break and form again inside one living process.
+
+Rule: the main thread never waits inside torch for something that only a peer can end. Connecting
+and forming run in a thread that can be left behind; a collective is freed by shutting the
+group's sockets down. So `abort`, from any thread at any moment, gives the main thread back
+within milliseconds, and the old group is dropped, never destroyed, on the way to the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from elastic.errors import ConfigError, GroupError
+from elastic.worker import c10d
+from elastic.worker.life import Life, Undertaker
+from elastic.worker.sockets import find_connections, find_event_loop, peer_address, socket_inodes
+
+log = logging.getLogger(__name__)
+
+Made = TypeVar("Made")
+
+BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
+NO_GENERATION = 0
+BACKLOG = 1024
+"""Members that may connect to a leader at the same moment."""
+PROBE_S = 2.0
+"""One attempt to reach the leader; an attempt that is lost on the way is made again."""
+PROBE_PAUSE_S = 0.005
+PROBE_PAUSE_S_MAX = 0.1
+NCCL_ABORT_S = 30.0
+"""An abort of NCCL that takes longer will not end; the process has to."""
+HURRY_S = 1e-4
+"""How long a thread in a hurry waits for the interpreter; Python's own value is 5 ms."""
+
+
+class StoreServer:
+    """This worker's own rendezvous store: it listens before anyone is told of it.
+
+    Every worker has one, so that any of them can lead a later generation. It answers on `host`
+    alone; torch by itself would listen on every interface.
+
+    Attributes:
+        address: "host:port".
+    """
+
+    def __init__(self, host: str) -> None:
+        """Listen on a free port of this address.
+
+        Raises:
+            GroupError: this machine does not have the address.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise GroupError(
+                f"the rendezvous store cannot listen on {host}: {error}; give the agent --host "
+                f"with an address of this machine that the other nodes can reach"
+            ) from error
+        port = listener.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._server: TCPStore | None = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server = None
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One worker's place in one group.
+
+    Attributes:
+        generation: >= 1; a group of a later generation has a greater number.
+        rank: 0 to world_size - 1.
+        world_size: >= 1.
+        leader_address: "host:port" of the leader's `StoreServer`.
+        backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl".
+        host: address of this machine that gloo binds to.
+        timeout_s: of each collective; the backstop, not the detector.
+        job_id: part of every store key.
+        form_timeout_s: how long forming may take, at most `timeout_s`.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    leader_address: str
+    backend: str
+    host: str
+    timeout_s: float
+    job_id: str
+    form_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot form."""
+        if self.generation <= NO_GENERATION or not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"generation={self.generation} rank={self.rank} world_size={self.world_size}: "
+                f"expected generation >= 1 and 0 <= rank < world_size"
+            )
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend={self.backend!r}: expected one of {', '.join(BACKENDS)}")
+        if not (self.timeout_s > 0 and self.form_timeout_s > 0):
+            raise ConfigError(
+                f"timeout_s={self.timeout_s} form_timeout_s={self.form_timeout_s}: expected > 0"
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.world_size}, generation {self.generation} of job "
+            f"{self.job_id}, leader {self.leader_address}"
+        )
+
+
+class ProcessGroups:
+    """The process's default group, one generation after the other.
+
+    `form` and `drop` are for the main thread; `abort` and `peer_hung_up` for any.
+    """
+
+    def __init__(self) -> None:
+        """Take torch's seams (see `c10d`), so that no later import can pass them by.
+
+        Raises:
+            GroupError: this torch lacks what is needed.
+        """
+        self._lock = threading.Lock()
+        self._abort_lock = threading.Lock()
+        self._life: Life | None = None
+        self._fence = NO_GENERATION
+        self._undertaker = Undertaker()
+        self._seams = c10d.Seams(self._make_gloo, standing=self._standing, let_go=self._let_go)
+        self._seams.install()
+
+    # ------------------------------------------------------------------------------- main thread
+
+    def form(self, spec: GroupSpec) -> None:
+        """Drop the old group and form this one as torch's default group.
+
+        Raises:
+            GroupError: it could not be formed in time, or was aborted; torch.distributed is then
+                as it was before any group.
+        """
+        self.drop()
+        began = time.monotonic()
+        limit_s = min(spec.timeout_s, spec.form_timeout_s)
+        life = Life(generation=spec.generation, deadline=began + limit_s, spec=spec)
+        with self._lock:
+            is_over = spec.generation <= self._fence
+            if not is_over:
+                self._life = life
+        if is_over:
+            raise GroupError(f"{spec}: not formed, this generation was aborted before it began")
+        try:
+            self._connect(life, spec)
+            self._init(life, spec)
+            if life.aborted:
+                raise GroupError("aborted by order")
+        except BaseException as error:
+            seconds = time.monotonic() - began
+            self.drop()
+            if not isinstance(error, Exception):
+                raise
+            raise GroupError(f"{spec}: not formed after {seconds:.1f} s: {error}") from error
+        log.info(
+            "group_formed generation=%d rank=%d world_size=%d backend=%s ms=%.1f",
+            spec.generation, spec.rank, spec.world_size, spec.backend,
+            (time.monotonic() - began) * 1e3,
+        )  # fmt: skip
+
+    def drop(self) -> None:
+        """Forget the group, so that torch.distributed is as in a fresh process.
+
+        Its connections are shut down, so all members must have left the group, or it must be
+        broken. What torch holds is taken apart in the background, as far as user code lets go.
+
+        Raises:
+            GroupError: NCCL does not let go of its communicators; the process must be replaced.
+        """
+        with self._lock:
+            life, self._life = self._life, None
+        if life is not None:
+            self._abort(life)
+            life.abort_nccl()  # once more: a group may have been made while it was aborted
+            self._undertaker.bury([life], life.release)
+            if not life.join_nccl(NCCL_ABORT_S):
+                raise GroupError(
+                    f"{life.spec}: NCCL has not ended its communicators after {NCCL_ABORT_S:.0f} "
+                    f"s; this process cannot form another group and must be replaced"
+                )
+        self._undertaker.bury(c10d.forget_all_groups())
+
+    def close(self) -> None:
+        """Drop the group and give torch its own functions back; for the end of the process."""
+        self.drop()
+        self._seams.remove()
+        self._undertaker.close()
+
+    @property
+    def spec(self) -> GroupSpec | None:
+        """The place in the group that stands, None while there is none."""
+        life = self._life
+        return life.spec if life is not None and life.stands else None
+
+    @property
+    def store(self) -> PrefixStore:
+        """The group's key-value store, for the main thread; `abort` ends what waits in it.
+
+        Raises:
+            GroupError: no group stands.
+        """
+        life = self._life
+        if life is None or life.store is None or not life.stands:
+            raise GroupError("no group stands, so there is no store; form one first")
+        spec = life.spec
+        return PrefixStore(f"{spec.job_id}/{spec.generation}/elastic", life.store)
+
+    # -------------------------------------------------------------------------------- any thread
+
+    def abort(self, generation: int | None = None) -> None:
+        """Free whoever is blocked in the group, or in forming it; again is no harm.
+
+        What was blocked raises: `GroupError` out of `form` and `new_group`, RuntimeError out of
+        gloo collectives. NCCL collectives end without an error and with meaningless results, so
+        with NCCL the main thread must be told first (`Interrupter.interrupt`).
+
+        Args:
+            generation: abort this one and all before it, also one that `form` has not begun;
+                a later one is left alone. None for the present one, whichever it is.
+        """
+        with self._lock:
+            if generation is not None:
+                self._fence = max(self._fence, generation)
+            life = self._life
+        if life is not None and (generation is None or life.generation <= generation):
+            self._abort(life)
+
+    def peer_hung_up(self) -> bool:
+        """Return whether the group is broken: aborted, or a connection to a member is gone.
+
+        Tells an error that a lost member caused from one of the user's own.
+        """
+        life = self._life
+        return life is not None and life.is_broken()
+
+    # ------------------------------------------------------------------------------------ inside
+
+    def _abort(self, life: Life) -> None:
+        with self._abort_lock, _hurry():
+            if life.abort():
+                log.info("group_aborted generation=%d", life.generation)
+
+    def _connect(self, life: Life, spec: GroupSpec) -> None:
+        """Connect to the leader's store; the leader does so too, like everyone else.
+
+        A client of one's own server would be shared with whoever else uses the server, and its
+        connection could not be cut.
+        """
+        host, _, port = spec.leader_address.rpartition(":")
+        host = host.strip("[]")
+        life.known = socket_inodes()
+
+        def connect() -> TCPStore:
+            life.leader = _reach(host, int(port), life)
+            return TCPStore(
+                host,
+                int(port),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=life.left_s()),
+            )
+
+        life.store = self._left_behind_if_need_be(life, connect, life.left_s())
+        life.store.set_timeout(timedelta(seconds=spec.timeout_s))
+        if life.leader is not None:
+            life.store_sockets = find_connections(life.known, life.leader)
+
+    def _init(self, life: Life, spec: GroupSpec) -> None:
+        if "nccl" in spec.backend:
+            os.environ.update(c10d.NCCL_ENVIRONMENT)
+        with c10d.same_excepthook():
+            self._seams.init_process_group(
+                backend=spec.backend,
+                store=PrefixStore(f"{spec.job_id}/{spec.generation}", life.store),
+                rank=spec.rank,
+                world_size=spec.world_size,
+                timeout=timedelta(seconds=spec.timeout_s),
+            )
+        life.stands = True
+
+    def _make_gloo(self, real: Any, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        """Build a gloo backend on this generation's device; called by torch, for every group."""
+        life = self._life
+        if life is None:  # a group of the user's own, outside of ours
+            return real(store, rank, size, timeout=timedelta(seconds=timeout_s))
+        if life.device is None:
+            known = socket_inodes()
+            life.device = real.create_device(hostname=life.spec.host)
+            life.loop = find_event_loop(known)
+            if life.loop is None:
+                raise GroupError(
+                    "cannot tell which sockets are gloo's (/proc/self/fdinfo does not list what "
+                    "an epoll set watches), so a broken group could not be aborted; run on Linux, "
+                    "with GLOO_DEVICE_TRANSPORT unset or TCP"
+                )
+        limit_s = min(timeout_s, life.spec.form_timeout_s if life.stands else life.left_s())
+        options = c10d.parts().gloo_options()
+        options._devices = [life.device]
+        options._timeout = timedelta(seconds=limit_s)
+        before = frozenset(life.loop.watched()) if life.loop else frozenset()
+        try:
+            backend = self._left_behind_if_need_be(
+                life, lambda: real(store, rank, size, options), limit_s
+            )
+        except GroupError as error:
+            if not life.stands:
+                raise  # `form` says whose it is
+            raise GroupError(f"{life.spec}: a subgroup was not formed: {error}") from error
+        backend._set_default_timeout(timedelta(seconds=timeout_s))
+        life.add_backend(backend, before)
+        return backend
+
+    def _left_behind_if_need_be(self, life: Life, call: Callable[[], Made], limit_s: float) -> Made:
+        """Run a call of torch's that may block where nothing reaches it, and wait for it.
+
+        A constructor of gloo waits for peers that may have stopped, TCPStore's for a server that
+        may have (without any timeout, in torch 2.13). On abort or timeout the thread is left
+        behind; its sockets are cut, it ends by itself, and what it still makes is buried.
+        """
+        future: Future[Made] = Future()
+        life.begin_wait(future)
+        try:
+            threading.Thread(
+                target=_fulfil,
+                args=(future, call, self._undertaker),
+                name="elastic-form",
+                daemon=True,
+            ).start()
+            return future.result(timeout=limit_s)
+        except FutureTimeout:
+            if future.done():  # the call's own
+                raise
+            raise GroupError(f"timed out after {limit_s:.1f} s") from None
+        finally:
+            life.end_wait()
+            future.cancel()
+
+    def _standing(self) -> c10d.Standing | None:
+        spec = self.spec
+        return c10d.Standing(spec.rank, spec.world_size, spec.backend) if spec else None
+
+    def _let_go(self, group: Any) -> bool:
+        life = self._life
+        return life is None or life.let_go(group)
+
+
+@contextlib.contextmanager
+def _hurry() -> Iterator[None]:
+    """Let this thread have the interpreter soon, also from a main thread that computes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(HURRY_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _reach(host: str, port: int, life: Life) -> tuple[str, int]:
+    """Wait until the leader listens, and return its (IP, port).
+
+    torch's own client sleeps up to 5 s after a first attempt that came too early.
+    """
+    pause_s = PROBE_PAUSE_S
+    while True:
+        try:
+            with socket.create_connection(
+                (host, port), max(0.01, min(PROBE_S, life.left_s()))
+            ) as s:
+                return peer_address(s)
+        except OSError as error:
+            if life.aborted or life.left_s() <= pause_s:
+                raise GroupError(f"nobody answers at {host}:{port} ({error})") from error
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, PROBE_PAUSE_S_MAX)
+
+
+def _fulfil(future: Future[Made], call: Callable[[], Made], undertaker: Undertaker) -> None:
+    try:
+        made = call()
+    except BaseException as error:
+        with contextlib.suppress(InvalidStateError):  # nobody waits any more
+            future.set_exception(error)
+        return
+    try:
+        future.set_result(made)
+    except InvalidStateError:
+        undertaker.bury([made])

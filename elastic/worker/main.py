@@ -1,0 +1,111 @@
+"""A worker process, from the start as a spare to its end: `python -m elastic.worker.main`.
+
+Rule: the process belongs to the agent that holds the other end of its pipe. It dies with the
+agent, and it ends, leaves and begins only on the agent's word.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from types import FrameType
+
+import click
+
+PR_SET_PDEATHSIG = 1
+EXIT_AGENT_GONE = 70
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the agent's thread that started it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+
+
+def has_agent(sock: socket.socket) -> bool:
+    """Return whether the other end of the pipe is still held.
+
+    It may have been let go before `die_with_parent` was called; the parent's pid does not tell,
+    because an agent can be process 1 of its container.
+    """
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return not any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))
+
+
+def leave_to_agent(number: int, _frame: FrameType | None) -> None:
+    """Take a signal that was meant for the whole node: the agent has it too, and decides."""
+    # Not through a stream or a logger: the main thread may be inside of one right now.
+    os.write(2, f"{signal.Signals(number).name} is left to the agent\n".encode())
+
+
+def set_up_process() -> None:
+    """Signals, stack dumps and output, as a worker needs them."""
+    # A handler and not SIG_IGN, which every process that user code starts would inherit.
+    signal.signal(signal.SIGINT, leave_to_agent)
+    signal.signal(signal.SIGTERM, leave_to_agent)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+
+
+def set_up_logs() -> None:
+    """Print our own log lines to stderr, and leave the root logger to user code."""
+    from elastic.runtime.eventlog import line_formatter
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(line_formatter("elastic-worker"))
+    ours = logging.getLogger("elastic")
+    ours.handlers[:] = [handler]
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+
+
+def run_worker(sock: socket.socket) -> None:
+    """Warm up, start the control thread, and let the main thread take orders for ever."""
+    from elastic.runtime.clock import SystemClock
+    from elastic.wire.pipe import Pipe
+    from elastic.worker.control import ControlThread
+    from elastic.worker.exchange import Exchange
+    from elastic.worker.group import ProcessGroups
+    from elastic.worker.interrupt import Interrupter
+    from elastic.worker.runner import Runner
+    from elastic.worker.warmup import warm_up
+
+    started_with = dict(os.environ)
+    warm_up()
+    clock, exchange = SystemClock(), Exchange()
+    groups, interrupter = ProcessGroups(), Interrupter()
+    ControlThread(Pipe(sock), exchange, groups=groups, interrupter=interrupter, clock=clock).start()
+    Runner(
+        exchange, groups=groups, interrupter=interrupter, started_with=started_with, clock=clock
+    ).run()
+
+
+@click.command(help="A training process; started by elastic-agent.")
+@click.option("--pipe-fd", type=int, required=True, help="Inherited socket to the agent.")
+def main(pipe_fd: int) -> None:
+    """Be a worker until told to end."""
+    die_with_parent()
+    sock = socket.socket(fileno=pipe_fd)
+    if not has_agent(sock):
+        sys.exit(EXIT_AGENT_GONE)
+    os.set_inheritable(pipe_fd, False)
+    set_up_process()
+    set_up_logs()
+    run_worker(sock)
+
+
+if __name__ == "__main__":
+    main()

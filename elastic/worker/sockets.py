@@ -1,0 +1,183 @@
+"""The sockets of a torch group: found exactly, shut down from any thread, asked for hang-ups.
+
+Rule: a socket is named by (descriptor, inode), and nothing is done to a descriptor whose inode
+has changed since: a number that was closed and handed out again may belong to anyone. What gloo
+itself watches (the epoll set of its device, as the kernel prints it) is the list of a group's
+sockets; nobody else's can be in it, whatever other threads open meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import socket
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+DESCRIPTORS = "/proc/self/fd"
+# "tfd:  12 events:  19 data: 5650 pos:0 ino:8b57 sdev:9", one line for each watched descriptor.
+WATCHED_LINE = re.compile(r"^tfd:\s*(\d+)\s.*\bino:([0-9a-f]+)\b", re.MULTILINE)
+POLL_RDHUP = getattr(select, "POLLRDHUP", 0x2000)
+GONE = POLL_RDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A descriptor and the inode it stood for when it was listed."""
+
+    descriptor: int
+    inode: int
+
+
+@dataclass(frozen=True)
+class EventLoop:
+    """The epoll set of one gloo device; it lives as long as the device does."""
+
+    descriptor: int
+
+    def watched(self) -> tuple[Watched, ...]:
+        """Return all that the device watches now: its pipe, its listener, its pairs."""
+        try:
+            with open(f"/proc/self/fdinfo/{self.descriptor}", encoding="ascii") as lines:
+                text = lines.read()
+        except FileNotFoundError:
+            return ()
+        return tuple(
+            Watched(int(number), int(inode, 16)) for number, inode in WATCHED_LINE.findall(text)
+        )
+
+
+def socket_inodes() -> frozenset[int]:
+    """Return the inodes of every socket that this process holds now."""
+    return frozenset(one.inode for one in _sockets())
+
+
+def find_event_loop(known: frozenset[int]) -> EventLoop | None:
+    """Find the epoll set of a gloo device that was made since `known` was taken.
+
+    Such a set holds one listening socket that is not in `known`, and a pipe to wake the loop.
+    A server that another thread opens at the same moment looks different: asyncio wakes itself
+    through a socket pair.
+
+    Returns:
+        The event loop, or None if the kernel does not tell (no /proc, no epoll).
+    """
+    for descriptor in _descriptors():
+        if _link(descriptor) != "anon_inode:[eventpoll]":
+            continue
+        loop = EventLoop(descriptor)
+        watched = loop.watched()
+        listeners = [one for one in watched if one.inode not in known and _is_listener(one)]
+        pipes = [one for one in watched if _link(one.descriptor).startswith("pipe:")]
+        if len(listeners) == 1 and len(pipes) == 1:
+            return loop
+    return None
+
+
+def find_connections(known: frozenset[int], address: tuple[str, int]) -> tuple[Watched, ...]:
+    """Return sockets made since `known` was taken that are connected to this (IP, port)."""
+    found = []
+    for one in _sockets():
+        if one.inode in known:
+            continue
+        with _duplicate(one) as sock:
+            if sock is not None and _peer_of(sock) == address:
+                found.append(one)
+    return tuple(found)
+
+
+def shut_down(sockets: Iterable[Watched]) -> int:
+    """End both directions of these connections, at once and for everyone who waits on them.
+
+    `close` would not do: it wakes nobody who is blocked on the same socket, and the number would
+    be free for others while its owner still uses it. What is no connection is left alone; a
+    listener above all, whose owner would be woken without end.
+
+    Returns:
+        How many were still connected.
+    """
+    count = 0
+    for one in sockets:
+        with _duplicate(one) as sock:
+            if sock is None or _listens(sock):
+                continue
+            with contextlib.suppress(OSError):  # not connected any more: what we wanted
+                sock.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def any_hung_up(sockets: Iterable[Watched]) -> bool:
+    """Return whether one of these connections has ended: by its peer, by an error, or by us.
+
+    gloo closes its end as soon as it sees the peer's, so a socket that is gone counts.
+    """
+    for one in sockets:
+        with _duplicate(one) as sock:
+            if sock is None:
+                return True
+            poll = select.poll()
+            poll.register(sock, POLL_RDHUP)
+            if any(event & GONE for _, event in poll.poll(0)):
+                return True
+    return False
+
+
+def peer_address(sock: socket.socket) -> tuple[str, int]:
+    """Return (IP, port) of a connected socket's peer; IPv4 in IPv6 becomes plain IPv4."""
+    host, port = sock.getpeername()[:2]
+    return str(host).removeprefix("::ffff:"), int(port)
+
+
+def _descriptors() -> list[int]:
+    return [int(name) for name in os.listdir(DESCRIPTORS)]
+
+
+def _link(descriptor: int) -> str:
+    try:
+        return os.readlink(f"{DESCRIPTORS}/{descriptor}")
+    except OSError:
+        return ""  # closed since it was listed
+
+
+def _sockets() -> Iterator[Watched]:
+    for descriptor in _descriptors():
+        link = _link(descriptor)
+        if link.startswith("socket:["):
+            yield Watched(descriptor, int(link[len("socket:[") : -1]))
+
+
+@contextlib.contextmanager
+def _duplicate(one: Watched) -> Iterator[socket.socket | None]:
+    """Yield our own handle on the socket, or None if it is gone or no internet socket."""
+    try:
+        descriptor = os.dup(one.descriptor)
+    except OSError:
+        yield None
+        return
+    status = os.fstat(descriptor)
+    if status.st_ino != one.inode or not stat.S_ISSOCK(status.st_mode):
+        os.close(descriptor)
+        yield None
+        return
+    with socket.socket(fileno=descriptor) as sock:
+        yield sock if sock.family in (socket.AF_INET, socket.AF_INET6) else None
+
+
+def _is_listener(one: Watched) -> bool:
+    with _duplicate(one) as sock:
+        return sock is not None and _listens(sock)
+
+
+def _listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _peer_of(sock: socket.socket) -> tuple[str, int] | None:
+    try:
+        return peer_address(sock)
+    except OSError:
+        return None  # a listener, or not connected (yet, or any more)
