@@ -132,7 +132,10 @@ class TrainingFailed(ElasticError):
         reason: one line, what ended the job.
         worker: the worker that failed first, as "node/serial (rank r)", or "" if none did.
         traceback: the traceback of that first failure, or "".
+        result: what the run left behind all the same (an `elastic.train.Result`), if known.
     """
+
+    result: object = None
 
     def __init__(self, reason: str, *, worker: str = "", traceback: str = "") -> None:
         """Keep the parts apart, so that callers can show the traceback once and last."""

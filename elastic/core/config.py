@@ -102,9 +102,9 @@ class JobSpec:
             raise ConfigError(
                 f"job {self.name}: backend={self.backend!r}: expected auto, gloo or nccl"
             )
-        if self.collective_timeout_s <= 0:
+        if not 0 < self.collective_timeout_s < float("inf"):
             raise ConfigError(
-                f"job {self.name}: collective_timeout_s={self.collective_timeout_s}: expected > 0"
+                f"job {self.name}: collective_timeout_s={self.collective_timeout_s}: expected a finite number > 0"
             )
         if self.max_failures < -1:
             raise ConfigError(

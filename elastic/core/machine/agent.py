@@ -26,7 +26,7 @@ from elastic.core.events.shared import Tick
 from elastic.core.machine import agent_orders
 from elastic.core.machine.agent_books import AgentBooks
 from elastic.core.machine.agent_departure import EXIT_DRAINED
-from elastic.core.machine.agent_processes import Process, describe_exit, judge_exit
+from elastic.core.machine.agent_processes import KILLABLE, Process, describe_exit, judge_exit
 from elastic.core.machine.story import Story, note
 from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
 from elastic.core.messages import PipeToAgent, Pong, Progress, Reported, Warm, WorkerUpdate
@@ -253,8 +253,8 @@ class AgentMachine:
             return
         if books.processes.working() and books.now_ns < departure.kill_at_ns:
             return
-        for process in books.processes.all():
-            books.processes.kill(process, ExitCause(ExitKind.STOPPED, detail="the agent ends"))
+        left = [p.process_id for p in books.processes.all() if p.phase in KILLABLE]
+        check(not left, f"the agent ends, but processes {left} were not killed")
         self._is_over = True
         books.out.append(ExitAgent(departure.code, departure.why))
 

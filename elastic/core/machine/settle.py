@@ -49,7 +49,8 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
         check(False, f"job {job.job_id} does not come to rest: {job.reason}")
     _stop_leavers(cluster, job)
     _stop_surplus(cluster, job)
-    _start_workers(cluster, job)
+    if _start_workers(cluster, job):
+        _settle_group(cluster, job)
     _say_why_waiting(cluster, job)
     _watch_health(cluster, job)
 
@@ -245,19 +246,19 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
 # ---------------------------------------------------------------- workers
 
 
-def _start_workers(cluster: Cluster, job: JobState) -> None:
-    """Start as many further workers as max and the nodes allow."""
+def _start_workers(cluster: Cluster, job: JobState) -> bool:
+    """Start as many further workers as max and the nodes allow; True if any was started."""
     members = [job.workers[w] for w in job.member_ids() if w in job.workers]
     if job.is_open and any(w.report.phase is WorkerPhase.FINISHED for w in members):
-        return
+        return False
     alive = [w for w in job.workers.values() if w.stop_cause is None]
     have = sum(1 for w in alive if not cluster.node_of(w).draining)
     if have >= job.spec.max_workers:
-        return
+        return False
     not_before = max(job.restart_at_ns, cluster.hold_until_ns)
     if cluster.now_ns < not_before:
         _wake(job, not_before)
-        return
+        return False
     hosting: dict[str, int] = {}
     for worker in alive:
         hosting[worker.node_id] = hosting.get(worker.node_id, 0) + 1
@@ -280,6 +281,7 @@ def _start_workers(cluster: Cluster, job: JobState) -> None:
         and not any(w.report.phase is WorkerPhase.STARTING for w in alive)
     ):
         job.waits_for = decision.reason
+    return bool(decision.value)
 
 
 def _stop_leavers(cluster: Cluster, job: JobState) -> None:

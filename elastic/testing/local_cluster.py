@@ -1,0 +1,318 @@
+"""A real cluster of real processes on loopback, made to be broken: for tests, demos and benches.
+
+    with LocalCluster(nodes=3) as cluster:
+        job = cluster.submit(spec)
+        cluster.wait(job, lambda view: view.record.generation == 1)
+        cluster.kill_node("n1")
+
+Each node is one `elastic-agent` with its workers; a node dies as a machine does, agent and
+workers at once. Nothing outlives the `with` block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from elastic.client.jobs import Client
+from elastic.core.config import JobSpec
+from elastic.core.view import ClusterView, JobView
+from elastic.core.world import NodePhase
+from elastic.errors import ElasticError, Unavailable
+from elastic.wire.codec_jobs import TimedNote
+
+PATIENCE_S = 60.0
+POLL_S = 0.01
+
+
+class LocalCluster:
+    """A coordinator and agents on this machine.
+
+    Attributes:
+        directory: logs and stores; deleted at the end unless it was given.
+        address: "host:port" of the coordinator, the same after a restart.
+        notes: everything that was noted about watched jobs, oldest first.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 3,
+        *,
+        workers_per_node: int = 1,
+        spares: int = 1,
+        store: str = "",
+        directory: str | Path | None = None,
+    ) -> None:
+        """Describe a cluster; `start` or `with` brings it up.
+
+        Args:
+            nodes: agents that are started, named n1, n2, ...
+            workers_per_node: slots of each.
+            spares: warm processes that each keeps.
+            store: membership store; "" for SQLite in the directory.
+            directory: where to keep logs, None for a temporary one.
+        """
+        self._is_temporary = directory is None
+        self.directory = Path(directory or tempfile.mkdtemp(prefix="elastic-cluster-"))
+        self.num_nodes = nodes
+        self.workers_per_node = workers_per_node
+        self.spares = spares
+        self.store = store or f"sqlite:{self.directory / 'coordinator.sqlite'}"
+        self.address = ""
+        self.notes: list[TimedNote] = []
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.coordinator: subprocess.Popen[bytes] | None = None
+        self._client: Client | None = None
+        self._watchers: list[threading.Thread] = []
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> LocalCluster:
+        """Bring the cluster up, all nodes registered."""
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End everything; say where the logs are if something went wrong."""
+        self.stop(keep=error is not None)
+        if error is not None:
+            print(f"logs of the cluster: {self.directory}", file=sys.stderr)
+
+    # ------------------------------------------------------------ up and down
+
+    def start(self) -> None:
+        """Start the coordinator and all agents, and wait until they are registered."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.start_coordinator()
+        for index in range(self.num_nodes):
+            self.start_node(f"n{index + 1}")
+        self.wait_nodes(self.num_nodes)
+
+    def start_coordinator(self) -> None:
+        """Start the coordinator; after a kill it comes back at the same address."""
+        ready = self.directory / "coordinator.ready"
+        ready.unlink(missing_ok=True)
+        self.coordinator = self._spawn(
+            "coordinator", "elastic.coord.cli", "serve",
+            "--listen", self.address or "127.0.0.1:0", "--store", self.store,
+            "--ready-file", str(ready),
+        )  # fmt: skip
+        process = self.coordinator
+        self._until(
+            lambda: (
+                bool(ready.exists() and ready.read_text().strip()) or process.poll() is not None
+            ),
+            "the coordinator to listen",
+        )
+        if process.poll() is not None:
+            raise Unavailable(f"the coordinator ended: {self.log_of('coordinator')[-2000:]}")
+        words = dict(w.partition("=")[::2] for w in ready.read_text().split())
+        self.address = words["address"]
+
+    def kill_coordinator(self) -> None:
+        """SIGKILL."""
+        if self.coordinator is not None:
+            self.coordinator.kill()
+            self.coordinator.wait()
+
+    def start_node(self, name: str, *args: str) -> None:
+        """Start an agent under this node id."""
+        self.agents[name] = self._spawn(
+            name, "elastic.agent.cli", "--coord", self.address, "--node-id", name,
+            "--workers", str(self.workers_per_node), "--spares", str(self.spares),
+            "--run-dir", str(self.directory / "run"), "--log-dir", str(self.directory / "logs"),
+            *args,
+        )  # fmt: skip
+
+    def kill_node(self, name: str) -> None:
+        """Let a machine die: SIGKILL to its agent and to all that it started, at once."""
+        agent = self.agents[name]
+        victims = [agent.pid, *descendants(agent.pid)]
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
+    def signal_node(self, name: str, number: int) -> None:
+        """Send a signal to an agent alone, such as SIGTERM for a drain."""
+        os.kill(self.agents[name].pid, number)
+
+    def stop(self, *, keep: bool = False) -> None:
+        """End everything that was started; leave the directory if `keep`."""
+        if self._client is not None:
+            self._client.close()
+        for agent in self.agents.values():
+            if agent.poll() is None:
+                for pid in [agent.pid, *descendants(agent.pid)]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                agent.wait()
+        self.kill_coordinator()
+        for watcher in self._watchers:
+            watcher.join(PATIENCE_S)
+        if self._is_temporary and not keep:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _spawn(self, name: str, module: str, *args: str) -> subprocess.Popen[bytes]:
+        with (self.directory / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *args],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # The nodes share this machine's cores: one thread each, or they fight for them.
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                start_new_session=True,
+            )
+
+    # ------------------------------------------------------------ looking and waiting
+
+    @property
+    def client(self) -> Client:
+        """Return a client of the coordinator."""
+        if self._client is None:
+            self._client = Client(self.address)
+        return self._client
+
+    def view(self) -> ClusterView:
+        """Return what the coordinator sees now."""
+        return self.client.status().view
+
+    def submit(self, spec: JobSpec) -> str:
+        """Submit a job and begin to collect its notes."""
+        job_id = self.client.submit(spec)
+        watcher = threading.Thread(target=self._watch, args=(job_id,), daemon=True)
+        watcher.start()
+        self._watchers.append(watcher)
+        return job_id
+
+    def job(self, job_id: str) -> JobView:
+        """Return one job."""
+        return self.client.get(job_id)
+
+    def wait(
+        self, job_id: str, condition: Callable[[JobView], bool], what: str = "a condition"
+    ) -> JobView:
+        """Wait until the job is as wanted.
+
+        Raises:
+            Unavailable: it did not come so within a minute; says how the job stands.
+        """
+        found: list[JobView] = []
+
+        def holds() -> bool:
+            with contextlib.suppress(Unavailable):
+                view = self.job(job_id)
+                found[:] = [view]
+                return condition(view)
+            return False
+
+        def story() -> str:
+            view = found[-1] if found else None
+            return f"{view.record.phase.value}: {view.reason}" if view else "never seen"
+
+        self._until(holds, f"{what} of job {job_id}", story)
+        return found[-1]
+
+    def wait_nodes(self, count: int) -> None:
+        """Wait until so many nodes are ready."""
+
+        def holds() -> bool:
+            with contextlib.suppress(ElasticError):
+                ready = [n for n in self.view().nodes if n.phase is NodePhase.READY]
+                return len(ready) >= count
+            return False
+
+        self._until(holds, f"{count} nodes to register")
+
+    def wait_note(
+        self, name: str, job_id: str = "", *, after: int = 0, **fields: object
+    ) -> TimedNote:
+        """Wait for a note of a watched job that has these fields.
+
+        Args:
+            name: such as "group_formed".
+            job_id: "" for any.
+            after: look only at notes from this index of `notes` on.
+            fields: what it must say, compared as text.
+        """
+        wanted = {key: str(value) for key, value in fields.items()}
+        deadline = time.monotonic() + PATIENCE_S
+        with self._changed:
+            while True:
+                for timed in self.notes[after:]:
+                    said = dict(timed.note.fields)
+                    if (
+                        timed.note.name == name
+                        and (not job_id or timed.note.job_id == job_id)
+                        and all(said.get(key) == value for key, value in wanted.items())
+                    ):
+                        return timed
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    seen = [t.note.name for t in self.notes[after:]][-20:]
+                    raise Unavailable(f"no note {name} {wanted} came; the last were: {seen}")
+                self._changed.wait(left)
+
+    def worker_pids(self, job_id: str) -> dict[str, int]:
+        """Return the pid of each living worker of a job."""
+        return {str(w.report.worker_id): w.report.pid for w in self.job(job_id).workers}
+
+    def log_of(self, name: str) -> str:
+        """Return what the coordinator or a node's agent wrote."""
+        path = self.directory / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _watch(self, job_id: str) -> None:
+        with contextlib.suppress(ElasticError):
+            for event in self.client.watch(job_id):
+                if isinstance(event, TimedNote):
+                    with self._changed:
+                        self.notes.append(event)
+                        self._changed.notify_all()
+
+    def _until(
+        self, holds: Callable[[], bool], what: str, story: Callable[[], str] = lambda: ""
+    ) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            if time.monotonic() > deadline:
+                raise Unavailable(f"waited {PATIENCE_S:g} s for {what} {story()}".strip())
+            time.sleep(POLL_S)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return all processes below one, children before grandchildren."""
+    found = []
+    for child in _children(pid):
+        found += [child, *descendants(child)]
+    return found
+
+
+def _children(pid: int) -> Iterator[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return
+    for task in tasks:
+        with contextlib.suppress(OSError):
+            for child in (task / "children").read_text().split():
+                yield int(child)

@@ -1,0 +1,64 @@
+"""The training API, shaped like ray.train: what scripts import.
+
+Names only; each is loaded when it is first used, so that importing this package loads neither
+torch nor grpc.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic.train.checkpoint import Checkpoint
+    from elastic.train.config import (
+        CheckpointConfig,
+        FailureConfig,
+        RunConfig,
+        ScalingConfig,
+    )
+    from elastic.train.result import Result
+    from elastic.train.session import TrainContext, get_checkpoint, get_context, is_driver, report
+
+_HOME = {
+    "Checkpoint": "checkpoint",
+    "CheckpointConfig": "config",
+    "FailureConfig": "config",
+    "Result": "result",
+    "RunConfig": "config",
+    "ScalingConfig": "config",
+    "TrainContext": "session",
+    "get_checkpoint": "session",
+    "get_context": "session",
+    "is_driver": "session",
+    "report": "session",
+}
+_SUBMODULES = ("collective", "torch")
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointConfig",
+    "FailureConfig",
+    "Result",
+    "RunConfig",
+    "ScalingConfig",
+    "TrainContext",
+    "get_checkpoint",
+    "get_context",
+    "is_driver",
+    "report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name from its module on first use."""
+    if name in _HOME:
+        return getattr(importlib.import_module(f"elastic.train.{_HOME[name]}"), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"elastic.train.{name}")
+    raise AttributeError(f"module 'elastic.train' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return what can be imported from here."""
+    return sorted([*__all__, *_SUBMODULES])

@@ -1,0 +1,167 @@
+"""What a train function asks and says while it runs: context, reports, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.errors import UsageError
+from elastic.train.checkpoint import Checkpoint
+from elastic.worker import context as worker_context
+from elastic.worker.context import WorkerContext
+
+
+def require_context(what: str) -> WorkerContext:
+    """Return the worker's context.
+
+    Args:
+        what: the call that needs it, for the error.
+
+    Raises:
+        UsageError: this process does not run a train function.
+    """
+    context = worker_context.current()
+    if context is None:
+        raise UsageError(
+            f"{what} was called outside a train function: pass the function to "
+            f"TorchTrainer(...).fit(), or run the script with 'elastic submit'"
+        )
+    return context
+
+
+def is_driver() -> bool:
+    """Return whether this process watches a run, rather than being one of its workers.
+
+    A script that `elastic submit` runs is executed by every worker; what should happen once,
+    such as printing the result, belongs behind this question.
+    """
+    return worker_context.current() is None
+
+
+def report(
+    metrics: Mapping[str, Any],
+    checkpoint: Checkpoint | None = None,
+    *,
+    checkpoint_dir_name: str | None = None,
+) -> None:
+    """Keep metrics, and a checkpoint if one is given.
+
+    Without a checkpoint this is no barrier and costs microseconds: the metrics of every report
+    are kept in the run directory. With one, all ranks must call it: their files are merged into
+    one directory, which counts once all of them are written; and it is a boundary, at which the
+    group may change (the train function is then entered anew and `get_checkpoint` gives this
+    one).
+
+    Args:
+        metrics: names to numbers, strings, or anything JSON can say; 0-dimensional tensors and
+            NumPy scalars are turned into numbers.
+        checkpoint: this rank's files, None if this rank has none.
+        checkpoint_dir_name: name of its directory; by default one that is never used twice.
+
+    Raises:
+        UsageError: outside a train function, or metrics that JSON cannot say.
+        StorageError: the checkpoint could not be stored; the run directory keeps the last one.
+    """
+    context = require_context("train.report")
+    path = None
+    if checkpoint is not None:
+        path = checkpoint.to_directory() if "://" in checkpoint.path else checkpoint.path
+    context.report(to_json(metrics), path, name=checkpoint_dir_name)
+
+
+def to_json(metrics: Mapping[str, Any]) -> str:
+    """Return metrics as a JSON object.
+
+    Raises:
+        UsageError: naming the metric that JSON cannot say.
+    """
+    if not isinstance(metrics, Mapping):
+        raise UsageError(
+            f"train.report: metrics is a {type(metrics).__name__}, expected a dict such as "
+            f'{{"loss": 0.5}}'
+        )
+    plain = {}
+    for name, value in metrics.items():
+        if hasattr(value, "item") and getattr(value, "size", None) is not None:
+            count = value.numel() if hasattr(value, "numel") else value.size
+            value = value.item() if count == 1 else value
+        if isinstance(value, float) and not math.isfinite(value):
+            value = str(value)
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"train.report: metric {name!r} is a {type(value).__name__}, which JSON cannot say "
+                f"({error}); report a number, e.g. tensor.mean().item()"
+            ) from error
+        plain[str(name)] = value
+    return json.dumps(plain)
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Return the newest recorded checkpoint of this run, None if there is none.
+
+    Raises:
+        UsageError: outside a train function.
+    """
+    path = require_context("train.get_checkpoint").newest_checkpoint
+    return Checkpoint(path) if path else None
+
+
+@dataclass(frozen=True)
+class TrainContext:
+    """This worker's place in the run, under Ray Train's names; valid until the group changes."""
+
+    worker: WorkerContext
+
+    def get_experiment_name(self) -> str:
+        """Return the run's name."""
+        return self.worker.job_name
+
+    def get_world_size(self) -> int:
+        """Return the number of workers in the group."""
+        return self.worker.world_size
+
+    def get_world_rank(self) -> int:
+        """Return this worker's rank, from 0."""
+        return self.worker.world_rank
+
+    def get_local_rank(self) -> int:
+        """Return this worker's rank among those on its node."""
+        return self.worker.local_rank
+
+    def get_local_world_size(self) -> int:
+        """Return the number of the group's workers on this node."""
+        return self.worker.local_world_size
+
+    def get_node_rank(self) -> int:
+        """Return this node's rank among the group's nodes."""
+        return self.worker.node_rank
+
+    def get_num_nodes(self) -> int:
+        """Return the number of nodes in the group."""
+        return self.worker.num_nodes
+
+    def get_generation(self) -> int:
+        """Return the number of the group; it grows whenever the membership changes."""
+        return self.worker.generation
+
+    def get_trial_dir(self) -> str:
+        """Return the run directory as an fsspec path."""
+        return self.worker.run_path
+
+    def get_storage(self) -> str:
+        """Return the run directory as an fsspec path."""
+        return self.worker.run_path
+
+
+def get_context() -> TrainContext:
+    """Return this worker's place in the run.
+
+    Raises:
+        UsageError: outside a train function.
+    """
+    return TrainContext(require_context("train.get_context"))

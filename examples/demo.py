@@ -1,0 +1,239 @@
+"""The demonstration behind `make demo`: a cluster on this machine loses parts, training goes on.
+
+Starts a coordinator and three agents as real processes, trains `digits.py` on 2 to 3 workers,
+kills a worker, kills a whole node, lets a new node join, and prints what happened and how long
+each recovery took, from the kill to the end of the first step of the new group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from elastic.core.config import JobSpec
+from elastic.core.view import JobView
+from elastic.core.world import Entry, EntryKind, JobId, JobPhase
+from elastic.testing.local_cluster import LocalCluster
+from elastic.wire.codec_jobs import TimedNote
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass
+class Happening:
+    """One row of the final table."""
+
+    what: str
+    world_sizes: str
+    generation: int
+    seconds: float
+    survivors: str
+
+
+class Demo:
+    """The story, told while it happens."""
+
+    def __init__(self, cluster: LocalCluster, job_id: str, epochs: int, console: Console) -> None:
+        self.cluster = cluster
+        self.job_id = job_id
+        self.console = console
+        self.happenings: list[Happening] = []
+        self.progress = Progress(
+            TextColumn("epoch {task.completed:>3.0f}/{task.total:.0f}"),
+            BarColumn(30),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self.task = self.progress.add_task("waiting for workers", total=epochs)
+        self.seen = 0
+        self.group = (0, 0)
+
+    def tell(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.progress.console.print(text)
+
+    def refresh(self) -> None:
+        """Bring the bar up to date with the notes that came."""
+        notes = self.cluster.notes
+        for timed in notes[self.seen :]:
+            self.show(timed)
+        self.seen = len(notes)
+
+    def show(self, timed: TimedNote) -> None:
+        """Show one note."""
+        said = dict(timed.note.fields)
+        if timed.note.name == "group_formed":
+            self.group = (int(said["generation"]), int(said["world_size"]))
+            self.tell(
+                f"  generation {said['generation']}: {said['world_size']} workers "
+                f"[dim]({said['cause']}: {said['reason']})[/dim]"
+            )
+        elif timed.note.name == "report":
+            metrics = json.loads(said["metrics"])
+            generation, size = self.group
+            self.progress.update(
+                self.task,
+                completed=metrics["epoch"] + 1,
+                description=f"{size} workers, generation {generation}, "
+                f"accuracy {metrics['accuracy']:.1%}",
+            )
+
+    def wait(self, holds: Callable[[JobView], bool], what: str) -> JobView:
+        """Wait for the job to come so, with the bar moving."""
+
+        def watched(view: JobView) -> bool:
+            self.refresh()
+            return holds(view)
+
+        return self.cluster.wait(self.job_id, watched, what)
+
+    def wait_epoch(self, more: int) -> JobView:
+        """Let training go on for a few epochs, in a group where everyone trains."""
+        start = epoch_of(self.cluster.job(self.job_id))
+        return self.wait(lambda v: epoch_of(v) >= start + more, f"{more} more epochs")
+
+    def disturb(self, what: str, action: Callable[[JobView], None]) -> None:
+        """Do something to the cluster, and measure until the next group's first step is over."""
+        before = self.cluster.job(self.job_id)
+        pids = {str(w.report.worker_id): w.report.pid for w in before.workers}
+        generation, size = before.record.generation, world_size(before)
+        mark = len(self.cluster.notes)
+        self.tell(f"[bold]{what}[/bold]")
+        began_ns = time.time_ns()
+        action(before)
+        note = self.cluster.wait_note(
+            "first_step", self.job_id, after=mark, generation=generation + 1
+        )
+        self.refresh()
+        said = dict(note.note.fields)
+        after = {
+            str(w.report.worker_id): w.report.pid for w in self.cluster.job(self.job_id).workers
+        }
+        kept = [w for w, pid in pids.items() if after.get(w) == pid]
+        self.happenings.append(
+            Happening(
+                what,
+                f"{size} → {said['world_size']}",
+                generation + 1,
+                (int(said["unix_ns"]) - began_ns) / 1e9,
+                f"{len(kept)} of {len(pids)}",
+            )
+        )
+
+    def table(self) -> Table:
+        """Return what happened."""
+        table = Table(title="What happened")
+        for column in ("event", "workers", "generation", "to the next step", "processes kept"):
+            table.add_column(column)
+        for h in self.happenings:
+            table.add_row(
+                h.what, h.world_sizes, str(h.generation), f"{h.seconds:.3f} s", h.survivors
+            )
+        return table
+
+
+def epoch_of(view: JobView) -> int:
+    """Return the epoch that was reported last, -1 before the first."""
+    return json.loads(view.record.metrics)["epoch"] if view.record.metrics else -1
+
+
+def world_size(view: JobView) -> int:
+    """Return the size of the newest group."""
+    return len(view.record.group.members) if view.record.group else 0
+
+
+def kill_worker(view: JobView) -> None:
+    """SIGKILL the worker with the highest rank."""
+    victim = max(view.workers, key=lambda w: w.rank)
+    os.kill(victim.report.pid, signal.SIGKILL)
+
+
+def digits_job(run_path: Path, epochs: int) -> JobSpec:
+    """Return the job: `digits.py` as any user would submit it."""
+    script = HERE / "digits.py"
+    entry = Entry(
+        EntryKind.SCRIPT,
+        str(script),
+        args=("--epochs", str(epochs), "--batch-size", "8"),
+        working_dir=str(HERE),
+        python_path=(str(HERE),),
+    )
+    return JobSpec(
+        job_id=JobId(""),
+        name="digits",
+        entry=entry,
+        min_workers=2,
+        max_workers=3,
+        run_path=str(run_path),
+        num_to_keep=2,
+    )
+
+
+def run(console: Console, epochs: int) -> int:
+    """Tell the story; return the exit code."""
+    console.print("[bold]1.[/bold] Starting a coordinator and three agents, one worker each ...")
+    with tempfile.TemporaryDirectory(prefix="elastic-demo-") as scratch:
+        directory = Path(scratch)
+        with LocalCluster(nodes=3, directory=directory / "cluster") as cluster:
+            console.print(f"   coordinator at {cluster.address}, nodes n1, n2, n3")
+            console.print("[bold]2.[/bold] Training a CNN on scikit-learn's digits ...")
+            job_id = cluster.submit(digits_job(directory / "run", epochs))
+            demo = Demo(cluster, job_id, epochs, console)
+            with demo.progress:
+                disturb_training(demo, cluster)
+                view = demo.wait(
+                    lambda v: v.record.phase.value in ("succeeded", "failed", "stopped"), "the end"
+                )
+                demo.refresh()
+            console.print(demo.table())
+            if view.record.phase is not JobPhase.SUCCEEDED:
+                failure = view.record.failure
+                console.print(f"[red]{view.reason}[/red]\n{failure.traceback if failure else ''}")
+                return 1
+            accuracy = json.loads(view.record.metrics)["accuracy"]
+            console.print(
+                f"Trained {epochs} epochs; accuracy on held-out digits: [bold]{accuracy:.2%}[/bold]"
+            )
+    return 0
+
+
+def disturb_training(demo: Demo, cluster: LocalCluster) -> None:
+    """Kill a worker, kill a node, let a node join; three workers train before each."""
+
+    def whole(size: int) -> Callable[[JobView], bool]:
+        return lambda v: world_size(v) == size and v.record.phase is JobPhase.RUNNING
+
+    demo.wait(whole(3), "three workers to train")
+    demo.wait_epoch(3)
+    demo.disturb("a worker is SIGKILLed", kill_worker)
+    demo.wait(whole(3), "the spare to take the slot")
+    demo.wait_epoch(3)
+    demo.disturb("node n3 dies (agent and worker)", lambda _: cluster.kill_node("n3"))
+    demo.wait_epoch(3)
+    demo.disturb("node n4 joins", lambda _: cluster.start_node("n4"))
+    demo.wait_epoch(2)
+
+
+def main() -> None:
+    """Read the arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--epochs", type=int, default=80)
+    args = parser.parse_args()
+    sys.exit(run(Console(highlight=False), args.epochs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Handwritten digits: a small CNN on real data that survives the loss of any of its machines.
+
+    python examples/digits.py                       # on this machine, 2 to 3 workers
+    elastic submit examples/digits.py --num-workers 2:3 -- --epochs 40
+
+scikit-learn carries the data: 1,797 images of 8x8 pixels. The last 360 are held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elastic import train
+from elastic.train.torch import TorchTrainer, prepare_data_loader, prepare_model
+
+NUM_HELD_OUT = 360
+
+
+class Net(nn.Module):
+    """Two convolutions and two linear layers; images are (batch, 1, 8, 8) in [0, 1]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
+        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
+        self.hidden = nn.Linear(64 * 2 * 2, 128)
+        self.out = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        return self.out(F.relu(self.hidden(x.flatten(1))))
+
+
+def load_data() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
+    """Return the training set, and the held-out images and labels."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16.0
+    labels = torch.tensor(digits.target, dtype=torch.long)
+    seen = TensorDataset(images[:-NUM_HELD_OUT], labels[:-NUM_HELD_OUT])
+    return seen, images[-NUM_HELD_OUT:], labels[-NUM_HELD_OUT:]
+
+
+def train_func(config: dict) -> None:
+    """Train; called anew whenever the group changes, and goes on from the newest checkpoint."""
+    torch.manual_seed(0)
+    dataset, held_out, truth = load_data()
+    model = prepare_model(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
+    loader = prepare_data_loader(DataLoader(dataset, batch_size=config["batch_size"], shuffle=True))
+
+    first_epoch = 0
+    checkpoint = train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as directory:
+            state = torch.load(Path(directory) / "state.pt", weights_only=True)
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first_epoch = state["epoch"] + 1
+
+    for epoch in range(first_epoch, config["epochs"]):
+        loader.set_epoch(epoch)
+        model.train()
+        for images, labels in loader:
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            accuracy = (model.module(held_out).argmax(1) == truth).float().mean().item()
+        with tempfile.TemporaryDirectory() as directory:
+            if train.get_context().get_world_rank() == 0:
+                state = {
+                    "model": model.module.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "epoch": epoch,
+                }
+                torch.save(state, Path(directory) / "state.pt")
+            train.report(
+                {"epoch": epoch, "loss": loss.item(), "accuracy": accuracy},
+                checkpoint=train.Checkpoint.from_directory(directory),
+            )
+
+
+def parse_workers(text: str) -> int | tuple[int, int]:
+    """Turn "3" into 3 and "2:3" into (2, 3)."""
+    low, _, high = text.partition(":")
+    return (int(low), int(high)) if high else int(low)
+
+
+def main() -> None:
+    """Read the arguments, train, print the result."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--num-workers", type=parse_workers, default=(2, 3))
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--batch-size", type=int, default=16, help="for each worker")
+    parser.add_argument("--storage-path", default=None)
+    args = parser.parse_args()
+    trainer = TorchTrainer(
+        train_func,
+        train_loop_config={"epochs": args.epochs, "lr": args.lr, "batch_size": args.batch_size},
+        scaling_config=train.ScalingConfig(num_workers=args.num_workers),
+        run_config=train.RunConfig(
+            storage_path=args.storage_path,
+            checkpoint_config=train.CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    result = trainer.fit()
+    if train.is_driver():
+        print(f"held-out accuracy: {result.metrics['accuracy']:.2%}")
+        print(f"run directory: {result.path}")
+
+
+if __name__ == "__main__":
+    main()

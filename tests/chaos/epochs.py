@@ -1,0 +1,65 @@
+"""The train script of the chaos tests: counts epochs in its weights, so that none can hide.
+
+Every epoch adds exactly 1 to a tensor, by an all-reduced mean; whatever happens to the group, the
+tensor must equal the number of epochs in the end. Run by `elastic submit`, as users' scripts are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from elastic import train
+from elastic.train.torch import TorchTrainer, prepare_data_loader
+
+
+def train_func(config: dict) -> dict:
+    """Count to config["epochs"]; a checkpoint after each."""
+    count, first = torch.zeros(1000), 0
+    checkpoint = train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as directory:
+            state = torch.load(Path(directory) / "state.pt", weights_only=True)
+        count, first = state["count"], state["epoch"] + 1
+    # One epoch is `steps` iterations of a loader, so that telemetry sees steps as it does in
+    # any script.
+    data = torch.utils.data.TensorDataset(torch.arange(config["steps"] * dist.get_world_size()))
+    loader = prepare_data_loader(torch.utils.data.DataLoader(data, batch_size=1))
+    for epoch in range(first, config["epochs"]):
+        total = torch.zeros(1000)
+        for _ in loader:
+            part = torch.ones(1000) / config["steps"]
+            dist.all_reduce(part)
+            total += part / dist.get_world_size()
+            work = torch.randn(160, 160)
+            for _ in range(8):
+                work = torch.tanh(work @ work.T)
+        if config.get("raise_at") == epoch:
+            raise ValueError(f"bad batch in epoch {epoch}")
+        count = count + total.round()
+        with tempfile.TemporaryDirectory() as directory:
+            if dist.get_rank() == 0:
+                torch.save({"count": count, "epoch": epoch}, Path(directory) / "state.pt")
+            train.report(
+                {"epoch": epoch, "count": count[0].item()},
+                checkpoint=train.Checkpoint.from_directory(directory),
+            )
+    return {"count": count.mean().item(), "epochs": config["epochs"]}
+
+
+def main() -> None:
+    """Read the arguments and train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--raise-at", type=int, default=-1)
+    args = parser.parse_args()
+    TorchTrainer(train_func, train_loop_config=vars(args)).fit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Real processes, real signals: whatever is killed, the job ends with the right epochs.
+
+Every test checks the same three things: the job succeeds, its last report has counted every
+epoch exactly once, and processes that nobody touched keep their pids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.core.config import JobSpec
+from elastic.core.view import JobView
+from elastic.core.world import Entry, EntryKind, JobId, JobPhase, NodePhase
+from elastic.testing.local_cluster import LocalCluster
+
+SCRIPT = Path(__file__).with_name("epochs.py")
+EPOCHS = 40
+
+
+def job(tmp_path: Path, *, low: int = 1, high: int = 3, epochs: int = EPOCHS) -> JobSpec:
+    """Return the job that counts epochs."""
+    entry = Entry(EntryKind.SCRIPT, str(SCRIPT), args=("--epochs", str(epochs)))
+    return JobSpec(
+        job_id=JobId(""),
+        name="count",
+        entry=entry,
+        min_workers=low,
+        max_workers=high,
+        run_path=str(tmp_path / "run"),
+        num_to_keep=2,
+    )
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    """Three nodes with one worker each, SQLite."""
+    with LocalCluster(nodes=3, directory=tmp_path / "cluster") as running:
+        yield running
+
+
+def trains_with(size: int, generation: int = 1) -> object:
+    """Return a condition: a group of this size trains, in this generation or a later one."""
+
+    def holds(view: JobView) -> bool:
+        group = view.record.group
+        return (
+            view.record.phase is JobPhase.RUNNING
+            and group is not None
+            and len(group.members) == size
+            and group.generation >= generation
+            and bool(view.record.metrics)
+        )
+
+    return holds
+
+
+def pids_of(view: JobView) -> dict[str, int]:
+    """Return the pid of every worker."""
+    return {str(w.report.worker_id): w.report.pid for w in view.workers}
+
+
+def assert_counted(cluster: LocalCluster, job_id: str, epochs: int = EPOCHS) -> JobView:
+    """The job succeeds, and counted every epoch exactly once."""
+    view = cluster.wait(
+        job_id, lambda v: v.record.phase.value in ("succeeded", "failed", "stopped"), "the end"
+    )
+    failure = view.record.failure
+    assert view.record.phase is JobPhase.SUCCEEDED, failure.traceback if failure else view.reason
+    assert json.loads(view.record.metrics) == {"epoch": epochs - 1, "count": float(epochs)}
+    return view
+
+
+def recovery_s(cluster: LocalCluster, job_id: str, began_ns: int, generation: int) -> float:
+    """Return the seconds from the kill to the end of the next group's first step."""
+    note = cluster.wait_note("first_step", job_id, generation=generation)
+    return (int(dict(note.note.fields)["unix_ns"]) - began_ns) / 1e9
+
+
+def assert_survivors_kept(before: dict[str, int], view: JobView, lost: set[str]) -> None:
+    """Processes that nobody touched are the same ones as before."""
+    after = pids_of(view)
+    for worker_id, pid in before.items():
+        if worker_id not in lost:
+            assert after.get(worker_id) == pid, f"{worker_id} had pid {pid}, now {after}"
+
+
+def test_a_killed_worker_is_survived_by_the_others(cluster: LocalCluster, tmp_path: Path) -> None:
+    job_id = cluster.submit(job(tmp_path))
+    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    victim = sorted(before)[1]
+    began_ns = time.time_ns()
+    os.kill(before[victim], signal.SIGKILL)
+    print(f"worker kill to next step: {recovery_s(cluster, job_id, began_ns, 2):.3f} s")
+    assert_survivors_kept(before, cluster.job(job_id), {victim})
+    # The spare takes the slot and joins at a boundary.
+    cluster.wait(job_id, trains_with(3, generation=3))
+    assert_counted(cluster, job_id)
+
+
+def test_a_dead_node_is_survived_by_the_others(cluster: LocalCluster, tmp_path: Path) -> None:
+    job_id = cluster.submit(job(tmp_path))
+    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    began_ns = time.time_ns()
+    cluster.kill_node("n2")
+    print(f"node kill to next step: {recovery_s(cluster, job_id, began_ns, 2):.3f} s")
+    view = cluster.wait(job_id, trains_with(2, generation=2))
+    lost = {w for w in before if w.startswith("n2/")}
+    assert_survivors_kept(before, view, lost)
+    assert_counted(cluster, job_id)
+
+
+def test_workers_die_with_their_agent(cluster: LocalCluster, tmp_path: Path) -> None:
+    job_id = cluster.submit(job(tmp_path))
+    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    orphan = next(pid for worker, pid in before.items() if worker.startswith("n3/"))
+    began_ns = time.time_ns()
+    cluster.signal_node("n3", signal.SIGKILL)
+    cluster.agents["n3"].wait()
+    print(f"agent kill to next step: {recovery_s(cluster, job_id, began_ns, 2):.3f} s")
+    assert not is_running(orphan)
+    assert_counted(cluster, job_id)
+
+
+def test_a_stopped_worker_is_replaced(cluster: LocalCluster, tmp_path: Path) -> None:
+    job_id = cluster.submit(job(tmp_path))
+    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    victim = sorted(before)[2]
+    began_ns = time.time_ns()
+    os.kill(before[victim], signal.SIGSTOP)
+    print(f"worker stop to next step: {recovery_s(cluster, job_id, began_ns, 2):.3f} s")
+    assert_survivors_kept(before, cluster.job(job_id), {victim})
+    assert_counted(cluster, job_id)
+
+
+def test_a_stopped_agent_is_given_up_and_its_worker_fenced(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    job_id = cluster.submit(job(tmp_path))
+    cluster.wait(job_id, trains_with(3))
+    began_ns = time.time_ns()
+    cluster.signal_node("n2", signal.SIGSTOP)
+    print(f"agent stop to next step: {recovery_s(cluster, job_id, began_ns, 2):.3f} s")
+    cluster.signal_node("n2", signal.SIGCONT)
+    assert_counted(cluster, job_id)
+
+
+def test_a_coordinator_that_is_killed_and_restarted_disturbs_nobody(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    check_coordinator_restart(cluster, tmp_path)
+
+
+def test_a_coordinator_on_etcd_that_is_killed_and_restarted_disturbs_nobody(
+    tmp_path: Path,
+) -> None:
+    etcd_server = pytest.importorskip("tests.etcd_server")
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(etcd_server.EtcdServer())
+        running = stack.enter_context(
+            LocalCluster(
+                nodes=3, directory=tmp_path / "cluster", store=f"etcd://{server.endpoint}"
+            )
+        )
+        check_coordinator_restart(running, tmp_path)
+
+
+def check_coordinator_restart(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Kill the coordinator under a running job; the restarted one adopts the job."""
+    job_id = cluster.submit(job(tmp_path, epochs=60))
+    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    cluster.kill_coordinator()
+    cluster.start_coordinator()
+    cluster.wait_nodes(3)
+    view = cluster.wait(job_id, lambda v: len(v.workers) == 3 and all(pids_of(v).values()))
+    assert view.record.generation == 1
+    assert pids_of(view) == before
+    view = assert_counted(cluster, job_id, epochs=60)
+    assert view.record.generation == 1
+
+
+def test_a_node_that_joins_takes_part(cluster: LocalCluster, tmp_path: Path) -> None:
+    job_id = cluster.submit(job(tmp_path, high=4))
+    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    cluster.start_node("n4")
+    view = cluster.wait(job_id, trains_with(4, generation=2))
+    assert_survivors_kept(before, view, set())
+    assert_counted(cluster, job_id)
+
+
+def test_a_drained_node_leaves_at_a_boundary_and_ends(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    job_id = cluster.submit(job(tmp_path))
+    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    cluster.signal_node("n1", signal.SIGTERM)
+    assert cluster.agents["n1"].wait(60) == 75
+    view = cluster.wait(job_id, trains_with(2, generation=2))
+    assert_survivors_kept(before, view, {w for w in before if w.startswith("n1/")})
+    nodes = {str(n.node.node_id): n.phase for n in cluster.view().nodes}
+    assert nodes["n1"] is NodePhase.LEFT
+    assert_counted(cluster, job_id)
+
+
+def test_nothing_is_left_running_after_a_job(cluster: LocalCluster, tmp_path: Path) -> None:
+    job_id = cluster.submit(job(tmp_path, epochs=3))
+    pids = pids_of(cluster.wait(job_id, trains_with(3)))
+    assert_counted(cluster, job_id, epochs=3)
+    assert not [pid for pid in pids.values() if is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
