@@ -35,6 +35,7 @@ class Net(nn.Module):
         self.out = nn.Linear(128, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits, (batch, 10)."""
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         return self.out(F.relu(self.hidden(x.flatten(1))))

@@ -69,6 +69,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix over earlier positions, then over channels; the shape stays."""
         batch, length, _ = x.shape
         q, k, v = (
             part.view(batch, length, HEADS, WIDTH // HEADS).transpose(1, 2)
@@ -91,6 +92,7 @@ class TinyGPT(nn.Module):
         self.out = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return logits, (batch, CONTEXT, VOCABULARY)."""
         x = self.token(ids) + self.position[: ids.shape[1]]
         return self.out(self.norm(self.blocks(x)))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import os
 import random
 import signal
@@ -228,13 +229,17 @@ def read_settings(flags: Flags, env: Mapping[str, str]) -> AgentSettings:
     if flags.event_log in ("auto", "none"):
         event_log = log_dir / f"{node_id}.events.jsonl" if flags.event_log == "auto" else None
     types = {"auto": devices.accelerator_type, "none": ""}
+    resources = node_resources(devices, parse_resources(flags.resources))
+    # Fewer GPUs may be offered than were found: the first ones.
+    offered = devices.entries[: math.ceil(resources.amount("GPU"))]
+    devices = dataclasses.replace(devices, entries=offered)
     num_slots = parse_workers(flags.workers, devices)
     node = Node(
         node_id=NodeId(node_id),
         incarnation=0,
         host=flags.host,
         num_slots=num_slots,
-        resources=node_resources(devices, parse_resources(flags.resources)),
+        resources=resources,
         labels=parse_labels(flags.labels),
         accelerator_type=types.get(flags.accelerator_type, flags.accelerator_type),
         version=__version__,

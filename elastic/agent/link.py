@@ -167,32 +167,29 @@ class Link:
 
         Raises:
             NotAuthorized, VersionMismatch: one of them refused us for good, none took us.
-            CoordinatorUnreachable: none of them answers.
+            ElasticError: none of them took us.
         """
-        refused: ElasticError | None = None
-        said = []
+        failures: list[ElasticError] = []
         for offset in range(len(self._endpoints)):
             index = (self._first + offset) % len(self._endpoints)
-            endpoint = self._endpoints[index]
             try:
                 stream = await open_stream(
-                    endpoint, ATTACH_METHOD, token=self._token, timeout_s=CONNECT_S_MAX
+                    self._endpoints[index],
+                    ATTACH_METHOD,
+                    token=self._token,
+                    timeout_s=CONNECT_S_MAX,
                 )
-            except HOPELESS as error:
-                refused = error
-            except CoordinatorUnreachable as error:
-                said.append((endpoint, error.detail))
             except ElasticError as error:
-                said.append((endpoint, str(error)))
+                failures.append(error)
             else:
                 self._first = index
                 return stream
-        if refused is not None:
-            raise refused
-        if len(said) == 1:
-            raise CoordinatorUnreachable(*said[0])
-        where = ",".join(self._endpoints)
-        raise CoordinatorUnreachable(where, "; ".join(f"{e}: {detail}" for e, detail in said))
+        hopeless = [error for error in failures if isinstance(error, HOPELESS)]
+        if hopeless or len(failures) == 1:
+            raise (hopeless or failures)[0]
+        raise CoordinatorUnreachable(
+            ",".join(self._endpoints), "; ".join(str(error) for error in failures)
+        )
 
     async def _converse(self, session: SessionId, stream: ClientStream, outbox: Outbox) -> str:
         """Send and receive until the stream ends; return why it ended.

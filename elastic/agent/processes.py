@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +18,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from elastic.agent.kernel import (
+    DEAD,
+    exit_cause,
+    kill_quietly,
+    process_state,
+    readable,
+    session_members,
+    signal_group,
+    status_of_zombie,
+)
 from elastic.agent.logs import Logs, OutputCopy, output_pipe
 from elastic.core.events.agent import (
     AgentEvent,
@@ -30,8 +38,7 @@ from elastic.core.events.agent import (
     SpawnFailed,
 )
 from elastic.core.messages import Assign, PipeToWorker
-from elastic.core.world import ExitCause, ExitKind
-from elastic.errors import ElasticError, InvariantViolation, PeerError, check
+from elastic.errors import ElasticError, PeerError, check
 from elastic.wire.async_pipe import AsyncPipe
 
 log = logging.getLogger(__name__)
@@ -40,8 +47,6 @@ WORKER_COMMAND = (sys.executable, "-m", "elastic.worker.main")
 LOOK_INTERVAL_S = 0.2
 """How often the kernel is asked which processes are stopped."""
 SWEEPS_MAX = 5
-DEAD = ("", "Z", "X")
-"""States of a process that does nothing any more, or is gone."""
 
 
 @dataclass
@@ -286,78 +291,3 @@ class ChildProcesses:
                 self._post(ProcessStopped(child.process_id, stopped))
         if self._children:
             self._look_timer = self._loop.call_later(LOOK_INTERVAL_S, self._look)
-
-
-# ------------------------------------------------------------------------------- the kernel's view
-
-
-def status_of_zombie(pid: int) -> os.waitid_result:
-    """Return how a dead child ended, and leave its pid taken."""
-    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    if status is None:
-        raise InvariantViolation(f"process {pid} was told to be dead and is not")
-    return status
-
-
-def exit_cause(status: os.waitid_result, last_line: str = "") -> ExitCause:
-    """Return the cause that a wait status tells; `last_line` goes into the detail."""
-    if status.si_code == os.CLD_EXITED:
-        return ExitCause(ExitKind.CODE, status.si_status, last_line)
-    try:
-        name = signal.Signals(status.si_status).name
-    except ValueError:
-        name = ""  # Real-time signals have numbers only.
-    core = "core dumped" if status.si_code == os.CLD_DUMPED else ""
-    detail = ", ".join(part for part in (name, core, last_line) if part)
-    return ExitCause(ExitKind.SIGNAL, status.si_status, detail)
-
-
-def signal_group(pid: int) -> None:
-    """Send SIGKILL to the process group that this (unreaped) process leads."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        kill_quietly(pid)
-
-
-def kill_quietly(pid: int) -> None:
-    """Send SIGKILL; a process that is gone, or became another user's, is no error."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError) as error:
-        log.debug("not_killed pid=%d error=%r", pid, str(error))
-
-
-def readable(end: socket.socket) -> bool:
-    """Return whether reading from the socket would give something, be it its end."""
-    poll = select.poll()
-    poll.register(end, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def read_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; empty when there is no such file."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            text = file.read(4096).decode("ascii", "replace")
-    except OSError:
-        return []
-    # The name before the last ")" may hold spaces and brackets of its own.
-    return text.rpartition(")")[2].split()
-
-
-def process_state(pid: int) -> str:
-    """Return the kernel's letter for what a process does: R, S, D, T (stopped), Z, or ""."""
-    return next(iter(read_stat(pid)), "")
-
-
-def session_members(session: int) -> list[int]:
-    """Return the living processes of a session (the leader's zombie does not count)."""
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        fields = read_stat(int(name))
-        if len(fields) > 3 and fields[3] == str(session) and fields[0] not in DEAD:
-            found.append(int(name))
-    return sorted(found)

@@ -104,7 +104,7 @@ class Driver:
             InvariantViolation: a bug; carries the story.
         """
         records = await patiently("the journal", self._journal.load, self._clock)
-        await self._step(Recovered(records))
+        await self._step(Recovered(records, self._journal.term))
         self._recovered.set()
         await self._journal.forget()
         while True:

@@ -81,6 +81,11 @@ class Journal:
         self._kept: dict[JobId, Kept] = {}
         self._unwanted: dict[JobId, None] = {}
 
+    @property
+    def term(self) -> int:
+        """Return which life of a coordinator on this store this is, from 1."""
+        return max(1, self._leadership.term)
+
     async def load(self) -> tuple[JobRecord, ...]:
         """Return all records by order of submission, and remember what is there.
 

@@ -63,8 +63,9 @@ class Origin:
 def origins_of(job: JobView, ranks: frozenset[int]) -> tuple[Origin, ...]:
     """Return the workers of a job by rank, those without a rank last.
 
-    A worker that has no process yet has no output either, and is left out. A worker that is gone stays known as a member of the newest group, and as the one that
-    failed: its agent still has its output.
+    A worker that has no process yet has no output either, and is left out. One that is gone
+    stays known as a member of the newest group, and as the one that failed: its agent still has
+    its output.
 
     Args:
         job: the job.

@@ -44,11 +44,15 @@ class AgentsDoor:
     def handler(self) -> grpc.GenericRpcHandler:
         """Return what a server registers. Messages stay bytes: our codec refuses bad ones."""
         service, _, method = ATTACH_METHOD.strip("/").rpartition("/")
-        attach: grpc.RpcMethodHandler = grpc.stream_stream_rpc_method_handler(self.attach)
+        attach: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
+            self.attach
+        )
         return grpc.method_handlers_generic_handler(service, {method: attach})
 
     async def attach(self, _: Any, context: Context) -> None:
         """Hold one agent's stream until it ends."""
+        # The agent waits for this before it says hello: a refusal stays what it is.
+        await context.send_initial_metadata(())
         session = self._driver.sessions.open(context.peer())
         context.add_done_callback(lambda *_: session.cut("the stream ended"))  # type: ignore[arg-type]
         refusal: ElasticError | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -22,10 +22,11 @@ log = logging.getLogger(__name__)
 HEALTH = "/grpc.health.v1.Health/"
 REFLECTION = "/grpc.reflection."
 
-Handler = grpc.RpcMethodHandler
+if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[Any, Any]
 
 
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class Guard(grpc.aio.ServerInterceptor):
     """Lets calls in or refuses them with what to do.
 
     The one base class is gRPC's: it recognises interceptors by nothing else.

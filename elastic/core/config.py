@@ -104,7 +104,8 @@ class JobSpec:
             )
         if not 0 < self.collective_timeout_s < float("inf"):
             raise ConfigError(
-                f"job {self.name}: collective_timeout_s={self.collective_timeout_s}: expected a finite number > 0"
+                f"job {self.name}: collective_timeout_s={self.collective_timeout_s}: expected a "
+                f"finite number > 0"
             )
         if self.max_failures < -1:
             raise ConfigError(

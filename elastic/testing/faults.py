@@ -113,7 +113,7 @@ class Faults:
         self._stopped.append(found)
         self._show_stopped(agent, process, True)
         wait = self.timeline.between(100 * MS, 3 * S)
-        self.timeline.after(wait, lambda: self._continue(agent, process))
+        self.timeline.after(wait, self._continue, agent, process)
 
     def _continue(self, agent: AgentHost, process: SimProcess) -> None:
         if process.is_stopped:
@@ -135,7 +135,7 @@ class Faults:
         agent = self._agent()
         agent.freeze(True)
         wait = self.timeline.between(100 * MS, 6 * S)
-        self.timeline.after(wait, lambda: agent.freeze(False))
+        self.timeline.after(wait, agent.freeze, False)
 
     def _cut_link(self) -> None:
         agent = self._agent()
@@ -143,7 +143,7 @@ class Faults:
         self.timeline.tell(agent.node_id, f"link cut: {how}")
         self.network.cut(agent.node_id, how)
         wait = self.timeline.between(50 * MS, 6 * S)
-        self.timeline.after(wait, lambda: self._mend(agent))
+        self.timeline.after(wait, self._mend, agent)
 
     def _mend(self, agent: AgentHost) -> None:
         if not agent.is_frozen:

@@ -77,7 +77,7 @@ class CoordinatorHost:
         self._is_busy = False
         self._deadline = None
         self.timeline.tell("coordinator", f"starts, life {self.life}")
-        self.post(events.Recovered(tuple(self.disk.records.values())))
+        self.post(events.Recovered(tuple(self.disk.records.values()), self.life))
 
     def crash(self) -> None:
         """The process is gone, between two effects or in the middle of a write."""
@@ -124,7 +124,7 @@ class CoordinatorHost:
             self._is_busy = True
             life = self.life
             delay = self.timeline.between(MS // 2, self.disk_delay_max_ns)
-            self.timeline.after(delay, lambda: self._written(life))
+            self.timeline.after(delay, self._written, life)
             return
         self._effects.popleft()
         if isinstance(effect, events.SendAgent):
@@ -293,7 +293,7 @@ class AgentHost:
             if process is not None:
                 message = effect.message
                 delay = self.timeline.between(20_000, 200_000)
-                self.timeline.after(delay, lambda: process.receive(message))
+                self.timeline.after(delay, process.receive, message)
         elif isinstance(effect, agent_events.Kill):
             process = self.processes.get(effect.process_id)
             if process is not None:
@@ -329,19 +329,19 @@ class AgentHost:
             if self.life == life:
                 delay = self.timeline.between(20_000, 200_000)
                 event = agent_events.ProcessSaid(process_id, message)
-                self.timeline.after(delay, lambda: self._deliver(process_id, event))
+                self.timeline.after(delay, self._deliver, process_id, event)
 
         def exited(cause: ExitCause) -> None:
             # The pipe is drained before the exit is reported, as the driver promises.
             event = agent_events.ProcessExited(process_id, cause)
-            self.timeline.after(MS, lambda: self._deliver(process_id, event))
+            self.timeline.after(MS, self._deliver, process_id, event)
 
         process = SimProcess(
             self.timeline, self.plane, node_id=self.node_id, pid=pid, say=say, exited=exited
         )
         self.processes[process_id] = process
         event = agent_events.ProcessStarted(process_id, pid)
-        self.timeline.after(MS, lambda: self._deliver(process_id, event))
+        self.timeline.after(MS, self._deliver, process_id, event)
 
     def _deliver(self, process_id: int, event: agent_events.AgentEvent) -> None:
         if process_id in self.processes and self.machine is not None:

@@ -147,7 +147,7 @@ class Network:
             return
         stream.coordinator_side = False
         moment = max(stream.last_down_ns, self.timeline.now_ns + self.delay())
-        self.timeline.at(moment, lambda: self.end_at_agent(stream, "closed by the coordinator"))
+        self.timeline.at(moment, self.end_at_agent, stream, "closed by the coordinator")
 
     def close_from_agent(self, session: SessionId) -> None:
         """The agent hangs up."""
@@ -156,7 +156,7 @@ class Network:
             return
         stream.agent_side = False
         moment = max(stream.last_up_ns, self.timeline.now_ns + self.delay())
-        self.timeline.at(moment, lambda: self.end_at_coordinator(stream, "closed by the agent"))
+        self.timeline.at(moment, self.end_at_coordinator, stream, "closed by the agent")
 
     def host_died(self, node_id: NodeId) -> None:
         """An agent's process is gone: its kernel resets its streams."""
@@ -164,9 +164,7 @@ class Network:
             stream.agent_side = False
             if self.conditions.blocks(node_id, "up"):
                 continue
-            self.timeline.after(
-                self.delay(), lambda s=stream: self.end_at_coordinator(s, "reset by the agent")
-            )
+            self.timeline.after(self.delay(), self.end_at_coordinator, stream, "reset by the agent")
 
     def coordinator_died(self) -> None:
         """The coordinator's process is gone: its kernel resets all streams."""
@@ -174,9 +172,7 @@ class Network:
             stream.coordinator_side = False
             if self.conditions.blocks(stream.node_id, "down"):
                 continue
-            self.timeline.after(
-                self.delay(), lambda s=stream: self.end_at_agent(s, "reset by the coordinator")
-            )
+            self.timeline.after(self.delay(), self.end_at_agent, stream, "reset by the coordinator")
 
     def cut(self, node_id: NodeId, how: str) -> None:
         """Hold back messages; keepalive ends the stream on both sides if it lasts."""
@@ -186,7 +182,7 @@ class Network:
                 wait = self.timeline.between(
                     self.conditions.keepalive_ns // 2, self.conditions.keepalive_ns
                 )
-                self.timeline.after(wait, lambda s=stream, e=end: self._give_up(s, e))
+                self.timeline.after(wait, self._give_up, stream, end)
 
     def _give_up(self, stream: Stream, end: Callable[[Stream, str], None]) -> None:
         if stream.node_id in self.conditions.cut:
@@ -204,11 +200,9 @@ class Network:
                 self.send_down(stream.session, order)
             # A side that gave up during the cut resets the other one as soon as it hears of it.
             if not stream.agent_side:
-                self.timeline.after(
-                    self.delay(), lambda s=stream: self.end_at_coordinator(s, "reset")
-                )
+                self.timeline.after(self.delay(), self.end_at_coordinator, stream, "reset")
             if not stream.coordinator_side:
-                self.timeline.after(self.delay(), lambda s=stream: self.end_at_agent(s, "reset"))
+                self.timeline.after(self.delay(), self.end_at_agent, stream, "reset")
 
     def _of(self, node_id: NodeId) -> list[Stream]:
         return [s for s in self.streams.values() if s.node_id == node_id]

@@ -162,10 +162,10 @@ class Simulation:
         )
         self.plane.scripts[job_id] = script
         self.checkers.specs[job_id] = spec
-        self.timeline.after(self.timeline.between(0, 20 * S), lambda: self._submit(spec))
+        self.timeline.after(self.timeline.between(0, 20 * S), self._submit, spec)
         if self.timeline.chance(0.15):
             moment = self.timeline.between(20 * S, 60 * S)
-            self.timeline.after(moment, lambda: self._stop(job_id))
+            self.timeline.after(moment, self._stop, job_id)
         if self.timeline.chance(0.15):
             moment = self.timeline.between(10 * S, 50 * S)
             self.timeline.after(moment, self._drain_some_node)
@@ -176,7 +176,7 @@ class Simulation:
             return
         self.submissions[spec.name] = spec
         self.coordinator.post(SubmitRequested(f"submit {spec.name}", spec))
-        self.timeline.after(2 * S, lambda: self._submit(spec))
+        self.timeline.after(2 * S, self._submit, spec)
 
     def _stop(self, job_id: JobId) -> None:
         self.stops.add(job_id)

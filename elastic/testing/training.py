@@ -126,9 +126,7 @@ class DataPlane:
         )
         for process in group.members.values():
             delay = self.timeline.between(MS, 15 * MS)
-            self.timeline.after(
-                delay, lambda p=process: p.answer_main(GroupFormed(group.generation))
-            )
+            self.timeline.after(delay, process.answer_main, GroupFormed(group.generation))
 
     def enter(self, process: SimProcess, assignment: Assignment) -> None:
         """A main thread is inside the train function."""
@@ -144,7 +142,7 @@ class DataPlane:
             return
         group.step_running = True
         script = self.scripts[group.job_id]
-        self.timeline.after(script.step_ns, lambda: self._end_step(group))
+        self.timeline.after(script.step_ns, self._end_step, group)
 
     def _end_step(self, group: SimGroup) -> None:
         group.step_running = False
@@ -152,7 +150,7 @@ class DataPlane:
             return
         if any(not p.can_run() for p in group.members.values()):
             # Somebody stopped: the others wait in the reduction, time passes, nothing else.
-            self.timeline.after(20 * MS, lambda: self._end_step(group))
+            self.timeline.after(20 * MS, self._end_step, group)
             group.step_running = True
             return
         script = self.scripts[group.job_id]
@@ -179,7 +177,7 @@ class DataPlane:
         for process in group.members.values():
             delay = self.timeline.between(0, 5 * MS)
             event = TrainReturned(group.generation, f'{{"steps": {group.step}}}')
-            self.timeline.after(delay, lambda p=process, e=event: p.answer_main(e))
+            self.timeline.after(delay, process.answer_main, event)
 
     def _report(self, group: SimGroup) -> None:
         """A report with a checkpoint: rank 0 tells, all agree whether to leave here."""
@@ -194,7 +192,7 @@ class DataPlane:
             for process in group.members.values():
                 event = TrainLeft(group.generation, at_boundary=True)
                 delay = self.timeline.between(0, 10 * MS)
-                self.timeline.after(delay, lambda p=process, e=event: p.answer_main(e))
+                self.timeline.after(delay, process.answer_main, event)
         else:
             self._next_step(group)
 
@@ -211,7 +209,8 @@ class DataPlane:
                     other = group.members[neighbour]
                     self.timeline.after(
                         self.timeline.between(MS, 5 * MS),
-                        lambda p=other, g=group.generation: p.break_out(g),
+                        other.break_out,
+                        group.generation,
                     )
 
 
@@ -257,9 +256,7 @@ class SimProcess:
         self.wish: Generation = 0
         self.busy_with: FormGroup | EnterTrain | None = None
         self._pending: list[WorkerEvent] = []
-        timeline.after(
-            timeline.between(20 * MS, 1500 * MS), lambda: self.tell_machine(Started(pid))
-        )
+        timeline.after(timeline.between(20 * MS, 1500 * MS), self.tell_machine, Started(pid))
 
     def can_run(self) -> bool:
         """Return whether it makes progress."""
@@ -302,7 +299,7 @@ class SimProcess:
             return
         self.is_alive = False
         self.plane.lost(self)
-        self.timeline.after(self.timeline.between(0, 2 * MS), lambda: self.exited(cause))
+        self.timeline.after(self.timeline.between(0, 2 * MS), self.exited, cause)
 
     def answer_main(self, event: WorkerEvent) -> None:
         """The main thread answers its order, once."""
@@ -331,7 +328,8 @@ class SimProcess:
             address = f"{effect.assign.host}:{self.pid}"
             self.timeline.after(
                 self.timeline.between(MS, 300 * MS),
-                lambda: self.tell_machine(StoreOpened(address)),
+                self.tell_machine,
+                StoreOpened(address),
             )
         elif isinstance(effect, FormGroup):
             self.busy_with = effect
@@ -344,7 +342,7 @@ class SimProcess:
             self._abort(effect.generation)
         elif isinstance(effect, InterruptTrain):
             event = TrainLeft(effect.generation, at_boundary=False)
-            self._later(lambda: self.answer_main(event))
+            self._later(self.answer_main, event)
         elif isinstance(effect, WishBoundary):
             self.wish = effect.generation
         elif isinstance(effect, ExitWorker):
@@ -361,13 +359,13 @@ class SimProcess:
         group.is_over = True
         busy = self.busy_with
         if isinstance(busy, FormGroup) and busy.assignment.generation == generation:
-            self._later(lambda: self.answer_main(GroupFailed(generation, "aborted")))
+            self._later(self.answer_main, GroupFailed(generation, "aborted"))
         for process in group.members.values():
             if process is not self:
-                self._later(lambda p=process: p.break_out(generation))
+                self._later(process.break_out, generation)
 
-    def _later(self, action: Callable[[], None]) -> None:
-        self.timeline.after(self.timeline.between(MS, 10 * MS), action)
+    def _later(self, action: Callable[..., None], *args: object) -> None:
+        self.timeline.after(self.timeline.between(MS, 10 * MS), action, *args)
 
     def pipe_closed(self) -> None:
         """The agent closed the pipe without dying."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
+from functools import partial
 
 MS = 1_000_000
 S = 1_000_000_000
-
-Action = Callable[[], None]
 
 
 class Timeline:
@@ -31,17 +30,18 @@ class Timeline:
         self.rng = random.Random(seed)
         self.log: list[str] = []
         self._keep_log = keep_log
-        self._heap: list[tuple[int, int, Action]] = []
+        self._heap: list[tuple[int, int, partial[None]]] = []
         self._sequence = 0
 
-    def at(self, moment_ns: int, action: Action) -> None:
-        """Do `action` at a moment, not before now."""
+    def at(self, moment_ns: int, action: Callable[..., None], *args: object) -> None:
+        """Do `action(*args)` at a moment, not before now."""
         self._sequence += 1
-        heapq.heappush(self._heap, (max(moment_ns, self.now_ns), self._sequence, action))
+        todo = partial(action, *args)
+        heapq.heappush(self._heap, (max(moment_ns, self.now_ns), self._sequence, todo))
 
-    def after(self, delay_ns: int, action: Action) -> None:
-        """Do `action` after a delay."""
-        self.at(self.now_ns + delay_ns, action)
+    def after(self, delay_ns: int, action: Callable[..., None], *args: object) -> None:
+        """Do `action(*args)` after a delay."""
+        self.at(self.now_ns + delay_ns, action, *args)
 
     def between(self, low_ns: int, high_ns: int) -> int:
         """Draw a duration."""

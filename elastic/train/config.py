@@ -5,7 +5,7 @@ Where Ray's behaviour is a known trap, the difference is said in the field's lin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -60,7 +60,7 @@ class Result:
             UsageError: pandas is not installed.
         """
         try:
-            import pandas
+            import pandas  # type: ignore[import-untyped]
         except ImportError as error:
             raise UsageError(
                 "Result.metrics_dataframe needs pandas: pip install pandas, or use Result.history"

@@ -6,7 +6,6 @@ one included, because the world size changes while the script runs.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -81,7 +80,6 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def prepare_model(

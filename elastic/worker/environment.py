@@ -40,7 +40,10 @@ def for_job(assign: Assign, started_with: Mapping[str, str]) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": ",".join(assign.devices),
     }
     # accelerate picks NCCL wherever torch was built with it, unless it is told.
-    defaults = {} if assign.devices else {"ACCELERATE_USE_CPU": "true"}
+    defaults = (
+        # What torch.use_deterministic_algorithms asks for; read before CUDA is first used.
+        {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if assign.devices else {"ACCELERATE_USE_CPU": "true"}
+    )
     return _unset(defaults, started_with) | ours | dict(spec.entry.env)
 
 

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from elastic.errors import ConfigError, GroupError
 from elastic.worker import c10d
 from elastic.worker.life import Life, Undertaker
+from elastic.worker.resolver import forget_name_servers
 from elastic.worker.sockets import find_connections, find_event_loop, peer_address, socket_inodes
 
 log = logging.getLogger(__name__)
@@ -73,13 +74,20 @@ class StoreServer:
             ) from error
         port = listener.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._server: TCPStore | None = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+
+        def serve() -> TCPStore:
+            forget_name_servers()
+            return TCPStore(
+                host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+
+        served: Future[TCPStore] = Future()
+        threading.Thread(target=_fulfil, args=(served, serve), name="elastic-serve").start()
+        self._server: TCPStore | None = served.result()
 
     def close(self) -> None:
         """Stop listening."""
@@ -283,9 +291,9 @@ class ProcessGroups:
 
         def connect() -> TCPStore:
             life.leader = _reach(host, int(port), life)
+            forget_name_servers()
             return TCPStore(
-                host,
-                int(port),
+                *life.leader,
                 is_master=False,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=life.left_s()),
@@ -353,7 +361,7 @@ class ProcessGroups:
         try:
             threading.Thread(
                 target=_fulfil,
-                args=(future, call, self._undertaker),
+                args=(future, call, self._undertaker.bury),
                 name="elastic-form",
                 daemon=True,
             ).start()
@@ -405,7 +413,11 @@ def _reach(host: str, port: int, life: Life) -> tuple[str, int]:
         pause_s = min(pause_s * 2, PROBE_PAUSE_S_MAX)
 
 
-def _fulfil(future: Future[Made], call: Callable[[], Made], undertaker: Undertaker) -> None:
+def _fulfil(
+    future: Future[Made],
+    call: Callable[[], Made],
+    bury: Callable[[list[Any]], None] | None = None,
+) -> None:
     try:
         made = call()
     except BaseException as error:
@@ -415,4 +427,5 @@ def _fulfil(future: Future[Made], call: Callable[[], Made], undertaker: Undertak
     try:
         future.set_result(made)
     except InvalidStateError:
-        undertaker.bury([made])
+        if bury is not None:
+            bury([made])

@@ -71,6 +71,7 @@ class Interrupter:
         self._reason = ""
         self._raised: weakref.ref[GroupChanged] | None = None
         self._raised_at = 0.0
+        self._pause_s = FIRST_PAUSE_S
         self._wake = threading.Condition()
         self._sender: threading.Thread | None = None
         self._main = threading.main_thread()
@@ -159,7 +160,11 @@ class Interrupter:
         error = GroupChanged(self._reason, self._running)
         self._raised = weakref.ref(error)
         self._raised_at = time.monotonic()
-        raise error
+        try:
+            raise error
+        finally:
+            # Its traceback refers to this frame: it would live on after user code dropped it.
+            del error
 
     def _is_on_its_way(self) -> bool:
         """Return whether the last one raised still unwinds the stack, and may take its time."""
@@ -172,13 +177,12 @@ class Interrupter:
 
     def _send(self) -> None:
         """Poke the main thread whenever there is a reason to, ever more slowly."""
-        pause_s = FIRST_PAUSE_S
         while True:
             with self._wake:
                 # While nothing runs, the next `interrupt` is what wakes us. `run` checks by
                 # itself when it opens, so a group that was over before is not missed.
                 if not NEVER < self._running <= self._over:
-                    pause_s = FIRST_PAUSE_S
+                    self._pause_s = FIRST_PAUSE_S
                     self._wake.wait()
                     continue
             if self._is_due() and not self._is_on_its_way():
@@ -186,8 +190,8 @@ class Interrupter:
                     signal.pthread_kill(self._main.ident or 0, SIGNAL)
                 except ProcessLookupError:
                     return  # the main thread has ended
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+            time.sleep(self._pause_s)
+            self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -202,8 +206,9 @@ class Interrupter:
             signal.signal(SIGNAL, handler if handler is not None else signal.SIG_DFL)
 
     def _on_lost(self) -> None:
-        """The exception landed where none can be raised; the sender need not wait for its end."""
+        """The exception landed where it ends without effect: try again soon."""
         self._raised = None
+        self._pause_s = FIRST_PAUSE_S
         log.debug("interrupt_lost: raised in a __del__ or callback, raised again")
 
 

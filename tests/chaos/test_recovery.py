@@ -165,9 +165,7 @@ def test_a_coordinator_on_etcd_that_is_killed_and_restarted_disturbs_nobody(
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(etcd_server.EtcdServer())
         running = stack.enter_context(
-            LocalCluster(
-                nodes=3, directory=tmp_path / "cluster", store=f"etcd://{server.endpoint}"
-            )
+            LocalCluster(nodes=3, directory=tmp_path / "cluster", store=f"etcd://{server.endpoint}")
         )
         check_coordinator_restart(running, tmp_path)
 

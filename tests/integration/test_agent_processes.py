@@ -16,9 +16,10 @@ import pytest
 
 from elastic.agent import processes as processes_module
 from elastic.agent.follow import Followers
+from elastic.agent.kernel import process_state, session_members
 from elastic.agent.logs import LogLimits, Logs
 from elastic.agent.node_lock import hold_node
-from elastic.agent.processes import ChildProcesses, Launch, process_state, session_members
+from elastic.agent.processes import ChildProcesses, Launch
 from elastic.core.config import JobSpec
 from elastic.core.events.agent import (
     AgentEvent,
@@ -213,6 +214,20 @@ async def test_nothing_that_a_worker_started_outlives_it(
         await node.exit_of()
         await wait_until(lambda: process_state(child) in ("", "Z"))
         await wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+async def test_a_process_that_escaped_with_the_pipe_delays_no_news(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        pid = await node.work("escape")
+        await wait_until(lambda: log_of(tmp_path).exists() and log_of(tmp_path).read_text() != "")
+        escaped = int(log_of(tmp_path).read_text())
+        try:
+            os.kill(pid, signal.SIGKILL)
+            assert (await node.exit_of()).code == signal.SIGKILL
+            await wait_until(lambda: not Path(f"/proc/{pid}").exists())
+            assert process_state(escaped) == "S"
+        finally:
+            os.kill(escaped, signal.SIGKILL)
 
 
 async def test_a_process_that_speaks_nonsense_is_killed(tmp_path: Path) -> None:

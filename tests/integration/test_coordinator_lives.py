@@ -33,6 +33,7 @@ from tests.integration.coordinator import (
     Coordinator,
     ScriptedAgent,
     User,
+    elastic_coord,
     node,
     spec,
 )
@@ -131,7 +132,8 @@ async def test_a_standby_waits_and_takes_over_when_the_leader_is_killed(tmp_path
         etcd_server.EtcdServer() as etcd,
         Coordinator(tmp_path / "a", store=etcd.url()) as leader,
     ):
-        standby = Coordinator(tmp_path / "b", store=etcd.url())
+        listen = f"127.0.0.1:{etcd_server.free_ports(1)[0]}"
+        standby = Coordinator(tmp_path / "b", store=etcd.url(), listen=listen)
         standby.start()
         try:
             await follow_the_leader(leader, standby)
@@ -147,6 +149,10 @@ async def follow_the_leader(leader: Coordinator, standby: Coordinator) -> None:
         job = await user.wait_job(job_id, is_phase(JobPhase.RUNNING))
         standby.wait_logged("standby leader=")
         assert leader.address in standby.log()
+        healthy = await anyio.to_thread.run_sync(elastic_coord, "health", "--coord", standby.listen)
+        assert (healthy.returncode, healthy.stdout) == (69, f"{standby.listen} NOT_SERVING\n")
+        shown = await anyio.to_thread.run_sync(elastic_coord, "status", "--coord", standby.listen)
+        assert (shown.returncode, leader.address in shown.stderr) == (69, True), shown.stderr
         leader.kill()
     killed_at = time.monotonic()
     await anyio.to_thread.run_sync(standby.wait_ready)

@@ -389,6 +389,24 @@ async def test_output_of_workers_reaches_those_who_ask(coordinator: Coordinator)
         assert "its node talker is not connected" in text
 
 
+async def test_who_follows_a_job_before_it_starts_gets_its_output_from_the_beginning(
+    coordinator: Coordinator,
+) -> None:
+    address = coordinator.address
+    async with ScriptedAgent(address, node("early")) as agent, User(address) as user:
+        await agent.join()
+        job_id = await user.submit(spec("early"))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: user.logs(job_id, follow=True))
+            # The agent does not know of the worker yet, and would say that there is no output.
+            await user.wait_job(job_id, lambda job: job.workers)
+            report = await agent.ready()
+            wish = await agent.hear(FollowLogs)
+            assert (wish.worker_id, wish.tail_lines) == (report.worker_id, -1)
+            tasks.cancel_scope.cancel()
+        await user.stop(job_id)
+
+
 async def test_a_follower_that_goes_away_is_told_to_the_agent(coordinator: Coordinator) -> None:
     address = coordinator.address
     async with ScriptedAgent(address, node("quiet")) as agent, User(address) as user:

@@ -24,7 +24,7 @@ from elastic.core.world import Entry, EntryKind, WorkerPhase
 from elastic.errors import StorageError
 from elastic.worker import entry as worker_entry
 from elastic.worker.context import WorkerContext, current
-from tests.integration.played_agent import DEADLINE_S, PlayedAgent, announce
+from tests.integration.played_agent import HOST, Played, PlayedAgent, announce, spec_of
 
 # Workers get these functions as they are here; they cannot import a test module.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

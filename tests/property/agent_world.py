@@ -49,6 +49,7 @@ from tests.property.machine_facts import (
     GENERATIONS,
     KILLED,
     NODE,
+    WORKERS,
     S,
     announce,
     reported,
@@ -162,6 +163,9 @@ class AgentWorld(RuleBasedStateMachine):
         if isinstance(effect.message, Ping):
             self.pings[process_id] = effect.message.number
 
+    def pending(self) -> list[int]:
+        return [p for p in self.asked if p not in self.live and p not in self.gone]
+
     def running(self) -> dict[WorkerId, int]:
         return {
             assign.worker_id: process_id
@@ -272,7 +276,7 @@ class AgentWorld(RuleBasedStateMachine):
     @precondition(lambda self: self.exit is None)
     @rule(data=st.data(), fails=st.booleans())
     def a_process_comes_to_stand(self, data: st.DataObject, fails: bool) -> None:
-        pending = [p for p in self.asked if p not in self.live and p not in self.gone]
+        pending = self.pending()
         if pending:
             process_id = data.draw(st.sampled_from(pending))
             if fails:
@@ -281,6 +285,26 @@ class AgentWorld(RuleBasedStateMachine):
             else:
                 self.live[process_id] = False
                 self.step(ae.ProcessStarted(process_id, 1000 + process_id))
+
+    @precondition(lambda self: self.exit is None)
+    @rule()
+    def nothing_can_be_spawned_for_a_while(self) -> None:
+        before, until_ns = len(self.asked), self.now_ns + S
+        for _ in range(200):
+            pending = self.pending()
+            for process_id in pending:
+                self.gone.add(process_id)
+                self.step(ae.SpawnFailed(process_id, "EAGAIN"))
+            due_ns = self.machine.next_deadline_ns()
+            if pending and self.exit is None:
+                continue
+            if self.exit is not None or due_ns is None or due_ns > until_ns:
+                break
+            self.now_ns = max(self.now_ns, due_ns)
+            self.step(Tick())
+        rounds = 6  # at 0, 0.1, 0.3, 0.7 s; one for what was begun before
+        assert len(self.asked) - before <= rounds * (len(WORKERS) + 2), "a hot loop"
+        assert self.exit is not None or not self.pending()
 
     @rule(data=st.data())
     def a_process_gets_warm(self, data: st.DataObject) -> None:
@@ -378,7 +402,7 @@ class AgentWorld(RuleBasedStateMachine):
             self.the_stream_stands()
         elif self.link == "greeted":
             self.the_coordinator_welcomes()
-        for process_id in [p for p in self.asked if p not in self.live and p not in self.gone]:
+        for process_id in self.pending():
             self.live[process_id] = False
             self.step(ae.ProcessStarted(process_id, 1000 + process_id))
         for process_id in [p for p in self.live if p not in self.warm]:

@@ -56,6 +56,7 @@ class WorkerWorld(RuleBasedStateMachine):
         self.aborted: set[int] = set()
         self.reports: list[WorkerReport] = []
         self.asked: set[tuple[int, int]] = set()
+        self.num_reports: dict[int, int] = {}
         self.highest = 0
         self.exit: we.ExitWorker | None = None
         self.step(we.Started(77))
@@ -103,7 +104,10 @@ class WorkerWorld(RuleBasedStateMachine):
                     check_move(WORKER, "worker", before.phase, report.phase)
             self.reports.append(report)
         elif isinstance(message, Reported):
-            self.asked.add((message.report.generation, message.report.index))
+            generation = message.report.generation
+            assert message.report.index == self.num_reports.get(generation, 0)
+            self.num_reports[generation] = message.report.index + 1
+            self.asked.add((generation, message.report.index))
 
     def trains_in(self, generation: int) -> bool:
         trains = isinstance(self.main, we.EnterTrain)

@@ -82,9 +82,7 @@ def gives_two_workers_one_rank(patch: Patch) -> None:
 
     def announcement(job: Any, worker_id: Any) -> Announce:
         told = honest(job, worker_id)
-        return Announce(
-            dataclasses.replace(told.assignment, rank=told.assignment.local_rank)
-        )
+        return Announce(dataclasses.replace(told.assignment, rank=told.assignment.local_rank))
 
     patch.setattr(settle, "announcement", announcement)
 
@@ -112,9 +110,7 @@ def forms_groups_above_max(patch: Patch) -> None:
     def roomier(spec: Any) -> Any:
         return dataclasses.replace(spec, max_workers=spec.max_workers + spec.workers_per_replica)
 
-    patch.setattr(
-        membership, "choose", lambda spec, *a, **k: honest_choose(roomier(spec), *a, **k)
-    )
+    patch.setattr(membership, "choose", lambda spec, *a, **k: honest_choose(roomier(spec), *a, **k))
     patch.setattr(placement, "place", lambda spec, *a: honest_place(roomier(spec), *a))
 
 
@@ -200,5 +196,3 @@ def persists_the_members_in_another_order(patch: Patch) -> None:
         return dataclasses.replace(kept, group=turned)
 
     patch.setattr(jobs.JobState, "record", record)
-
-

@@ -78,6 +78,7 @@ IMPURE_CALLS = {
 READS_ENVIRONMENT = {"cli.py", "main.py", "__main__.py"}
 ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/train/cluster.py": "elastic.init: the process is the user's script, and starts here",
+    "elastic/worker/local.py": "a run without an agent: torchrun, or nobody, started the process",
 }
 
 MODULES = {module_name(path): path for path in python_files("elastic")}

@@ -1,4 +1,4 @@
-"""`train.report`, by several ranks at once: each is a thread, they share a store and a directory."""
+"""`train.report` by several ranks at once: each is a thread; they share a store and a directory."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_a_marker_is_read_as_it_was_written() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', '{"format": 1}', '"x"'])
 def test_a_torn_marker_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"xpect|Error"):
         Marker.from_json(text)
 
 

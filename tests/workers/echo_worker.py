@@ -7,6 +7,8 @@ Run as `python echo_worker.py [--late COMMAND] --pipe-fd N`. On Assign it perfor
     flood:N         N numbered lines, flushed
     child           a sleeping child process in the same session, its pid printed
     group           the same, in a process group of its own
+    escape          a forked process in a session of its own, which keeps all descriptors open;
+                    its pid printed
     nonsense        bytes that are no frame
     exit:CODE       the end
 """
@@ -47,10 +49,21 @@ def perform(order: str, pipe_fd: int) -> None:
             subprocess.Popen(command)
         else:
             print(subprocess.Popen(command).pid, flush=True)
+    elif name == "escape":
+        escape()
     elif name == "nonsense":
         os.write(pipe_fd, b"Traceback (most recent call last)")
     elif name == "exit":
         sys.exit(int(value))
+
+
+def escape() -> None:
+    """Fork what no session kill reaches."""
+    if os.fork() == 0:
+        os.setsid()
+        print(os.getpid(), flush=True)
+        signal.pause()
+        os._exit(0)
 
 
 def main() -> None:

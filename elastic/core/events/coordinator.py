@@ -58,9 +58,14 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class Recovered:
-    """First event of a coordinator's life: what the journal holds (nothing, at the very first)."""
+    """First event of a coordinator's life: what the journal holds (nothing, at the very first).
+
+    Attributes:
+        term: counts the lives of coordinators on this store from 1, and never falls.
+    """
 
     jobs: tuple[JobRecord, ...]
+    term: int = 1
 
 
 @dataclass(frozen=True)

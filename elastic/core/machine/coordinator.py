@@ -37,6 +37,8 @@ HOLD_AFTER_RESTART_S = 2.0
 """Agents that run something report it within this time of a restart, as a rule; starting
 workers earlier would start some of them twice."""
 GONE_NODES_MAX = 1000
+SERIALS_PER_TERM = 1000
+"""Worker n1/2007 is the seventh that node n1 started under the third coordinator."""
 
 
 class CoordinatorMachine:
@@ -155,6 +157,7 @@ class CoordinatorMachine:
         cluster = self._cluster
         check(not self._recovered, "Recovered came twice")
         self._recovered = True
+        cluster.first_serial = (event.term - 1) * SERIALS_PER_TERM
         cluster.sequence = max((record.sequence for record in event.jobs), default=0)
         for record in sorted(event.jobs, key=lambda r: r.sequence):
             job = restore(record, cluster.now_ns)
@@ -179,6 +182,7 @@ class CoordinatorMachine:
                 cluster.now_ns,
                 lost_at_ns=cluster.now_ns + ns(cluster.config.adoption_grace_s),
                 unconfirmed=True,
+                last_serial=cluster.first_serial,
                 reason="known from the journal, has not come back yet",
             )
             cluster.book.nodes[node_id] = state

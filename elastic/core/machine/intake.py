@@ -118,7 +118,7 @@ def _enter(cluster: Cluster, event: AgentConnected) -> NodeState:
     book = cluster.book
     state = book.nodes.get(node.node_id)
     if state is None or state.phase in (NodePhase.LOST, NodePhase.LEFT):
-        serial = state.last_serial if state is not None else 0
+        serial = state.last_serial if state is not None else cluster.first_serial
         state = NodeState(node, NodePhase.READY, cluster.now_ns, last_serial=serial)
         book.nodes[node.node_id] = state
     elif not state.unconfirmed and state.node.incarnation != node.incarnation:

@@ -29,7 +29,6 @@ from elastic.core.world import (
     JobPhase,
     NodeId,
     WorkerId,
-    WorkerPhase,
     WorkerReport,
 )
 
@@ -205,6 +204,8 @@ class Cluster:
     Attributes:
         owner: the job of each worker in the books.
         dirty: jobs that must be looked at before the step ends, in order of first mention.
+        first_serial: workers of a node are numbered from here on; a later term begins higher, so
+            that an id is not given again by a coordinator that has forgotten it.
         hold_until_ns: after a restart no worker is started before, so that agents can report
             what runs already.
     """
@@ -216,6 +217,7 @@ class Cluster:
     owner: dict[WorkerId, JobId] = field(default_factory=dict)
     dirty: dict[JobId, None] = field(default_factory=dict)
     sequence: int = 0
+    first_serial: int = 0
     hold_until_ns: int = 0
     now_ns: int = 0
     effects: list[CoordinatorEffect] = field(default_factory=list)

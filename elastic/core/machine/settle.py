@@ -321,14 +321,13 @@ def _watch_health(cluster: Cluster, job: JobState) -> None:
         return
     members = [job.workers.get(w) for w in job.member_ids()]
     training = (WorkerPhase.TRAINING, WorkerPhase.FINISHED)
-    if job.training_since_ns is None:
-        if all(
-            w and w.report.phase in training and w.report.generation == job.generation
-            for w in members
-        ):
-            job.training_since_ns = cluster.now_ns
-            took_ms = (cluster.now_ns - job.announced_ns) // 1_000_000
-            cluster.note("group_training", job.job_id, generation=job.generation, took_ms=took_ms)
+    is_training = all(
+        w and w.report.phase in training and w.report.generation == job.generation for w in members
+    )
+    if is_training and job.training_since_ns is None:
+        job.training_since_ns = cluster.now_ns
+        took_ms = (cluster.now_ns - job.announced_ns) // 1_000_000
+        cluster.note("group_training", job.job_id, generation=job.generation, took_ms=took_ms)
     if job.training_since_ns is not None and job.history.losses:
         until = job.training_since_ns + ns(cluster.config.healthy_after_s)
         if cluster.now_ns >= until:

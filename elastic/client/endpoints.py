@@ -1,0 +1,179 @@
+"""Where the coordinator is, and calls to it: several addresses, one of which leads.
+
+Rule: what leaves this module is an answer or one of our errors, never a gRPC status. Every call
+is one that may be repeated, so an address that fails is followed by the next one.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from elastic.errors import CoordinatorUnreachable, ElasticError, Unavailable, UsageError
+from elastic.runtime.clock import Clock
+from elastic.runtime.rpc import call_metadata, error_from_rpc, open_blocking_channel
+
+PATIENCE_S = 10.0
+"""A coordinator that answers "not yet" (it starts, or a standby is taking over) is asked again
+for so long. An address where nobody answers is not waited for."""
+PAUSE_S_MIN = 0.1
+PAUSE_S_MAX = 2.0
+LAST_ERROR = "last error: "
+
+Start = Callable[[grpc.Channel], Any]
+"""Picks a method of a stub on this channel."""
+
+
+def longer(pause_s: float) -> float:
+    """Return the pause after this one; it doubles up to a limit."""
+    return min(2 * pause_s, PAUSE_S_MAX)
+
+
+def jittered(pause_s: float) -> float:
+    """Return between half of the pause and all of it, so that many clients do not come at once."""
+    return pause_s * random.uniform(0.5, 1.0)
+
+
+def as_our_error(error: BaseException, endpoint: str) -> ElasticError:
+    """Return what a failed call means; of gRPC's chain of causes only the last one is kept."""
+    ours = error_from_rpc(error, endpoint)
+    if isinstance(ours, CoordinatorUnreachable) and LAST_ERROR in ours.detail:
+        return CoordinatorUnreachable(endpoint, ours.detail.rpartition(LAST_ERROR)[2])
+    return ours
+
+
+@dataclass
+class _Line:
+    """A channel and how many calls are on it; a retired one is closed by the last of them."""
+
+    endpoint: str
+    channel: grpc.Channel
+    calls: int = 0
+    retired: bool = False
+
+
+class Endpoints:
+    """The addresses of one cluster's coordinator; may be used from several threads.
+
+    Attributes:
+        names: "host:port" each, in the order in which they are tried at first.
+        metadata: what every call carries.
+        in_touch: whether a coordinator has answered before.
+        closed: set by `close`; whoever pauses between two attempts waits on it.
+    """
+
+    def __init__(self, names: tuple[str, ...], token: str, clock: Clock) -> None:
+        """Connect to nothing yet."""
+        self.names = names
+        self.metadata = call_metadata(token)
+        self.in_touch = False
+        self.closed = threading.Event()
+        self._clock = clock
+        self._first = 0
+        self._lock = threading.Lock()
+        self._lines: dict[str, _Line] = {}
+
+    @property
+    def address(self) -> str:
+        """Return all addresses as one text."""
+        return ",".join(self.names)
+
+    def order(self) -> tuple[str, ...]:
+        """Return the addresses, the one that answered last first."""
+        return self.names[self._first :] + self.names[: self._first]
+
+    def answered(self, endpoint: str) -> None:
+        """Remember that this one leads."""
+        self.in_touch = True
+        self._first = self.names.index(endpoint)
+
+    def ask(self, start: Start, request: Any, *, timeout_s: float) -> Any:
+        """Make one call, at one address after the other until one answers.
+
+        Args:
+            start: the method.
+            request: its message.
+            timeout_s: deadline of each attempt.
+
+        Raises:
+            CoordinatorUnreachable: nobody answers at any address.
+            Unavailable: somebody does, but not for the cluster yet, and patience ended.
+            ElasticError: the coordinator refused.
+        """
+        give_up_ns = self._clock.monotonic_ns() + round(PATIENCE_S * 1e9)
+        pause_s = PAUSE_S_MIN
+        while True:
+            failures: list[Unavailable] = []
+            for endpoint in self.order():
+                try:
+                    answer = self._ask_one(endpoint, start, request, timeout_s)
+                except Unavailable as error:
+                    failures.append(error)
+                else:
+                    self.answered(endpoint)
+                    return answer
+            not_yet = [e for e in failures if not isinstance(e, CoordinatorUnreachable)]
+            if not not_yet or self._clock.monotonic_ns() >= give_up_ns:
+                raise not_yet[-1] if not_yet else self.unreachable(failures[-1])
+            if self.closed.wait(jittered(pause_s)):
+                raise not_yet[-1]
+            pause_s = longer(pause_s)
+
+    def unreachable(self, last: Unavailable, more: str = "") -> CoordinatorUnreachable:
+        """Return the error that names all addresses and why the last one failed."""
+        detail = last.detail if isinstance(last, CoordinatorUnreachable) else str(last)
+        return CoordinatorUnreachable(self.address, f"{more}{detail}")
+
+    def close(self) -> None:
+        """Close every channel; calls that are under way fail."""
+        self.closed.set()
+        with self._lock:
+            lines, self._lines = list(self._lines.values()), {}
+        for line in lines:
+            line.channel.close()
+
+    def _ask_one(self, endpoint: str, start: Start, request: Any, timeout_s: float) -> Any:
+        with self._line(endpoint) as line:
+            try:
+                method = start(line.channel)
+                return method(request, timeout=timeout_s, metadata=self.metadata)
+            except (grpc.RpcError, ValueError) as error:
+                if self.closed.is_set():
+                    raise UsageError("this client was closed; make a new Client") from error
+                ours = as_our_error(error, endpoint)
+                if isinstance(ours, CoordinatorUnreachable):
+                    # A new channel connects at once; this one would wait for its back-off.
+                    self._retire(line)
+                raise ours from error
+
+    @contextmanager
+    def _line(self, endpoint: str) -> Iterator[_Line]:
+        """Lend the channel to an address, opened if there is none."""
+        with self._lock:
+            if self.closed.is_set():
+                raise UsageError("this client was closed; make a new Client")
+            line = self._lines.get(endpoint)
+            if line is None:
+                line = self._lines[endpoint] = _Line(endpoint, open_blocking_channel(endpoint))
+            line.calls += 1
+        try:
+            yield line
+        finally:
+            with self._lock:
+                line.calls -= 1
+                over = line.retired and not line.calls
+            if over:
+                line.channel.close()
+
+    def _retire(self, line: _Line) -> None:
+        """Let later calls use a new channel; calls of other threads on this one go on."""
+        with self._lock:
+            line.retired = True
+            if self._lines.get(line.endpoint) is line:
+                del self._lines[line.endpoint]

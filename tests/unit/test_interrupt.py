@@ -1,0 +1,324 @@
+"""GroupChanged reaches user code wherever it is, and never anybody else."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from elastic.errors import UsageError
+from elastic.worker import interrupt
+from elastic.worker.interrupt import GroupChanged, Interrupter
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def interrupter() -> Interrupter:
+    return Interrupter()
+
+
+@pytest.fixture
+def fast_switching() -> Iterator[None]:
+    """Let threads take turns often, so that they meet at many more places."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@contextlib.contextmanager
+def another_thread(call: Callable[[], None]) -> Iterator[None]:
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def interrupted(interrupter: Interrupter, code: Callable[[threading.Event], Any]) -> float:
+    """Run code that says when it is inside; interrupt it there; return the ms that it took."""
+    inside = threading.Event()
+    told = 0.0
+
+    def tell() -> None:
+        nonlocal told
+        assert inside.wait(PATIENCE_S)
+        told = time.monotonic()
+        interrupter.interrupt(1, "a member was lost")
+
+    with another_thread(tell), pytest.raises(GroupChanged) as raised:
+        interrupter.run(1, lambda: code(inside))
+    ended = time.monotonic()
+    assert (raised.value.reason, raised.value.generation) == ("a member was lost", 1)
+    return (ended - told) * 1e3
+
+
+def wait_busy(inside: threading.Event) -> None:
+    inside.set()
+    while True:
+        pass
+
+
+def wait_asleep(inside: threading.Event) -> None:
+    inside.set()
+    time.sleep(PATIENCE_S * 10)
+
+
+def wait_for_queue(inside: threading.Event) -> None:
+    inside.set()
+    queue.Queue[int]().get()
+
+
+def wait_for_simple_queue(inside: threading.Event) -> None:
+    inside.set()
+    queue.SimpleQueue[int]().get()
+
+
+def wait_for_lock(inside: threading.Event) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    inside.set()
+    lock.acquire()
+
+
+def wait_for_thread(inside: threading.Event) -> None:
+    thread = threading.Thread(target=threading.Event().wait, daemon=True)
+    thread.start()
+    inside.set()
+    thread.join()
+
+
+def swallow_exceptions(inside: threading.Event) -> None:
+    while True:
+        try:
+            inside.set()
+            raise ValueError("user code fails all the time")
+        except Exception:
+            continue
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        wait_busy,
+        wait_asleep,
+        wait_for_queue,
+        wait_for_simple_queue,
+        wait_for_lock,
+        wait_for_thread,
+        swallow_exceptions,
+    ],
+)
+def test_user_code_is_left_wherever_it_is(
+    interrupter: Interrupter, code: Callable[[threading.Event], None]
+) -> None:
+    assert interrupted(interrupter, code) < 1000
+
+
+def test_a_bare_except_only_delays_it(interrupter: Interrupter) -> None:
+    caught = 0
+
+    def code(inside: threading.Event) -> None:
+        nonlocal caught
+        while True:
+            try:
+                wait_busy(inside)
+            except BaseException:
+                caught += 1
+                if caught > 3:
+                    raise
+
+    interrupted(interrupter, code)
+    assert caught == 4
+
+
+def test_finally_blocks_run_to_their_end(interrupter: Interrupter) -> None:
+    steps = []
+
+    def code(inside: threading.Event) -> None:
+        try:
+            wait_busy(inside)
+        finally:
+            for number in range(20):
+                threading.Event().wait(0.01)
+                steps.append(number)
+
+    interrupted(interrupter, code)
+    assert steps == list(range(20))
+
+
+def test_a_finally_block_that_never_ends_is_left_as_well(
+    interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupt, "UNWIND_S", 0.1)
+
+    def code(inside: threading.Event) -> None:
+        try:
+            wait_busy(inside)
+        finally:
+            wait_busy(inside)
+
+    interrupted(interrupter, code)
+
+
+@dataclass
+class Holder:
+    """Something whose end takes so long that the exception lands in it now and then."""
+
+    inside: threading.Event
+
+    def __del__(self) -> None:
+        self.inside.set()
+        sum(number for number in range(20_000))
+
+
+def test_one_that_lands_in_a_destructor_is_raised_again_in_silence() -> None:
+    lost = []
+    before = sys.unraisablehook
+    sys.unraisablehook = lost.append
+
+    def code(inside: threading.Event) -> None:
+        while True:
+            Holder(inside)
+            sum(number for number in range(5_000))
+
+    try:
+        for _ in range(10):
+            interrupted(Interrupter(), code)
+    finally:
+        sys.unraisablehook = before
+    assert lost == []
+
+
+def test_other_losses_are_still_told(interrupter: Interrupter) -> None:
+    lost: list[Any] = []
+    before = sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: lost.append(unraisable.exc_type)
+
+    class Fails:
+        def __del__(self) -> None:
+            raise ValueError("in a destructor")
+
+    try:
+        interrupter.run(1, lambda: Fails() and None)
+        assert lost == [ValueError]
+        assert sys.unraisablehook is not before
+    finally:
+        sys.unraisablehook = before
+
+
+def test_a_shielded_section_is_not_torn(interrupter: Interrupter) -> None:
+    written = []
+
+    def code(inside: threading.Event) -> None:
+        with interrupter.shielded():
+            inside.set()
+            with interrupter.shielded():
+                threading.Event().wait(0.1)
+            end = time.monotonic() + 0.1
+            while time.monotonic() < end:
+                pass
+            written.append("all of it")
+        written.append("not this")
+
+    interrupted(interrupter, code)
+    assert written == ["all of it"]
+
+
+def test_an_error_in_a_shielded_section_is_the_error_that_counts(
+    interrupter: Interrupter,
+) -> None:
+    seen = []
+
+    def code() -> None:
+        try:
+            with interrupter.shielded():
+                interrupter.interrupt(1, "now")
+                raise KeyError("disk full")
+        except KeyError:
+            seen.append("disk full")
+        wait_busy(threading.Event())
+
+    with pytest.raises(GroupChanged):
+        interrupter.run(1, code)
+    assert seen == ["disk full"]
+
+
+def test_nothing_is_raised_for_a_group_that_is_over_before_this_one(
+    interrupter: Interrupter,
+) -> None:
+    interrupter.interrupt(1, "the first group")
+    assert interrupter.run(2, lambda: sum(range(10**6))) == sum(range(10**6))
+
+
+def test_a_group_that_is_over_before_the_call_is_not_entered(interrupter: Interrupter) -> None:
+    interrupter.interrupt(3, "lost while forming")
+    called = []
+    with pytest.raises(GroupChanged, match="lost while forming"):
+        interrupter.run(3, lambda: called.append(1))
+    with pytest.raises(GroupChanged):
+        interrupter.run(2, lambda: called.append(1))
+    assert called == []
+
+
+def test_results_and_errors_of_user_code_come_through(interrupter: Interrupter) -> None:
+    assert interrupter.run(1, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        interrupter.run(1, lambda: 1 // 0)
+
+
+def test_user_code_runs_on_the_main_thread_only(interrupter: Interrupter) -> None:
+    refused = []
+
+    def call() -> None:
+        try:
+            interrupter.run(1, lambda: None)
+        except UsageError as error:
+            refused.append(str(error))
+
+    with another_thread(call):
+        pass
+    assert refused
+
+
+def test_five_hundred_interrupts_leave_no_stray_one(
+    interrupter: Interrupter, fast_switching: None
+) -> None:
+    """Each comes at another moment: before the call, in it, as it returns, after it."""
+    changed, others = [], []
+    go: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def tell() -> None:
+        while generation := go.get():
+            end = time.monotonic() + (generation % 50) * 5e-5
+            while time.monotonic() < end:
+                pass
+            interrupter.interrupt(generation, str(generation))
+
+    def work() -> int:
+        return sum(number * number for number in range(60_000))
+
+    with another_thread(tell):
+        for generation in range(1, 501):
+            go.put(generation)
+            try:
+                interrupter.run(generation, work)
+                others.append(generation)
+            except GroupChanged as change:
+                changed.append(change.generation)
+            # Outside of `run` nothing may come, whatever was on its way.
+            work()
+        go.put(0)
+    assert sorted(changed + others) == list(range(1, 501))
+    # Both kinds of moment were met.
+    assert min(len(changed), len(others)) > 10
