@@ -36,6 +36,9 @@ class EtcdStore:
     """A `Store` on etcd 3.4 or newer.
 
     etcd 3.5.0 to 3.5.2 may lose consistency when a member crashes; use 3.4.22, 3.5.6 or newer.
+
+    Attributes:
+        root: first part of all its keys.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class EtcdStore:
         """
         if not endpoints:
             raise ConfigError("an etcd store has no endpoints; expected host:port of its members")
+        self.root = root
         self._link = EtcdLink(endpoints, access or EtcdAccess(), total_s=total_s)
         self._keys = KeySpace(root)
         self._committer = Committer(self._link, self._keys)

@@ -34,7 +34,7 @@ from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 3.0
+SILENCE_S = 2.0
 """After so long without a word the server is asked for one, and has TRY_S to answer."""
 DENIALS = ("permission denied", *LOGIN_NEEDED, *STALE_LOGIN)
 DENIALS_MAX = 2

@@ -154,8 +154,6 @@ class LocalStore:
         check_ttl(ttl_s)
         lease_id = await self._run(partial(self._engine.grant_lease, ttl_s))
         self._begin(Lease(lease_id, ttl_s))
-        # A watch may now have to wake up earlier than it meant to.
-        self._signal.wake()
         return Lease(lease_id, ttl_s)
 
     async def renew_lease(self, lease_id: int) -> bool:

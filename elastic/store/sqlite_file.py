@@ -107,8 +107,8 @@ def own_errors(path: Path) -> Iterator[None]:
         yield
     except sqlite3.OperationalError as error:
         raise StoreUnavailable(
-            f"store {path}: {error}; it is not known whether the last commit was written; free "
-            f"space or repair the disk, then it goes on by itself"
+            f"store {path}: {error}; it is not known whether the last commit was written; it goes "
+            f"on by itself once there is free space, the disk works, and no other program holds it"
         ) from error
     except sqlite3.DatabaseError as error:
         if any(words in str(error) for words in DAMAGED):

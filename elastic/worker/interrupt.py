@@ -34,7 +34,11 @@ FIRST_PAUSE_S = 0.002
 LONGEST_PAUSE_S = 0.1
 UNWIND_S = 5.0
 """How long `finally` blocks may take before the exception is raised in them once more."""
+FRAGILE_S = 1.0
+"""How long a place where the exception would do harm is given to be over."""
 NEVER = 0
+BLOCKING = ("wait", "join", "_wait_for_tstate_lock")
+"""Functions of `threading` that block, and stand being left."""
 
 
 class GroupChanged(BaseException):
@@ -71,6 +75,7 @@ class Interrupter:
         self._reason = ""
         self._raised: weakref.ref[GroupChanged] | None = None
         self._raised_at = 0.0
+        self._patient_until = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._wake = threading.Condition()
         self._sender: threading.Thread | None = None
@@ -144,6 +149,7 @@ class Interrupter:
                 # The reason first: the main thread reads them without the lock.
                 self._reason = reason
                 self._over = generation
+                self._patient_until = time.monotonic() + FRAGILE_S
             if self._sender is None:
                 self._sender = threading.Thread(
                     target=self._send, name="elastic-interrupt", daemon=True
@@ -171,9 +177,15 @@ class Interrupter:
         alive = self._raised is not None and self._raised() is not None
         return alive and time.monotonic() - self._raised_at < UNWIND_S
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self._is_due() and not self._is_on_its_way():
-            self._raise()
+    def _on_signal(self, _number: int, frame: FrameType | None) -> None:
+        if not self._is_due() or self._is_on_its_way():
+            return
+        now = time.monotonic()
+        if _is_fragile(frame) and now < self._patient_until:
+            self._pause_s = FIRST_PAUSE_S
+            return
+        self._patient_until = now + FRAGILE_S
+        self._raise()
 
     def _send(self) -> None:
         """Poke the main thread whenever there is a reason to, ever more slowly."""
@@ -210,6 +222,21 @@ class Interrupter:
         self._raised = None
         self._pause_s = FIRST_PAUSE_S
         log.debug("interrupt_lost: raised in a __del__ or callback, raised again")
+
+
+def _is_fragile(frame: FrameType | None) -> bool:
+    """Return whether an exception raised here would be lost, or leave a shared lock held.
+
+    Lost: in a `__del__`. Held: `logging` and `threading.Condition` take their locks one statement
+    before the `try` or `with` that gives them back, and the control thread logs as well.
+    """
+    if frame is not None and frame.f_globals.get("__name__") == "threading":
+        return frame.f_code.co_name not in BLOCKING
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__") == "logging":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _QuietHook:

@@ -18,7 +18,7 @@ from elastic.train.torch import TorchTrainer, prepare_data_loader
 
 
 def train_func(config: dict) -> dict:
-    """Count to config["epochs"]; a checkpoint after each."""
+    """Count epochs, a checkpoint after each, until the finish file is there."""
     count, first = torch.zeros(1000), 0
     checkpoint = train.get_checkpoint()
     if checkpoint is not None:
@@ -29,7 +29,9 @@ def train_func(config: dict) -> dict:
     # any script.
     data = torch.utils.data.TensorDataset(torch.arange(config["steps"] * dist.get_world_size()))
     loader = prepare_data_loader(torch.utils.data.DataLoader(data, batch_size=1))
-    for epoch in range(first, config["epochs"]):
+    epoch = first - 1
+    while not is_over(epoch, config):
+        epoch += 1
         total = torch.zeros(1000)
         for _ in loader:
             part = torch.ones(1000) / config["steps"]
@@ -38,7 +40,7 @@ def train_func(config: dict) -> dict:
             work = torch.randn(160, 160)
             for _ in range(8):
                 work = torch.tanh(work @ work.T)
-        if config.get("raise_at") == epoch:
+        if config["raise_at"] == epoch:
             raise ValueError(f"bad batch in epoch {epoch}")
         count = count + total.round()
         with tempfile.TemporaryDirectory() as directory:
@@ -48,7 +50,15 @@ def train_func(config: dict) -> dict:
                 {"epoch": epoch, "count": count[0].item()},
                 checkpoint=train.Checkpoint.from_directory(directory),
             )
-    return {"count": count.mean().item(), "epochs": config["epochs"]}
+    return {"count": count.mean().item(), "epochs": epoch + 1}
+
+
+def is_over(epoch: int, config: dict) -> bool:
+    """Return whether this epoch was the last one; all ranks answer alike."""
+    finish = config["finish"]
+    may_end = torch.tensor([float(not finish or Path(finish).exists())])
+    dist.all_reduce(may_end, op=dist.ReduceOp.MIN)
+    return epoch + 1 >= config["epochs"] and bool(may_end.item())
 
 
 def main() -> None:
@@ -57,6 +67,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--raise-at", type=int, default=-1)
+    parser.add_argument("--finish", default="", help="go on until this file is there")
     args = parser.parse_args()
     TorchTrainer(train_func, train_loop_config=vars(args)).fit()
 

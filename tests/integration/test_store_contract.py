@@ -177,6 +177,7 @@ async def test_one_commit_may_compare_and_write_as_much_as_the_limit_says(store:
     assert [entry.key for entry in (await store.read("k")).entries] == keys
 
 
+MANY = [f"k{number}" for number in range(OPERATIONS_MAX + 1)]
 ILLEGAL: list[tuple[str, list[Compare], list[Write], str]] = [
     ("nothing compared", [], [Put("k", b"")], "without a comparison"),
     ("a key put twice", [Compare("k", 0)], [Put("k", b"1"), Put("k", b"2")], "written twice"),
@@ -189,26 +190,14 @@ ILLEGAL: list[tuple[str, list[Compare], list[Write], str]] = [
     ("revision above 64 bits", [Compare("k", 1 << 63)], [], "mod_revision"),
     ("lease below 0", [Compare("k", 0)], [Put("k", b"", -1)], "no lease"),
     ("lease above 64 bits", [Compare("k", 0)], [Put("k", b"", 1 << 63)], "no lease"),
-    (
-        "too many comparisons",
-        [Compare(f"k{i}", 0) for i in range(OPERATIONS_MAX + 1)],
-        [],
-        "121 comparisons",
-    ),
-    (
-        "too many writes",
-        [Compare("k", 0)],
-        [Delete(f"k{i}") for i in range(OPERATIONS_MAX + 1)],
-        "121 writes",
-    ),
+    ("too many comparisons", [Compare(key, 0) for key in MANY], [], "121 comparisons"),
+    ("too many writes", [Compare("k", 0)], [Delete(key) for key in MANY], "121 writes"),
     ("too large", [Compare("k", 0)], [Put("k", bytes(COMMIT_BYTES_MAX))], "split"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("compares", "writes", "words"),
-    [row[1:] for row in ILLEGAL],
-    ids=[row[0] for row in ILLEGAL],
+    ("compares", "writes", "words"), [row[1:] for row in ILLEGAL], ids=[row[0] for row in ILLEGAL]
 )
 async def test_an_illegal_commit_is_refused_and_writes_nothing(
     store: Store, compares: list[Compare], writes: list[Write], words: str
@@ -423,8 +412,6 @@ async def test_a_watch_from_the_future_begins_there(store: Store) -> None:
     revision = await create(store, Put("k", b"0"))
     watch = store.watch("k", revision + 2)
     revision = await change(store, revision, Put("k", b"1"))
-    # Another client's marker may take revisions on etcd, never ours: revisions are consecutive
-    # as long as one client writes.
     last = await change(store, revision, Put("k", b"2"))
     assert await take(watch, 1) == [put("k", b"2", revision - 1, last)]
 

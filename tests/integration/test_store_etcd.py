@@ -326,6 +326,24 @@ async def test_a_watch_whose_connection_breaks_goes_on_where_it_was(
                 assert [first, *[(await anext(watch)).entry.key for _ in range(2)]] == keys
 
 
+async def test_a_watch_leaves_a_server_that_gives_no_sign_of_life(
+    etcd: EtcdServer, root: str
+) -> None:
+    async with (
+        TcpProxy(etcd.endpoint) as frozen,
+        opened(frozen.endpoint, etcd.endpoint, root=root) as store,
+        opened(etcd.endpoint, root=root) as writer,
+    ):
+        first = await writer.commit([Compare("a", 0)], [Put("a", b"")])
+        async with aclosing(store.watch("", first.revision)) as watch:
+            await anext(watch)
+            frozen.hold_requests = frozen.drop_answers = True
+            await writer.commit([Compare("b", 0)], [Put("b", b"")])
+            # Silence and the time for an answer; gRPC itself would need 13 s.
+            with anyio.fail_after(9.0):
+                assert (await anext(watch)).entry.key == "b"
+
+
 async def test_a_watch_that_was_cut_off_too_long_is_told_so(etcd: EtcdServer, root: str) -> None:
     async with (
         TcpProxy(etcd.endpoint) as proxy,

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import aclosing, asynccontextmanager, closing
 from pathlib import Path
 
 import anyio
@@ -351,3 +351,20 @@ async def test_the_event_loop_runs_on_while_the_disk_is_slow(path: Path) -> None
             somebody.execute("ROLLBACK")
         with anyio.fail_after(10.0):
             assert (await commit).committed
+
+
+async def test_a_watch_hears_of_a_commit_whose_caller_did_not_wait(path: Path) -> None:
+    async with opened(path) as store:
+        revision = (await store.read("")).revision
+        async with aclosing(store.watch("", revision + 1)) as watch:
+            waiting = asyncio.ensure_future(anext(watch))
+            with closing(sqlite3.connect(path, isolation_level=None)) as somebody:
+                somebody.execute("BEGIN IMMEDIATE")
+                commit = asyncio.ensure_future(store.commit([Compare("k", 0)], [Put("k", b"")]))
+                await anyio.wait_all_tasks_blocked()
+                commit.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await commit
+                somebody.execute("ROLLBACK")
+            with anyio.fail_after(10.0):
+                assert (await waiting).entry.key == "k"

@@ -78,6 +78,7 @@ IMPURE_CALLS = {
 READS_ENVIRONMENT = {"cli.py", "main.py", "__main__.py"}
 ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/train/cluster.py": "elastic.init: the process is the user's script, and starts here",
+    "elastic/testing/local_cluster.py": "hands its own environment on to the daemons it starts",
     "elastic/worker/local.py": "a run without an agent: torchrun, or nobody, started the process",
 }
 

@@ -1,0 +1,234 @@
+"""A client of the coordinator, for driver scripts and the command line; no event loop needed.
+
+Rule: every call has a deadline and may be repeated, and every failure is one of our errors.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from elastic.client.endpoints import Endpoints
+from elastic.client.sources import JobSource, LogSource
+from elastic.client.streams import OnOutage, Stream
+from elastic.core.config import JobSpec
+from elastic.core.view import JobView
+from elastic.core.world import JobId
+from elastic.errors import NameTaken, NotFound
+from elastic.runtime.clock import Clock, SystemClock
+from elastic.runtime.rpc import parse_endpoints
+from elastic.wire.codec_jobs import (
+    ClusterStatus,
+    JobEvent,
+    LogChunk,
+    job_from_proto,
+    status_from_proto,
+    submit_request,
+)
+from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
+
+READ_TIMEOUT_S = 10.0
+CHANGE_TIMEOUT_S = 25.0
+"""Above the time within which a coordinator answers a request, or says why not."""
+OUTAGE_LIMIT_S = 300.0
+"""A coordinator that is away longer is given up by those who follow; training goes on."""
+
+ID_CHARS = "abcdefghijklmnopqrstuvwxyz234567"
+ID_LENGTH = 6
+
+
+class Client:
+    """A connection to a cluster; may be used from several threads.
+
+    `job` is an id, a unique beginning of one, or a name (of the job that has not ended, else of
+    the one submitted last).
+
+    Example:
+        >>> with Client("127.0.0.1:7070") as client:  # doctest: +SKIP
+        ...     print(client.get("digits").reason)
+    """
+
+    def __init__(self, address: str | Sequence[str], token: str = "") -> None:
+        """Connect to nothing yet.
+
+        Args:
+            address: "host:port", several of them with commas, or a list.
+            token: the join token, "" if the coordinator asks for none.
+
+        Raises:
+            ConfigError: an address is none.
+        """
+        text = address if isinstance(address, str) else ",".join(address)
+        self._clock: Clock = SystemClock()
+        self._endpoints = Endpoints(parse_endpoints(text), token, self._clock)
+
+    @property
+    def address(self) -> str:
+        """Return the address, or all of them with commas."""
+        return self._endpoints.address
+
+    def __enter__(self) -> Client:
+        """Return the client."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections; streams end."""
+        self._endpoints.close()
+
+    # ------------------------------------------------------------ jobs
+
+    def submit(self, spec: JobSpec) -> JobId:
+        """Submit a job; it is durable when this returns.
+
+        A spec without an id gets one here, so that a repeat after a lost answer is recognised
+        and nothing is submitted twice.
+
+        Returns:
+            The job's id.
+
+        Raises:
+            NameTaken: a job of this name has not ended.
+            UsageError: the coordinator cannot ever run this, or the spec cannot travel.
+            ElasticError: see the class.
+        """
+        job_id = spec.job_id or new_job_id()
+        request = submit_request(replace(spec, job_id=job_id))
+        try:
+            self._ask("Submit", request, timeout_s=CHANGE_TIMEOUT_S)
+        except NameTaken:
+            if not self._is_there(job_id, spec.name):
+                raise
+        return job_id
+
+    def stop(self, job: str, reason: str = "") -> None:
+        """Stop a job; its workers end afterwards.
+
+        Raises:
+            NotFound: there is none.
+            Refused: it has ended already.
+            ElasticError: see the class.
+        """
+        request = jobs_pb2.StopJobRequest(job=job, reason=reason)
+        self._ask("Stop", request, timeout_s=CHANGE_TIMEOUT_S)
+
+    def get(self, job: str) -> JobView:
+        """Return one job as it stands; moments are on this process's monotonic clock.
+
+        Raises:
+            NotFound: there is none.
+            ElasticError: see the class.
+        """
+        proto = self._ask("Get", jobs_pb2.GetJobRequest(job=job))
+        return job_from_proto(proto, self._clock.monotonic_ns())
+
+    def list(self, *, include_ended: bool = True) -> tuple[JobView, ...]:
+        """Return all jobs by order of submission.
+
+        Raises:
+            ElasticError: see the class.
+        """
+        proto = self._ask("List", jobs_pb2.ListJobsRequest(include_ended=include_ended))
+        now_ns = self._clock.monotonic_ns()
+        return tuple(job_from_proto(job, now_ns) for job in proto.jobs)
+
+    def watch(
+        self, job: str, *, on_outage: OnOutage | None = None, limit_s: float = OUTAGE_LIMIT_S
+    ) -> Stream[JobEvent]:
+        """Follow a job: a snapshot, then notes, and a snapshot after each change.
+
+        Ends when the job has ended and its workers are gone. When the coordinator is away, goes
+        on once it is back; what happened meanwhile shows in the next snapshot only.
+
+        Args:
+            job: see the class.
+            on_outage: told of outages, in the thread that reads.
+            limit_s: the longest outage that is waited out.
+
+        Returns:
+            An iterator, which raises as the other methods do.
+        """
+        return Stream(
+            self._endpoints, JobSource(job), clock=self._clock, limit_s=limit_s, on_outage=on_outage
+        )
+
+    def logs(
+        self, job: str, *, ranks: Sequence[int] = (), tail: int = -1, follow: bool = False
+    ) -> Stream[LogChunk]:
+        """Read the output of a job's workers.
+
+        Args:
+            job: see the class.
+            ranks: in the newest group; none for all workers.
+            tail: lines of what there is already, for each worker; -1 for all.
+            follow: go on until the job has ended, workers that come later included.
+
+        Returns:
+            An iterator, which raises as the other methods do.
+        """
+        source = LogSource(job, ranks=tuple(ranks), tail=tail, follow=follow)
+        limit_s = OUTAGE_LIMIT_S if follow else 0.0
+        return Stream(self._endpoints, source, clock=self._clock, limit_s=limit_s)
+
+    # ------------------------------------------------------------ the cluster
+
+    def status(self) -> ClusterStatus:
+        """Return the coordinator, its nodes and its jobs.
+
+        Raises:
+            ElasticError: see the class.
+        """
+        proto = self._ask("Status", jobs_pb2.StatusRequest())
+        return status_from_proto(proto, self._clock.monotonic_ns())
+
+    def drain(self, node: str, *, timeout_s: float = 30.0, reason: str = "") -> None:
+        """Let a node go: its workers leave at a boundary, then its agent ends.
+
+        Args:
+            node: its id.
+            timeout_s: until its workers are ended where they stand; 0 ends them at once.
+            reason: for people.
+
+        Raises:
+            NotFound: there is none.
+            Refused: it is not connected.
+            ElasticError: see the class.
+        """
+        request = jobs_pb2.DrainRequest(node=node, timeout_s=timeout_s, reason=reason)
+        self._ask("Drain", request, timeout_s=CHANGE_TIMEOUT_S)
+
+    # ------------------------------------------------------------ calls
+
+    def _ask(self, method: str, request: object, *, timeout_s: float = READ_TIMEOUT_S) -> Any:
+        def start(channel: grpc.Channel) -> Any:
+            is_clusters = method in ("Status", "Drain")
+            stub = jobs_pb2_grpc.ClusterStub if is_clusters else jobs_pb2_grpc.JobsStub
+            return getattr(stub(channel), method)
+
+        return self._endpoints.ask(start, request, timeout_s=timeout_s)
+
+    def _is_there(self, job_id: JobId, name: str) -> bool:
+        """Return whether the job that was to be submitted is known: an answer was lost."""
+        try:
+            spec = self.get(job_id).record.spec
+        except NotFound:
+            return False
+        return (spec.job_id, spec.name) == (job_id, name)
+
+
+def new_job_id() -> JobId:
+    """Return "j-" and six random characters."""
+    return JobId("j-" + "".join(secrets.choice(ID_CHARS) for _ in range(ID_LENGTH)))

@@ -1,0 +1,102 @@
+"""Output of workers on its way to the screen: whole lines, and the last traceback kept back.
+
+Rule: nothing is lost. A traceback waits a moment, because when it is the one that ended the job
+it is shown last and only once, by whoever reports the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.wire.codec_jobs import LogChunk
+
+TRACEBACK = "Traceback (most recent call last):"
+HOLD_S = 3.0
+HELD_CHARS_MAX = 200_000
+LINE_CHARS_MAX = 16_384
+
+
+@dataclass
+class _Voice:
+    """One worker's output that is not shown yet.
+
+    Attributes:
+        begun: a line without its end.
+        held: lines from a traceback on.
+        held_since_ns: when that began.
+    """
+
+    prefix: str
+    begun: str = ""
+    held: str = ""
+    held_since_ns: int = 0
+
+
+class Lines:
+    """Cuts the output of several workers into lines, in the order of their arrival.
+
+    Attributes:
+        shows_prefix: each line begins with whose it is, as "[gen4 r3 gpu-07] ".
+    """
+
+    def __init__(self, *, shows_prefix: bool) -> None:
+        """Begin empty."""
+        self.shows_prefix = shows_prefix
+        self._voices: dict[str, _Voice] = {}
+
+    def take(self, chunk: LogChunk, now_ns: int) -> str:
+        """Return what can be shown now; whole lines, unless one is very long."""
+        voice = self._voices.setdefault(chunk.worker_id, _Voice(""))
+        voice.prefix = prefix_of(chunk) if self.shows_prefix else ""
+        text = voice.begun + chunk.text
+        cut = text.rfind("\n") + 1
+        if len(text) - cut > LINE_CHARS_MAX:
+            cut = len(text)
+        text, voice.begun = text[:cut], text[cut:]
+        if not voice.held:
+            start = text.find(TRACEBACK)
+            if start < 0:
+                return self._shown(voice, text)
+            voice.held_since_ns = now_ns
+            voice.held = text[start:]
+            return self._shown(voice, text[:start])
+        voice.held += text
+        return self._released(voice) if len(voice.held) > HELD_CHARS_MAX else ""
+
+    def overdue(self, now_ns: int) -> str:
+        """Return what was kept back for long enough."""
+        return "".join(
+            self._released(voice)
+            for voice in self._voices.values()
+            if voice.held and now_ns - voice.held_since_ns > HOLD_S * 1e9
+        )
+
+    def rest(self, traceback: str) -> str:
+        """Return all that is left, except a traceback that is shown elsewhere.
+
+        Args:
+            traceback: the failure that ended the job, "" for none.
+        """
+        shown = ""
+        for voice in self._voices.values():
+            text, voice.held, voice.begun = voice.held + voice.begun, "", ""
+            if traceback:
+                text = text.replace(traceback.rstrip("\n"), "", 1)
+            if text.strip():
+                shown += self._shown(voice, text if text.endswith("\n") else text + "\n")
+        return shown
+
+    def _released(self, voice: _Voice) -> str:
+        text, voice.held = voice.held, ""
+        return self._shown(voice, text)
+
+    def _shown(self, voice: _Voice, text: str) -> str:
+        if not voice.prefix or not text:
+            return text
+        return "".join(voice.prefix + line for line in text.splitlines(keepends=True))
+
+
+def prefix_of(chunk: LogChunk) -> str:
+    """Return "[gen4 r3 gpu-07] "; a worker without a rank is named instead."""
+    who = f"r{chunk.rank} {chunk.node_id}" if chunk.rank >= 0 else chunk.worker_id
+    return f"[gen{chunk.generation} {who}] "

@@ -1,0 +1,248 @@
+"""Shows a followed job: one moving line on a terminal, one line per change anywhere else.
+
+Rule: what workers print goes to stdout as it is, what we say about the job goes to stderr, so that
+a pipe gets the script's own output. Called by one thread; only the moving line is drawn by
+another.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TextIO
+
+import click
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from elastic.client.output import Lines
+from elastic.client.wording import (
+    duration,
+    ending_line,
+    has_ended,
+    metrics_line,
+    missing,
+    waiting_line,
+    workers,
+    world_size,
+)
+from elastic.core.view import JobView
+from elastic.core.world import JobPhase
+from elastic.runtime.clock import Clock, SystemClock
+from elastic.wire.codec_jobs import LogChunk, TimedNote
+
+REPEAT_S = 30.0
+"""A wait that lasts is said again after this long, where nothing moves on the screen."""
+METRICS_INTERVAL_S = 1.0
+COLOURS = {
+    JobPhase.PENDING: "yellow",
+    JobPhase.RUNNING: "green",
+    JobPhase.STOPPING: "yellow",
+    JobPhase.SUCCEEDED: "green",
+    JobPhase.FAILED: "red",
+    JobPhase.STOPPED: "yellow",
+}
+RULED = {
+    "change_planned": "a change is planned: {reason}",
+    "checkpoint_refused": "checkpoint {path} does not count: {reason}",
+    "notes_dropped": "{number} events were too many to be told",
+}
+
+
+class Printer:
+    """Turns what is told of a job into lines.
+
+    Attributes:
+        ranks: whose output is shown; () for all workers, None for none at all.
+    """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        ranks: tuple[int, ...] | None = (0,),
+        stdout: TextIO | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Write to stderr, and output of workers to stdout, unless told otherwise.
+
+        Args:
+            console: where lines about the job go; the moving line needs a terminal.
+            ranks: see the class.
+            stdout: where output of workers goes.
+            clock: for ages.
+        """
+        self.ranks = ranks
+        self._console = console or Console(stderr=True)
+        self._stdout = stdout or click.get_text_stream("stdout")
+        self._clock = clock or SystemClock()
+        self._lines = Lines(shows_prefix=ranks is not None and len(ranks) != 1)
+        self._view: JobView | None = None
+        self._said: tuple[object, ...] = ()
+        self._said_ns = 0
+        self._generation = 0
+        self._metrics: dict[str, Any] = {}
+        self._metrics_ns = 0
+        self._metrics_due = False
+        self._outage_since_ns: int | None = None
+        self._outage_said_s = 0.0
+        self._spinner = Spinner("dots")
+        self._live: Live | None = None
+
+    # ------------------------------------------------------------ begin and end
+
+    def open(self) -> None:
+        """Begin to show."""
+        if self._console.is_terminal:
+            self._live = Live(
+                get_renderable=self._moving_line,
+                console=self._console,
+                refresh_per_second=8,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+
+    def close(self, *, said_elsewhere: str = "") -> None:
+        """Show what is left and end the moving line.
+
+        Args:
+            said_elsewhere: a traceback that the caller shows, and that is left out here.
+        """
+        self._write(self._lines.rest(said_elsewhere))
+        if self._metrics_due:
+            self._say_metrics()
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+        if self._view is not None and has_ended(self._view):
+            colour = COLOURS[self._view.record.phase]
+            self.say(ending_line(self._view), style=colour)
+
+    # ------------------------------------------------------------ what is told
+
+    def job(self, view: JobView) -> None:
+        """Take a snapshot; say what changed."""
+        self._view = view
+        record = view.record
+        if record.generation > self._generation and record.phase is JobPhase.RUNNING:
+            self._generation = record.generation
+            self.say(f"generation {record.generation}: {workers(world_size(view))}")
+        state = (record.phase, missing(view))
+        if state != self._said:
+            self._said = state
+            self._say_state()
+
+    def note(self, timed: TimedNote) -> None:
+        """Take something that happened."""
+        name, fields = timed.note.name, dict(timed.note.fields)
+        if name == "group_formed":
+            generation = int(fields.get("generation", "0"))
+            if generation > self._generation:
+                self._generation = generation
+                size, why = int(fields.get("world_size", "0")), fields.get("reason", "")
+                self.say(f"generation {generation}: {workers(size)} ({why})")
+        elif name == "worker_gone" and not (self._view and has_ended(self._view)):
+            rank = fields.get("rank", "-1")
+            place = f" (rank {rank})" if rank != "-1" else ""
+            self.say(f"worker {fields.get('worker')}{place} is gone: {fields.get('cause')}")
+        elif name in RULED:
+            self.say(RULED[name].format_map({"reason": "", "path": "", "number": "", **fields}))
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Take what rank 0 reported; said at most once a second where nothing moves."""
+        self._metrics, self._metrics_due = metrics, self._live is None
+        if self._age_s(self._metrics_ns) >= METRICS_INTERVAL_S:
+            self._say_metrics()
+
+    def output(self, chunk: LogChunk) -> None:
+        """Show what a worker printed."""
+        self._write(self._lines.take(chunk, self._clock.monotonic_ns()))
+
+    def outage(self, seconds: float) -> None:
+        """Say that the coordinator is silent, or with 0.0 that it answers again."""
+        now_ns = self._clock.monotonic_ns()
+        if seconds:
+            self._outage_since_ns = now_ns - round(seconds * 1e9)
+            if seconds >= max(1.0, 2 * self._outage_said_s):
+                self._outage_said_s = seconds
+                self.say(f"coordinator unreachable since {seconds:.0f} s, training goes on")
+        elif self._outage_since_ns is not None:
+            if self._outage_said_s:
+                away = duration(now_ns - self._outage_since_ns)
+                self.say(f"coordinator answers again after {away}")
+            self._outage_since_ns, self._outage_said_s = None, 0.0
+
+    def tick(self) -> None:
+        """Let time pass: show what was kept back, repeat a wait that lasts."""
+        self._write(self._lines.overdue(self._clock.monotonic_ns()))
+        if self._metrics_due and self._age_s(self._metrics_ns) >= METRICS_INTERVAL_S:
+            self._say_metrics()
+        if self._live is None and self._age_s(self._said_ns) >= REPEAT_S:
+            self._say_state()
+
+    def say(self, text: str, *, style: str = "") -> None:
+        """Print one line about the job."""
+        line = Text(f"[elastic {time.strftime('%H:%M:%S')}] ", style="dim").append(
+            text, style=style or "default"
+        )
+        self._console.print(line, soft_wrap=True)
+
+    # ------------------------------------------------------------ lines
+
+    def _say_state(self) -> None:
+        view, now_ns = self._view, self._clock.monotonic_ns()
+        self._said_ns = now_ns
+        if view is None or self._outage_since_ns is not None:
+            return
+        name, waiting = view.record.spec.name, waiting_line(view, now_ns)
+        if waiting:
+            self.say(f"job {name} {waiting}")
+        elif view.record.phase is JobPhase.STOPPING:
+            self.say(f"job {name} stops: {view.reason}")
+
+    def _say_metrics(self) -> None:
+        self._metrics_due, self._metrics_ns = False, self._clock.monotonic_ns()
+        line = metrics_line(self._metrics)
+        if line and self._live is None:
+            self.say(f"report: {line}")
+
+    def _moving_line(self) -> RenderableType:
+        """Return the line at the bottom of a terminal; drawn by rich's own thread."""
+        view, now_ns = self._view, self._clock.monotonic_ns()
+        if view is None:
+            return Text("")
+        record = view.record
+        text = Text.assemble(
+            (record.spec.name, "bold"), "  ", (record.phase.value, COLOURS[record.phase])
+        )
+        if world_size(view):
+            text.append(f"  generation {record.generation}  {workers(world_size(view))}")
+        if self._metrics:
+            text.append(f"  {metrics_line(self._metrics)}", style="cyan")
+        if self._outage_since_ns is not None:
+            away = duration(now_ns - self._outage_since_ns)
+            text.append(f"  coordinator unreachable since {away}, training goes on", "yellow")
+        else:
+            text.append(f"  {waiting_line(view, now_ns)}", style="yellow")
+        text.truncate(max(20, self._console.width - 3), overflow="ellipsis")
+        self._spinner.update(text=text)
+        return self._spinner
+
+    def _write(self, text: str) -> None:
+        """Write output of workers; above the moving line, if both share a terminal."""
+        if not text:
+            return
+        if self._live is not None and self._stdout.isatty():
+            for line in text.splitlines():
+                # Of a line that was drawn over itself, as tqdm does, only the end stays.
+                shown = Text.from_ansi(line.rstrip("\r").rpartition("\r")[2])
+                self._console.print(shown, soft_wrap=True)
+            return
+        self._stdout.write(text)
+        self._stdout.flush()
+
+    def _age_s(self, since_ns: int) -> float:
+        return (self._clock.monotonic_ns() - since_ns) / 1e9

@@ -1,0 +1,86 @@
+"""How the state of a job is said in one line: the same words in the command line and the library.
+
+Rule: a job that waits says for what and since when; pure text, no colours.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from elastic.core.view import JobView
+from elastic.core.world import ENDED, JobPhase
+
+NS_PER_S = 1e9
+WAITING = "waiting: "
+METRICS_CHARS_MAX = 120
+
+
+def duration(length_ns: int) -> str:
+    """Return a length of time as people say it: "3.2 s", "4m 10s", "2h 5m", "3d 4h"."""
+    seconds = max(0, length_ns) / NS_PER_S
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes}m" if hours < 24 else f"{hours // 24}d {hours % 24}h"
+
+
+def world_size(view: JobView) -> int:
+    """Return how many workers train together now, 0 when none do."""
+    group = view.record.group
+    return len(group.members) if group and view.record.phase is JobPhase.RUNNING else 0
+
+
+def workers(count: int) -> str:
+    """Return "1 worker", "2 workers"."""
+    return f"{count} worker{'' if count == 1 else 's'}"
+
+
+def has_ended(view: JobView) -> bool:
+    """Return whether the job's outcome stands."""
+    return view.record.phase in ENDED
+
+
+def missing(view: JobView) -> str:
+    """Return what a job waits for, "" if it does not wait."""
+    if view.record.phase is JobPhase.PENDING:
+        return view.reason.removeprefix(WAITING) or "its turn"
+    if has_ended(view) and view.workers:
+        return f"{workers(len(view.workers))} to end"
+    return ""
+
+
+def waiting_line(view: JobView, now_ns: int) -> str:
+    """Return "waits since 12.0 s: needs 1 more workers ...", "" if the job does not wait."""
+    what = missing(view)
+    return f"waits since {duration(now_ns - view.since_ns)}: {what}" if what else ""
+
+
+def ending_line(view: JobView) -> str:
+    """Return how a job ended: "job digits failed: ValueError: ..."."""
+    record = view.record
+    why = view.reason or record.reason
+    return f"job {record.spec.name} {record.phase.value}{': ' if why else ''}{why}"
+
+
+def parsed_metrics(text: str) -> dict[str, Any]:
+    """Return reported metrics, {} for none or for what is no JSON object."""
+    try:
+        metrics = json.loads(text) if text else {}
+    except ValueError:
+        return {}
+    return metrics if isinstance(metrics, dict) else {}
+
+
+def metrics_line(metrics: dict[str, Any]) -> str:
+    """Return the plain values as "epoch=3 loss=0.1234", cut when they are many."""
+    parts = [
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in metrics.items()
+        if isinstance(value, (bool, int, float, str))
+    ]
+    line = " ".join(parts)
+    return line if len(line) <= METRICS_CHARS_MAX else line[: METRICS_CHARS_MAX - 3] + "..."
