@@ -7,10 +7,10 @@ another.
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any, TextIO
 
-import click
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
@@ -75,7 +75,7 @@ class Printer:
         """
         self.ranks = ranks
         self._console = console or Console(stderr=True)
-        self._stdout = stdout or click.get_text_stream("stdout")
+        self._stdout = stdout or sys.stdout
         self._clock = clock or SystemClock()
         self._lines = Lines(shows_prefix=ranks is not None and len(ranks) != 1)
         self._view: JobView | None = None
@@ -132,8 +132,9 @@ class Printer:
             self.say(f"generation {record.generation}: {workers(world_size(view))}")
         state = (record.phase, missing(view))
         if state != self._said:
-            self._said = state
-            self._say_state()
+            self._said, self._said_ns = state, self._clock.monotonic_ns()
+            if not has_ended(view):  # Workers are about to end: said only if that takes long.
+                self._say_state()
 
     def note(self, timed: TimedNote) -> None:
         """Take something that happened."""

@@ -62,6 +62,9 @@ class _Reader:
         self._items = items
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"follow-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
         self._thread.start()
 
     def put(self, item: _Item) -> None:
@@ -181,7 +184,9 @@ class Follower:
         return view
 
     def _read(self, name: str, stream: Stream[Any]) -> None:
-        self._readers.append(_Reader(name, stream, self._items))
+        reader = _Reader(name, stream, self._items)
+        self._readers.append(reader)  # Before it starts: it may report an outage at once.
+        reader.start()
 
     def _on_outage(self, seconds: float) -> None:
         self._readers[0].put(_Outage(seconds))

@@ -1,0 +1,237 @@
+"""Jobs and nodes, as tables for people and as JSON for programs.
+
+Rule: both say the same; ages are in seconds, and whatever waits says for what and since when.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from elastic.client.wording import (
+    duration,
+    ending_line,
+    has_ended,
+    metrics_line,
+    parsed_metrics,
+    waiting_line,
+    world_size,
+)
+from elastic.core.view import JobView, NodeView
+from elastic.wire.codec_jobs import ClusterStatus
+
+NS_PER_S = 1e9
+PHASE_COLOURS = {
+    "ready": "green", "running": "green", "succeeded": "green", "training": "green",
+    "finished": "green", "pending": "yellow", "draining": "yellow", "disconnected": "yellow",
+    "stopping": "yellow", "stopped": "yellow", "failed": "red", "lost": "red", "broken": "red",
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------------ for programs
+
+
+def status_as_dict(status: ClusterStatus) -> dict[str, Any]:
+    """Return a coordinator with its nodes and jobs."""
+    now_ns = status.view.now_ns
+    return {
+        "coordinator": status.coordinator,
+        "version": status.version,
+        "protocol": status.protocol,
+        "store": status.store,
+        "uptime_s": round(status.uptime_ns / NS_PER_S, 3),
+        "nodes": [node_as_dict(node, now_ns) for node in status.view.nodes],
+        "jobs": [job_as_dict(job, now_ns) for job in status.view.jobs],
+    }
+
+
+def node_as_dict(view: NodeView, now_ns: int) -> dict[str, Any]:
+    """Return a node."""
+    node = view.node
+    return {
+        "node": node.node_id,
+        "phase": view.phase.value,
+        "since_s": _age_s(now_ns, view.since_ns),
+        "reason": view.reason,
+        "host": node.host,
+        "slots": node.num_slots,
+        "free_slots": view.free_slots,
+        "resources": node.resources.as_dict(),
+        "labels": dict(node.labels),
+        "accelerator_type": node.accelerator_type,
+        "version": node.version,
+    }
+
+
+def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
+    """Return a job."""
+    record, spec = view.record, view.record.spec
+    failure = record.failure
+    return {
+        "job_id": spec.job_id,
+        "name": spec.name,
+        "phase": record.phase.value,
+        "since_s": _age_s(now_ns, view.since_ns),
+        "reason": view.reason,
+        "generation": record.generation,
+        "world_size": world_size(view),
+        "min_workers": spec.min_workers,
+        "max_workers": spec.max_workers,
+        "failures": record.failures,
+        "losses": record.losses,
+        "checkpoints": len(record.checkpoints),
+        "latest_checkpoint": record.checkpoints[-1].path if record.checkpoints else "",
+        "run_path": spec.run_path,
+        "entry": spec.entry.target,
+        "metrics": parsed_metrics(record.metrics),
+        "failed_worker": record.failed_worker,
+        "failure": None
+        if failure is None
+        else {
+            "error_type": failure.error_type,
+            "message": failure.message,
+            "traceback": failure.traceback,
+            "position": failure.position,
+        },
+        "workers": [
+            {
+                "worker_id": worker.report.worker_id,
+                "node": worker.node_id,
+                "rank": worker.rank,
+                "phase": worker.report.phase.value,
+                "generation": worker.report.generation,
+                "pid": worker.report.pid,
+                "steps": worker.steps,
+                "since_s": _age_s(now_ns, worker.since_ns),
+            }
+            for worker in view.workers
+        ],
+    }
+
+
+# -------------------------------------------------------------------------------------- for people
+
+
+def print_cluster(status: ClusterStatus, console: Console) -> None:
+    """Print a line about the coordinator, its nodes and its jobs."""
+    console.print(
+        f"coordinator {escape(status.coordinator)}, version {status.version}, up "
+        f"{duration(status.uptime_ns)}, store {escape(status.store)}"
+    )
+    print_nodes(status.view.nodes, status.view.now_ns, console)
+    print_jobs(status.view.jobs, status.view.now_ns, console)
+
+
+def print_nodes(nodes: tuple[NodeView, ...], now_ns: int, console: Console) -> None:
+    """Print a table of nodes."""
+    if not nodes:
+        console.print("no nodes: start elastic-agent on a machine")
+        return
+    table = _table("node", "phase", "since", "free slots", "resources", "host", "reason")
+    for view in nodes:
+        node = view.node
+        amounts = [f"{name}={amount:g}" for name, amount in node.resources.as_dict().items()]
+        table.add_row(
+            node.node_id,
+            _coloured(view.phase.value),
+            duration(now_ns - view.since_ns),
+            f"{view.free_slots}/{node.num_slots}",
+            " ".join([*amounts, node.accelerator_type]).strip() or "-",
+            node.host or "-",
+            escape(view.reason) or "-",
+        )
+    console.print(table)
+
+
+def print_jobs(jobs: tuple[JobView, ...], now_ns: int, console: Console) -> None:
+    """Print a table of jobs."""
+    if not jobs:
+        console.print("no jobs")
+        return
+    table = _table("job", "name", "phase", "since", "workers", "generation", "reason")
+    for view in jobs:
+        spec = view.record.spec
+        table.add_row(
+            spec.job_id,
+            spec.name,
+            _coloured(view.record.phase.value),
+            duration(now_ns - view.since_ns),
+            f"{world_size(view)} of {_bounds(view)}",
+            str(view.record.generation),
+            escape(view.reason.partition("\n")[0]) or "-",
+        )
+    console.print(table)
+
+
+def print_job(view: JobView, now_ns: int, console: Console) -> None:
+    """Print all that is known of one job; the traceback of its failure is not part of it."""
+    record, spec = view.record, view.record.spec
+    console.print(
+        f"[bold]{spec.name}[/bold] ({spec.job_id})  {_coloured(record.phase.value)} since "
+        f"{duration(now_ns - view.since_ns)}  generation {record.generation}  "
+        f"workers {world_size(view)} of {_bounds(view)}"
+    )
+    state = waiting_line(view, now_ns) or (ending_line(view) if has_ended(view) else view.reason)
+    facts = [
+        ("state", state),
+        ("entry", " ".join((spec.entry.target, *spec.entry.args))),
+        ("run", spec.run_path),
+        ("metrics", metrics_line(parsed_metrics(record.metrics))),
+        ("checkpoint", record.checkpoints[-1].path if record.checkpoints else ""),
+        ("failures", f"{record.failures} of {spec.max_failures}" if record.failures else ""),
+        ("lost", f"{record.losses} workers in a row" if record.losses else ""),
+    ]
+    for name, text in facts:
+        if text:
+            console.print(f"  {name:<11}{escape(text)}")
+    if not view.workers:
+        return
+    table = _table("worker", "node", "rank", "phase", "since", "generation", "steps", "pid")
+    for worker in view.workers:
+        report = worker.report
+        table.add_row(
+            report.worker_id,
+            worker.node_id,
+            str(worker.rank) if worker.rank >= 0 else "-",
+            _coloured(report.phase.value),
+            duration(now_ns - worker.since_ns),
+            str(report.generation),
+            str(worker.steps),
+            str(report.pid or "-"),
+        )
+    console.print(table)
+
+
+def failure_text(view: JobView) -> str:
+    """Return who failed first and the traceback, "" if nobody did; to be shown last."""
+    record = view.record
+    if record.failure is None:
+        return ""
+    where = f"first failure in worker {record.failed_worker}" if record.failed_worker else ""
+    story = record.failure.traceback.rstrip()
+    said = story or f"{record.failure.error_type}: {record.failure.message}"
+    return f"{where}:\n{said}" if where else said
+
+
+def _bounds(view: JobView) -> str:
+    spec = view.record.spec
+    low, high = spec.min_workers, spec.max_workers
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _coloured(phase: str) -> str:
+    colour = PHASE_COLOURS.get(phase, "")
+    return f"[{colour}]{phase}[/{colour}]" if colour else phase
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _age_s(now_ns: int, since_ns: int) -> float:
+    return round(max(0, now_ns - since_ns) / NS_PER_S, 3)

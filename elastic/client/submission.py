@@ -1,0 +1,158 @@
+"""From the options of `elastic submit` to a job: what is checked before anything is sent.
+
+Rule: what can be found wrong on this machine is found here, with what to do; nothing is left
+behind by a submission that does not take place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsspec.core import url_to_fs
+
+from elastic.core.config import JobSpec, check_name
+from elastic.core.world import Entry, EntryKind, JobId, Resources, Strategy, sorted_pairs
+from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
+
+NAME_CHARS_MAX = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line of `elastic submit`; names are those of the flags.
+
+    Attributes:
+        script: path of the script, or name of the module if `is_module`.
+        num_workers: (min, max).
+        resources: of each worker, {} for the default.
+        working_dir: where workers run it, "" for the current directory.
+    """
+
+    script: str
+    args: tuple[str, ...]
+    is_module: bool
+    name: str
+    num_workers: tuple[int, int]
+    use_gpu: bool
+    resources: dict[str, float]
+    placement_strategy: str
+    accelerator_type: str
+    labels: dict[str, str]
+    backend: str
+    max_failures: int
+    num_to_keep: int
+    storage_path: str
+    env: dict[str, str]
+    working_dir: str
+
+
+def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
+    """Return the job.
+
+    Args:
+        options: the command line.
+        now: goes into the name, if none was given.
+
+    Raises:
+        ConfigError: values that cannot work.
+        UsageError: the script is not on this machine.
+    """
+    name = options.name or f"{_stem(options)}-{now:%Y%m%d-%H%M%S}"
+    check_name("job", name)
+    amounts = options.resources or ({"GPU": 1.0} if options.use_gpu else {})
+    if options.use_gpu and not amounts.get("GPU"):
+        raise ConfigError(f"--use-gpu, but --resources {amounts} has no GPU: add GPU=1")
+    low, high = options.num_workers
+    return JobSpec(
+        job_id=JobId(""),
+        name=name,
+        entry=_entry(options),
+        min_workers=low,
+        max_workers=high,
+        resources_per_worker=Resources.of(amounts),
+        strategy=Strategy(options.placement_strategy),
+        accelerator_type=options.accelerator_type,
+        label_selector=sorted_pairs(options.labels),
+        backend=options.backend,
+        max_failures=options.max_failures,
+        num_to_keep=options.num_to_keep,
+        run_path=run_path_of(options.storage_path, name),
+    )
+
+
+def _stem(options: Options) -> str:
+    stem = options.script.rpartition(".")[2] if options.is_module else Path(options.script).stem
+    letters = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in stem)
+    return letters.lstrip("._-")[:NAME_CHARS_MAX] or "job"
+
+
+def _entry(options: Options) -> Entry:
+    working_dir = os.path.abspath(options.working_dir or os.getcwd())
+    if not os.path.isdir(working_dir):
+        raise UsageError(f"working directory {working_dir} is not a directory on this machine")
+    kind, target, first = EntryKind.MODULE, options.script, working_dir
+    if not options.is_module:
+        kind, target = EntryKind.SCRIPT, os.path.abspath(options.script)
+        first = os.path.dirname(target)
+        if not os.path.isfile(target):
+            raise UsageError(
+                f"script {target} is not a file on this machine; name one that is (nodes read it "
+                f"from the same path), or use -m for a module"
+            )
+    return Entry(
+        kind=kind,
+        target=target,
+        args=options.args,
+        working_dir=working_dir,
+        python_path=(first,),
+        env=sorted_pairs(options.env),
+    )
+
+
+def run_path_of(storage_path: str, name: str) -> str:
+    """Return the run directory, storage_path/name, as an absolute path or URL."""
+    if "://" not in storage_path:
+        storage_path = os.path.abspath(os.path.expanduser(storage_path))
+    return f"{storage_path.rstrip('/')}/{name}"
+
+
+@contextlib.contextmanager
+def run_directory(run_path: str) -> Iterator[None]:
+    """Make a run directory for the submission in the `with` block; take it away if that fails.
+
+    Raises:
+        NameTaken: it holds another run.
+        StorageError: it cannot be made.
+        ConfigError: there is no such kind of storage.
+    """
+    try:
+        fs, root = url_to_fs(run_path)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"storage path {run_path}: {error}; expected a directory or a URL that fsspec knows"
+        ) from error
+    try:
+        is_there = fs.exists(root)
+        if is_there and (not fs.isdir(root) or fs.ls(root)):
+            raise NameTaken(
+                f"run directory {run_path} exists already and is not empty: choose another --name "
+                f"or --storage-path, or remove it"
+            )
+        fs.makedirs(root, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"run directory {run_path} cannot be made ({error.strerror or error}): choose a "
+            f"--storage-path with room that you may write to"
+        ) from error
+    try:
+        yield
+    except BaseException:
+        if not is_there:
+            with contextlib.suppress(OSError):
+                fs.rmdir(root)
+        raise

@@ -1,0 +1,140 @@
+"""What all commands of `elastic` share: where the coordinator is, how errors end, how JSON looks.
+
+Rule: answers go to stdout, everything about the asking goes to stderr; an error is one clear
+text and an exit code that a scheduler can act on.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import click
+from rich.console import Console
+
+from elastic.client.jobs import Client
+from elastic.core.view import JobView
+from elastic.core.world import JobPhase
+from elastic.errors import (
+    ElasticError,
+    NameTaken,
+    NotAuthorized,
+    Refused,
+    StorageError,
+    Unavailable,
+    UsageError,
+    VersionMismatch,
+)
+from elastic.runtime.rpc import read_token_file
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+"""The job failed: its own fault."""
+EXIT_USAGE = 2
+"""The command line is wrong, or names what is not there."""
+EXIT_UNREACHABLE = 69
+EXIT_BUG = 70
+EXIT_STOPPED = 75
+"""The job was stopped: it can be submitted again and goes on from its checkpoint."""
+EXIT_CONFIG = 78
+"""A setting is wrong: trying again changes nothing."""
+EXIT_TIMEOUT = 124
+EXIT_INTERRUPTED = 130
+
+PIPED_WIDTH = 500
+"""Columns of a table that nobody looks at: wide enough for programs that cut by lines."""
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+output_option = click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    show_default=True,
+    help="For people or for programs.",
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The cluster that a command speaks to.
+
+    Attributes:
+        coord: addresses of the coordinator.
+        token_file: path of the join token, "" for none.
+        flags: what was said on the command line to name them, to be said again.
+    """
+
+    coord: str
+    token_file: str
+    flags: tuple[str, ...] = ()
+
+    def connect(self) -> Client:
+        """Return a client.
+
+        Raises:
+            UsageError: an address or the token file is no good.
+        """
+        token = read_token_file(self.token_file) if self.token_file else ""
+        return Client(self.coord, token)
+
+    def command(self, *words: str) -> str:
+        """Return an `elastic` command for this cluster, as one types it."""
+        return shlex.join(("elastic", *self.flags, *words))
+
+
+def exit_code(error: ElasticError) -> int:
+    """Return the exit code that says what to do about an error."""
+    if isinstance(error, Unavailable):
+        return EXIT_UNREACHABLE
+    settings = (UsageError, StorageError, NotAuthorized, VersionMismatch, NameTaken)
+    if isinstance(error, settings):
+        return EXIT_CONFIG
+    return EXIT_USAGE if isinstance(error, Refused) else EXIT_BUG
+
+
+def ending_code(view: JobView) -> int:
+    """Return the exit code that says how a job ended."""
+    codes = {JobPhase.SUCCEEDED: EXIT_OK, JobPhase.FAILED: EXIT_FAILED}
+    return codes.get(view.record.phase, EXIT_STOPPED)
+
+
+def fail(text: str, code: int) -> NoReturn:
+    """End with one text on stderr."""
+    click.echo(f"elastic: {text}", err=True)
+    sys.exit(code)
+
+
+def reporting_errors(command: Command) -> Command:
+    """Let a command end with a clear text and the right code, whatever goes wrong."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except ElasticError as error:
+            fail(str(error), exit_code(error))
+        except TimeoutError as error:
+            fail(str(error), EXIT_TIMEOUT)
+        except KeyboardInterrupt:
+            sys.exit(EXIT_INTERRUPTED)
+
+    return run  # type: ignore[return-value]
+
+
+def stdout_console() -> Console:
+    """Return where tables go: coloured on a terminal, plain and wide in a pipe."""
+    return Console(
+        width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, soft_wrap=True
+    )
+
+
+def print_json(value: Any) -> None:
+    """Print an answer for programs."""
+    click.echo(json.dumps(value, indent=2))
