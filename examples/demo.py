@@ -105,39 +105,54 @@ class Demo:
         start = epoch_of(self.cluster.job(self.job_id))
         return self.wait(lambda v: epoch_of(v) >= start + more, f"{more} more epochs")
 
-    def disturb(self, what: str, action: Callable[[JobView], None]) -> None:
-        """Do something to the cluster, and measure until the next group's first step is over."""
+    def disturb(self, what: str, action: Callable[[JobView], str], *, planned: bool) -> None:
+        """Do something to the cluster, and measure until the next group's first step is over.
+
+        Args:
+            what: the row's name.
+            action: does it, and returns the node that is lost, "" for none.
+            planned: nobody is lost: measure from the last report of the group before.
+        """
         before = self.cluster.job(self.job_id)
-        pids = {str(w.report.worker_id): w.report.pid for w in before.workers}
         generation, size = before.record.generation, world_size(before)
         mark = len(self.cluster.notes)
         self.tell(f"[bold]{what}[/bold]")
         began_ns = time.time_ns()
-        action(before)
+        lost = action(before)
         note = self.cluster.wait_note(
             "first_step", self.job_id, after=mark, generation=generation + 1
         )
         self.refresh()
+        if planned:
+            began_ns = self.last_report_ns(generation)
         said = dict(note.note.fields)
-        after = {
-            str(w.report.worker_id): w.report.pid for w in self.cluster.job(self.job_id).workers
-        }
-        kept = [w for w, pid in pids.items() if after.get(w) == pid]
+        after = pids_of(self.cluster.job(self.job_id))
+        survivors = {w: p for w, p in pids_of(before).items() if not w.startswith(f"{lost}/")}
+        kept = [w for w, pid in survivors.items() if after.get(w) == pid]
         self.happenings.append(
             Happening(
                 what,
                 f"{size} → {said['world_size']}",
                 generation + 1,
                 (int(said["unix_ns"]) - began_ns) / 1e9,
-                f"{len(kept)} of {len(pids)}",
+                f"{len(kept)} of {len(survivors)}",
             )
+        )
+
+    def last_report_ns(self, generation: int) -> int:
+        """Return when this generation reported last, on the wall clock."""
+        return max(
+            timed.unix_ns
+            for timed in self.cluster.notes
+            if timed.note.name == "report"
+            and dict(timed.note.fields)["generation"] == str(generation)
         )
 
     def table(self) -> Table:
         """Return what happened."""
         table = Table(title="What happened")
-        for column in ("event", "workers", "generation", "to the next step", "processes kept"):
-            table.add_column(column)
+        for column in ("event", "workers", "generation", "training paused", "survivors kept"):
+            table.add_column(column, no_wrap=True)
         for h in self.happenings:
             table.add_row(
                 h.what, h.world_sizes, str(h.generation), f"{h.seconds:.3f} s", h.survivors
@@ -155,10 +170,16 @@ def world_size(view: JobView) -> int:
     return len(view.record.group.members) if view.record.group else 0
 
 
-def kill_worker(view: JobView) -> None:
-    """SIGKILL the worker with the highest rank."""
+def pids_of(view: JobView) -> dict[str, int]:
+    """Return the pid of every worker."""
+    return {str(w.report.worker_id): w.report.pid for w in view.workers}
+
+
+def kill_worker(view: JobView) -> str:
+    """SIGKILL the worker with the highest rank; return its node."""
     victim = max(view.workers, key=lambda w: w.rank)
     os.kill(victim.report.pid, signal.SIGKILL)
+    return str(victim.node_id)
 
 
 def digits_job(run_path: Path, epochs: int) -> JobSpec:
@@ -218,12 +239,21 @@ def disturb_training(demo: Demo, cluster: LocalCluster) -> None:
 
     demo.wait(whole(3), "three workers to train")
     demo.wait_epoch(3)
-    demo.disturb("a worker is SIGKILLed", kill_worker)
+    demo.disturb("a worker is SIGKILLed", kill_worker, planned=False)
     demo.wait(whole(3), "the spare to take the slot")
     demo.wait_epoch(3)
-    demo.disturb("node n3 dies (agent and worker)", lambda _: cluster.kill_node("n3"))
+
+    def kill_node(_: JobView) -> str:
+        cluster.kill_node("n3")
+        return "n3"
+
+    def start_node(_: JobView) -> str:
+        cluster.start_node("n4")
+        return ""
+
+    demo.disturb("node n3 dies (agent and worker)", kill_node, planned=False)
     demo.wait_epoch(3)
-    demo.disturb("node n4 joins", lambda _: cluster.start_node("n4"))
+    demo.disturb("node n4 joins", start_node, planned=True)
     demo.wait_epoch(2)
 
 
@@ -232,7 +262,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=80)
     args = parser.parse_args()
-    sys.exit(run(Console(highlight=False), args.epochs))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=100)
+    sys.exit(run(console, args.epochs))
 
 
 if __name__ == "__main__":

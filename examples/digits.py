@@ -3,7 +3,7 @@
     python examples/digits.py                       # on this machine, 2 to 3 workers
     elastic submit examples/digits.py --num-workers 2:3 -- --epochs 40
 
-scikit-learn carries the data: 1,797 images of 8x8 pixels. The last 360 are held out.
+scikit-learn carries the data: 1,797 images of 8x8 pixels. 360 of them, drawn once, are held out.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def load_data() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16.0
     labels = torch.tensor(digits.target, dtype=torch.long)
-    seen = TensorDataset(images[:-NUM_HELD_OUT], labels[:-NUM_HELD_OUT])
-    return seen, images[-NUM_HELD_OUT:], labels[-NUM_HELD_OUT:]
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    held_out, seen = order[:NUM_HELD_OUT], order[NUM_HELD_OUT:]
+    return TensorDataset(images[seen], labels[seen]), images[held_out], labels[held_out]
 
 
 def train_func(config: dict) -> None:

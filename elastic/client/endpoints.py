@@ -44,7 +44,9 @@ def as_our_error(error: BaseException, endpoint: str) -> ElasticError:
     """Return what a failed call means; of gRPC's chain of causes only the last one is kept."""
     ours = error_from_rpc(error, endpoint)
     if isinstance(ours, CoordinatorUnreachable) and LAST_ERROR in ours.detail:
-        return CoordinatorUnreachable(endpoint, ours.detail.rpartition(LAST_ERROR)[2])
+        return CoordinatorUnreachable(
+            endpoint, ours.detail.rpartition(LAST_ERROR)[2].removeprefix("UNKNOWN: ")
+        )
     return ours
 
 

@@ -37,11 +37,13 @@ class Lines:
 
     Attributes:
         shows_prefix: each line begins with whose it is, as "[gen4 r3 gpu-07] ".
+        holds_tracebacks: whether they wait, see above.
     """
 
-    def __init__(self, *, shows_prefix: bool) -> None:
+    def __init__(self, *, shows_prefix: bool, holds_tracebacks: bool = True) -> None:
         """Begin empty."""
         self.shows_prefix = shows_prefix
+        self.holds_tracebacks = holds_tracebacks
         self._voices: dict[str, _Voice] = {}
 
     def take(self, chunk: LogChunk, now_ns: int) -> str:
@@ -54,7 +56,7 @@ class Lines:
             cut = len(text)
         text, voice.begun = text[:cut], text[cut:]
         if not voice.held:
-            start = text.find(TRACEBACK)
+            start = text.find(TRACEBACK) if self.holds_tracebacks else -1
             if start < 0:
                 return self._shown(voice, text)
             voice.held_since_ns = now_ns
@@ -81,7 +83,8 @@ class Lines:
         for voice in self._voices.values():
             text, voice.held, voice.begun = voice.held + voice.begun, "", ""
             if traceback:
-                text = text.replace(traceback.rstrip("\n"), "", 1)
+                before, _, after = text.partition(traceback.rstrip("\n"))
+                text = before + after.lstrip("\n")
             if text.strip():
                 shown += self._shown(voice, text if text.endswith("\n") else text + "\n")
         return shown

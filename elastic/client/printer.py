@@ -35,6 +35,9 @@ from elastic.wire.codec_jobs import LogChunk, TimedNote
 REPEAT_S = 30.0
 """A wait that lasts is said again after this long, where nothing moves on the screen."""
 METRICS_INTERVAL_S = 1.0
+SOON_S = 2.0
+BY_ORDER = "stopped"
+"""A worker that ended by order of the coordinator is no news."""
 COLOURS = {
     JobPhase.PENDING: "yellow",
     JobPhase.RUNNING: "green",
@@ -129,11 +132,14 @@ class Printer:
         record = view.record
         if record.generation > self._generation and record.phase is JobPhase.RUNNING:
             self._generation = record.generation
-            self.say(f"generation {record.generation}: {workers(world_size(view))}")
+            self._say_group(world_size(view), record.group.reason if record.group else "")
         state = (record.phase, missing(view))
         if state != self._said:
-            self._said, self._said_ns = state, self._clock.monotonic_ns()
-            if not has_ended(view):  # Workers are about to end: said only if that takes long.
+            self._said = state
+            if record.phase is JobPhase.STOPPING:
+                # As a rule over in a moment: said only if it is not.
+                self._said_ns = self._clock.monotonic_ns() - round((REPEAT_S - SOON_S) * 1e9)
+            else:
                 self._say_state()
 
     def note(self, timed: TimedNote) -> None:
@@ -143,9 +149,9 @@ class Printer:
             generation = int(fields.get("generation", "0"))
             if generation > self._generation:
                 self._generation = generation
-                size, why = int(fields.get("world_size", "0")), fields.get("reason", "")
-                self.say(f"generation {generation}: {workers(size)} ({why})")
-        elif name == "worker_gone" and not (self._view and has_ended(self._view)):
+                cause = fields.get("cause", "")
+                self._say_group(int(fields.get("world_size", "0")), cause, fields.get("reason", ""))
+        elif name == "worker_gone" and not fields.get("cause", "").startswith(BY_ORDER):
             rank = fields.get("rank", "-1")
             place = f" (rank {rank})" if rank != "-1" else ""
             self.say(f"worker {fields.get('worker')}{place} is gone: {fields.get('cause')}")
@@ -193,6 +199,10 @@ class Printer:
 
     # ------------------------------------------------------------ lines
 
+    def _say_group(self, size: int, cause: str, reason: str = "") -> None:
+        more = "" if cause in ("", "start") else f" ({': '.join(filter(None, (cause, reason)))})"
+        self.say(f"generation {self._generation}: {workers(size)}{more}")
+
     def _say_state(self) -> None:
         view, now_ns = self._view, self._clock.monotonic_ns()
         self._said_ns = now_ns
@@ -201,8 +211,6 @@ class Printer:
         name, waiting = view.record.spec.name, waiting_line(view, now_ns)
         if waiting:
             self.say(f"job {name} {waiting}")
-        elif view.record.phase is JobPhase.STOPPING:
-            self.say(f"job {name} stops: {view.reason}")
 
     def _say_metrics(self) -> None:
         self._metrics_due, self._metrics_ns = False, self._clock.monotonic_ns()

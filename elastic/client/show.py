@@ -180,7 +180,10 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
         ("run", spec.run_path),
         ("metrics", metrics_line(parsed_metrics(record.metrics))),
         ("checkpoint", record.checkpoints[-1].path if record.checkpoints else ""),
-        ("failures", f"{record.failures} of {spec.max_failures}" if record.failures else ""),
+        (
+            "failures",
+            f"{record.failures}, max_failures={spec.max_failures}" if record.failures else "",
+        ),
         ("lost", f"{record.losses} workers in a row" if record.losses else ""),
     ]
     for name, text in facts:

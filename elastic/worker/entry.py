@@ -7,6 +7,9 @@ what a failed attempt left half done, does not leak into the next one.
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import importlib
 import importlib.util
 import inspect
 import os
@@ -83,6 +86,7 @@ def load(entry: Entry) -> Callable[[], Call]:
         return lambda: _function_call(entry)
     if entry.kind is EntryKind.SCRIPT:
         path = _script_path(entry)
+        _import_ahead(path)
         return lambda: Call(lambda: _run_script(path, entry.args))
     _check_module(entry)
     return lambda: Call(lambda: _run_module(entry))
@@ -133,6 +137,28 @@ def _script_path(entry: Entry) -> str:
             f"copied, or give --working-dir"
         )
     return str(path)
+
+
+def _import_ahead(path: str) -> None:
+    """Import what the script imports first, while this worker's group still trains without it.
+
+    Otherwise a newcomer's imports, which take seconds, are a pause for all members. The script
+    runs its import statements all the same, and meets the errors that are passed over here.
+    """
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.append(node.module)
+    _put_first(str(Path(path).parent))
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def _run_script(path: str, args: tuple[str, ...]) -> None:

@@ -227,14 +227,16 @@ def test_locks_of_the_standard_library_are_given_back() -> None:
             logger.info("a line")
             with condition:
                 condition.notify()
+            sum(number for number in range(500))
 
     for _ in range(100):
         interrupted(Interrupter(), code)
-    free = []
+    free: list[bool] = []
 
     def take() -> None:
-        for lock in (handler.lock, condition):
-            free.append(lock is not None and lock.acquire(timeout=PATIENCE_S))  # type: ignore[call-arg]
+        assert handler.lock is not None
+        free.append(handler.lock.acquire(timeout=PATIENCE_S))
+        free.append(condition.acquire(timeout=PATIENCE_S))
 
     with another_thread(take):
         pass

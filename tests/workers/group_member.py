@@ -74,6 +74,14 @@ class Member:
             dist.all_reduce(tensor)
         return float(tensor[-1])
 
+    def use_device(self, index: int) -> None:
+        torch.cuda.set_device(index)
+
+    def cuda_reduce(self) -> float:
+        tensor = torch.full((1000,), float(dist.get_rank() + 1), device="cuda")
+        dist.all_reduce(tensor)
+        return float(tensor[-1])
+
     def wait_work(self) -> None:
         """Be one of those who wait in `work.wait()`, as reducers do."""
         dist.all_reduce(torch.ones(1000), async_op=True).wait()

@@ -1,0 +1,168 @@
+"""The commands that only ask: ps, status, nodes, logs, version.
+
+Rule: each answer is there as a table and as JSON, and both say the same.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+
+import click
+
+from elastic import __version__
+from elastic.client.jobs import Client
+from elastic.client.output import Lines
+from elastic.client.printer import Printer
+from elastic.client.show import (
+    failure_text,
+    job_as_dict,
+    node_as_dict,
+    print_cluster,
+    print_job,
+    print_jobs,
+    print_nodes,
+    status_as_dict,
+)
+from elastic.client.terminal import (
+    Target,
+    output_option,
+    print_json,
+    reporting_errors,
+    stdout_console,
+)
+from elastic.client.values import parse_ranks
+from elastic.client.wording import waiting_line
+from elastic.core.view import JobView
+from elastic.runtime.clock import SystemClock
+from elastic.runtime.rpc import PROTOCOL
+
+_clock = SystemClock()
+
+
+@click.command()
+@click.option("-a", "--all", "include_ended", is_flag=True, help="Jobs that have ended too.")
+@output_option
+@click.pass_obj
+@reporting_errors
+def ps(target: Target, include_ended: bool, output: str) -> None:
+    """List jobs, with what each one waits for."""
+    with target.connect() as client:
+        jobs = client.list(include_ended=include_ended)
+    now_ns = _clock.monotonic_ns()
+    if output == "json":
+        print_json([job_as_dict(job, now_ns) for job in jobs])
+    elif jobs or include_ended:
+        print_jobs(jobs, now_ns, stdout_console())
+    else:
+        click.echo(f"no job runs or waits; ended ones: {target.command('ps', '--all')}")
+
+
+@click.command()
+@click.argument("job", default="")
+@output_option
+@click.pass_obj
+@reporting_errors
+def status(target: Target, job: str, output: str) -> None:
+    """Show JOB (id or name), or the whole cluster."""
+    with target.connect() as client:
+        view = client.get(job) if job else None
+        cluster = None if job else client.status()
+    now_ns = _clock.monotonic_ns()
+    if cluster is not None and output == "json":
+        print_json(status_as_dict(cluster))
+    elif cluster is not None:
+        print_cluster(cluster, stdout_console())
+    elif view is not None and output == "json":
+        print_json(job_as_dict(view, now_ns))
+    elif view is not None:
+        print_job(view, now_ns, stdout_console())
+        if story := failure_text(view):
+            click.echo(story)
+
+
+@click.command()
+@output_option
+@click.pass_obj
+@reporting_errors
+def nodes(target: Target, output: str) -> None:
+    """List nodes and what is free on them."""
+    with target.connect() as client:
+        view = client.status().view
+    if output == "json":
+        print_json([node_as_dict(node, view.now_ns) for node in view.nodes])
+    else:
+        print_nodes(view.nodes, view.now_ns, stdout_console())
+
+
+@click.command()
+@click.argument("job")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option(
+    "--rank", "ranks", default="", callback=parse_ranks, metavar="R,...",
+    help="Only these ranks of the newest group.",
+)  # fmt: skip
+@click.option(
+    "--tail", default=-1, type=click.IntRange(min=-1, max=2**31 - 1), metavar="N",
+    help="Only the last N lines of each worker, before what follows.",
+)  # fmt: skip
+@output_option
+@click.pass_obj
+@reporting_errors
+def logs(
+    target: Target, job: str, follow: bool, ranks: tuple[int, ...], tail: int, output: str
+) -> None:
+    """Print what the workers of JOB (id or name) printed.
+
+    Lines begin with generation, rank and node, unless one rank is asked for. JSON is one object
+    for each piece of output.
+    """
+    with target.connect() as client:
+        view = client.get(job)
+        if follow:
+            _say_wait(view)
+        _print_logs(client, view, follow=follow, ranks=ranks, tail=tail, output=output)
+
+
+def _say_wait(view: JobView) -> None:
+    line = waiting_line(view, _clock.monotonic_ns())
+    if line:
+        Printer().say(f"job {view.record.spec.name} {line}")
+
+
+def _print_logs(
+    client: Client,
+    view: JobView,
+    *,
+    follow: bool,
+    ranks: tuple[int, ...],
+    tail: int,
+    output: str,
+) -> None:
+    lines = Lines(shows_prefix=len(ranks) != 1, holds_tracebacks=False)
+    job_id = view.record.spec.job_id
+    with client.logs(job_id, ranks=ranks, tail=tail, follow=follow) as chunks:
+        for chunk in chunks:
+            if output == "json":
+                fields = {
+                    "worker_id": chunk.worker_id,
+                    "rank": chunk.rank,
+                    "generation": chunk.generation,
+                    "node": chunk.node_id,
+                    "text": chunk.text,
+                }
+                click.echo(json.dumps(fields))
+            else:
+                click.echo(lines.take(chunk, _clock.monotonic_ns()), nl=False)
+    click.echo(lines.rest(""), nl=False)
+
+
+@click.command()
+@output_option
+def version(output: str) -> None:
+    """Print the version of this command; that of a coordinator is in `elastic status`."""
+    facts = {"version": __version__, "protocol": PROTOCOL, "python": platform.python_version()}
+    if output == "json":
+        print_json(facts)
+    else:
+        click.echo(f"elastic {__version__}, protocol {PROTOCOL}, Python {facts['python']}")

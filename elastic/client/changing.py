@@ -1,0 +1,250 @@
+"""The commands that change something: submit, stop, drain.
+
+Rule: each says what it has begun before it waits for it, and what goes on when the waiting ends
+early; an interrupt or a time limit ends only the waiting.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from typing import Any
+
+import click
+from rich.console import Console
+
+from elastic.client.jobs import Client
+from elastic.client.printer import REPEAT_S, Printer
+from elastic.client.show import failure_text, job_as_dict
+from elastic.client.submission import Options, job_spec, run_directory
+from elastic.client.terminal import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_TIMEOUT,
+    Target,
+    ending_code,
+    fail,
+    output_option,
+    print_json,
+    reporting_errors,
+)
+from elastic.client.values import parse_amounts, parse_num_workers, parse_pairs
+from elastic.client.watching import Follower
+from elastic.client.wording import workers
+from elastic.core.config import JobSpec
+from elastic.core.view import JobView
+from elastic.core.world import NodePhase, Strategy, host_of
+from elastic.errors import Refused
+from elastic.runtime.clock import SystemClock
+from elastic.runtime.rpc import is_loopback, parse_endpoints
+
+POLL_S = 0.5
+GONE = (NodePhase.LEFT, NodePhase.LOST)
+timeout_option = click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Longest wait; then exit 124 (the job goes on).",
+)
+
+# ------------------------------------------------------------------------------------------ submit
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
+@click.option(
+    "--name", default="", show_default="script and time", help="Unique among jobs that run."
+)
+@click.option(
+    "--num-workers", default="1", callback=parse_num_workers, metavar="N|MIN:MAX",
+    help="Workers; with MIN:MAX the job trains with what there is.",
+)  # fmt: skip
+@click.option("--use-gpu", is_flag=True, help="One GPU for each worker.")
+@click.option(
+    "--resources", default="", callback=parse_amounts, metavar="NAME=N,...", show_default=False,
+    help="What each worker takes from its node, such as CPU=2,GPU=1.",
+)  # fmt: skip
+@click.option(
+    "--placement-strategy", default="PACK", type=click.Choice([s.value for s in Strategy]),
+    help="How workers spread over nodes.",
+)  # fmt: skip
+@click.option("--accelerator-type", default="", show_default=False, help="Such as H100.")
+@click.option(
+    "--label", "labels", multiple=True, callback=parse_pairs, metavar="NAME=VALUE",
+    help="Only nodes that carry this label; may be repeated.",
+)  # fmt: skip
+@click.option("--backend", default="auto", type=click.Choice(["auto", "gloo", "nccl"]))
+@click.option(
+    "--max-failures", default=0, help="How often the script may fail; -1 for ever. Lost nodes, "
+    "kills and drains do not count.",
+)  # fmt: skip
+@click.option("--num-to-keep", default=-1, help="Checkpoints that are kept; -1 for all.")
+@click.option(
+    "--storage-path", default="~/elastic_results", metavar="PATH|URL",
+    help="Parent of the run directory; all nodes must reach it.",
+)  # fmt: skip
+@click.option(
+    "--env", multiple=True, callback=parse_pairs, metavar="NAME=VALUE",
+    help="For the workers' environment; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--working-dir", default="", show_default="here", metavar="PATH", help="Where workers run."
+)
+@click.option("--wait/--no-wait", default=True, help="Follow rank 0 and exit as the job ends.")
+@timeout_option
+@output_option
+@click.pass_obj
+@reporting_errors
+def submit(
+    target: Target, /, wait: bool, timeout_s: float | None, output: str, **options: Any
+) -> None:
+    """Run SCRIPT on the cluster; what stands behind -- goes to it.
+
+    Nodes read the script from the same path as this machine. Ctrl-C ends the following, not the
+    job. With --no-wait the job's id is all that is printed on stdout.
+    """
+    spec = job_spec(Options(**options), now=datetime.datetime.now())
+    with target.connect() as client:
+        with run_directory(spec.run_path):
+            job_id = client.submit(spec)
+        click.echo(_next_steps(target, spec, job_id), err=True)
+        if wait:
+            _wait_for_end(client, job_id, target, timeout_s=timeout_s, output=output)
+        elif output == "json":
+            print_json({"job_id": job_id, "name": spec.name, "run_path": spec.run_path})
+        else:
+            click.echo(job_id)
+
+
+def _next_steps(target: Target, spec: JobSpec, job_id: str) -> str:
+    steps = [
+        ("state", target.command("status", job_id)),
+        ("output", target.command("logs", "-f", job_id)),
+        ("stop", target.command("stop", job_id)),
+        ("results", spec.run_path),
+    ]
+    lines = [f"job {spec.name} submitted as {job_id}; next steps:"]
+    lines += [f"  {what:<9}{how}" for what, how in steps]
+    if not all(is_loopback(host_of(address)) for address in parse_endpoints(target.coord)):
+        lines.append(f"nodes read {spec.entry.target} from that path, and write results there too")
+    return "\n".join(lines)
+
+
+def _wait_for_end(
+    client: Client, job_id: str, target: Target, *, timeout_s: float | None, output: str
+) -> None:
+    """Follow a job that was submitted, and exit as it ends."""
+    is_json = output == "json"
+    follower = Follower(client, job_id, Printer(ranks=None if is_json else (0,)))
+    follower.timeout_s = timeout_s
+    try:
+        view = follower.run()
+    except KeyboardInterrupt:
+        stop, again = target.command("stop", job_id), target.command("logs", "-f", job_id)
+        click.echo(f"\ndetached: job {job_id} goes on; stop it: {stop}; follow: {again}", err=True)
+        raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
+    except TimeoutError as error:
+        fail(f"{error}; stop it: {target.command('stop', job_id)}", EXIT_TIMEOUT)
+    if is_json:
+        print_json(job_as_dict(view, SystemClock().monotonic_ns()))
+    _exit_as(view)
+
+
+def _exit_as(view: JobView) -> None:
+    """Exit with the code of a job's end; a failure's traceback is the last thing shown."""
+    code = ending_code(view)
+    if code == EXIT_FAILED and (story := failure_text(view)):
+        click.echo(story, err=True)
+    if code:
+        raise click.exceptions.Exit(code)
+
+
+# ------------------------------------------------------------------------------------ stop, drain
+
+
+@click.command()
+@click.argument("job")
+@click.option("--reason", default="", help="Shown with the job.")
+@click.option("--wait/--no-wait", default=True, show_default=True, help="Until its workers ended.")
+@timeout_option
+@click.pass_obj
+@reporting_errors
+def stop(target: Target, job: str, reason: str, wait: bool, timeout_s: float | None) -> None:
+    """Stop JOB (id or name) and its workers; exit 0 once that is done."""
+    with target.connect() as client:
+        job_id = client.get(job).record.spec.job_id
+        client.stop(job_id, reason)
+        if not wait:
+            click.echo(f"job {job} stops", err=True)
+            return
+        follower = Follower(client, job_id, Printer(ranks=None))
+        follower.timeout_s = timeout_s
+        follower.run()
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
+@click.option(
+    "--deadline", "deadline_s", default=30.0, type=click.FloatRange(min=0), metavar="SECONDS",
+    help="Workers that are still there then are ended where they stand.",
+)  # fmt: skip
+@click.option("--reason", default="", show_default=False, help="Shown with the node.")
+@click.option("--wait/--no-wait", default=False, help="Until the nodes are gone.")
+@timeout_option
+@click.pass_obj
+@reporting_errors
+def drain(
+    target: Target,
+    nodes: tuple[str, ...],
+    deadline_s: float,
+    reason: str,
+    *,
+    wait: bool,
+    timeout_s: float | None,
+) -> None:
+    """Let nodes go: their workers leave at a boundary, then their agents end."""
+    with target.connect() as client:
+        refusals: list[Refused] = []
+        draining: list[str] = []
+        for node in nodes:
+            try:
+                client.drain(node, timeout_s=deadline_s, reason=reason)
+            except Refused as error:
+                refusals.append(error)
+            else:
+                draining.append(node)
+                click.echo(f"node {node} drains, within {deadline_s:g} s", err=True)
+        if wait:
+            _wait_until_gone(client, draining, timeout_s)
+        for refusal in refusals[1:]:
+            click.echo(f"elastic: {refusal}", err=True)
+        if refusals:
+            raise refusals[0]
+
+
+def _wait_until_gone(client: Client, nodes: list[str], timeout_s: float | None) -> None:
+    """Ask again and again until no node of these is there; say which are.
+
+    Raises:
+        TimeoutError: some are, at the end of the time.
+    """
+    printer = Printer(Console(stderr=True), ranks=None)
+    started = said_at = time.monotonic()
+    said = ""
+    while True:
+        view = client.status().view
+        left = [n for n in view.nodes if n.node.node_id in nodes and n.phase not in GONE]
+        if not left:
+            return
+        busy = sum(w.node_id in nodes for job in view.jobs for w in job.workers)
+        names = ", ".join(n.node.node_id for n in left)
+        text, waited_s = f"{names} still there, with {workers(busy)}", time.monotonic() - started
+        if timeout_s is not None and waited_s > timeout_s:
+            raise TimeoutError(f"{text} after {timeout_s:g} s; the drain goes on")
+        if text != said or time.monotonic() - said_at > REPEAT_S:
+            said, said_at = text, time.monotonic()
+            printer.say(f"waits since {waited_s:.1f} s: {text}")
+        time.sleep(POLL_S)

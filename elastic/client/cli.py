@@ -1,0 +1,57 @@
+"""The command `elastic`: submit jobs, look at them, stop them, let nodes go.
+
+Rule: a flag wins over its variable, that over the default; the environment is read here only.
+Exit codes: 0 done; 1 the job failed; 2 used wrongly; 69 no coordinator answers; 70 a bug; 75 the
+job was stopped and can go on later; 78 a setting is wrong; 124 timed out; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import click
+from click.core import ParameterSource
+
+from elastic.client import asking, changing
+from elastic.client.terminal import Target
+
+DEFAULT_ADDRESS = "127.0.0.1:7070"
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 done; 1 the job failed; 2 used wrongly; 69 no coordinator answers; 75 "
+    "the job was stopped, it can be submitted again; 78 a setting is wrong; 124 timed out; 130 "
+    "interrupted.",
+)
+@click.option(
+    "-c", "--coord", envvar="ELASTIC_COORD", default=DEFAULT_ADDRESS, show_default=True,
+    metavar="HOST:PORT,...", help="Coordinators to try.  [env: ELASTIC_COORD]",
+)  # fmt: skip
+@click.option(
+    "--token-file", envvar="ELASTIC_TOKEN_FILE", default="", metavar="PATH",
+    help="File that holds the join token.  [env: ELASTIC_TOKEN_FILE]",
+)  # fmt: skip
+@click.pass_context
+def main(context: click.Context, coord: str, token_file: str) -> None:
+    """Train on a cluster that loses machines."""
+    flags: list[str] = []
+    for name, value in (("coord", coord), ("token_file", token_file)):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            flags += ["--" + name.replace("_", "-"), value]
+    context.obj = Target(coord, token_file, tuple(flags))
+
+
+for command in (
+    changing.submit,
+    asking.ps,
+    asking.status,
+    asking.logs,
+    changing.stop,
+    asking.nodes,
+    changing.drain,
+    asking.version,
+):
+    main.add_command(command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Values of options that click does not know: "2:8", "CPU=2,GPU=1", "0,3".
+
+Rule: what cannot be read is a usage error that names the option and what was expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import click
+
+
+def parse_num_workers(_: click.Context, __: click.Parameter, text: str) -> tuple[int, int]:
+    """Read "4" or "2:8" as (min, max)."""
+    low, colon, high = text.partition(":")
+    try:
+        return int(low), int(high if colon else low)
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: expected a number, or MIN:MAX such as 2:8") from None
+
+
+def parse_amounts(_: click.Context, __: click.Parameter, text: str) -> dict[str, float]:
+    """Read "CPU=2,GPU=1" as amounts by name."""
+    amounts: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _equals, amount = part.partition("=")
+        try:
+            amounts[_new_name(name, amounts)] = float(amount)
+        except ValueError:
+            raise click.BadParameter(
+                f"{part!r}: expected NAME=AMOUNT, each name once, such as CPU=2,GPU=1"
+            ) from None
+    return amounts
+
+
+def parse_pairs(_: click.Context, __: click.Parameter, texts: Iterable[str]) -> dict[str, str]:
+    """Read several NAME=VALUE; the value may be empty and may hold anything."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            if not equals or "\0" in text:
+                raise ValueError
+            pairs[_new_name(name, pairs)] = value
+        except ValueError:
+            raise click.BadParameter(f"{text!r}: expected NAME=VALUE, each name once") from None
+    return pairs
+
+
+def parse_ranks(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
+    """Read "0,3" as ranks; "" is all of them."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if any(not part.isdecimal() or int(part) >= 2**31 for part in parts):
+        raise click.BadParameter(f"{text!r}: expected ranks such as 0 or 0,3")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _new_name(name: str, known: Iterable[str]) -> str:
+    name = name.strip()
+    if not name or name in known:
+        raise ValueError(name)
+    return name

@@ -1,0 +1,169 @@
+"""What a worker's group refuses, and how its sockets are told from everyone else's."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+
+import pytest
+
+from elastic.errors import ConfigError, GroupError
+from elastic.worker import c10d
+from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
+from elastic.worker.sockets import (
+    Watched,
+    any_hung_up,
+    find_connections,
+    find_event_loop,
+    peer_address,
+    shut_down,
+    socket_inodes,
+)
+
+PLACE = {
+    "generation": 1,
+    "rank": 0,
+    "world_size": 1,
+    "leader_address": "127.0.0.1:1",
+    "backend": "gloo",
+    "host": "127.0.0.1",
+    "timeout_s": 10.0,
+    "job_id": "job",
+}
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    return near, far
+
+
+def watched(sock: socket.socket) -> Watched:
+    return Watched(sock.fileno(), os.fstat(sock.fileno()).st_ino)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"generation": 0},
+        {"rank": 1},
+        {"rank": -1},
+        {"world_size": 0},
+        {"backend": "mpi"},
+        {"timeout_s": 0.0},
+        {"form_timeout_s": -1.0},
+        {"timeout_s": float("nan")},
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        GroupSpec(**{**PLACE, **wrong})  # type: ignore[arg-type]
+
+
+def test_a_store_cannot_listen_where_this_machine_is_not() -> None:
+    with pytest.raises(GroupError, match="cannot listen on 192.0.2.77"):
+        StoreServer("192.0.2.77")
+
+
+def test_a_store_listens_on_its_own_address_only() -> None:
+    server = StoreServer("127.0.0.1")
+    host, _, port = server.address.rpartition(":")
+    assert host == "127.0.0.1"
+    socket.create_connection((host, int(port))).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", int(port)))
+    server.close()
+
+
+def test_torch_without_a_name_that_we_need_is_refused() -> None:
+    with pytest.raises(GroupError, match=r"has no module\.Missing.*install torch>=2\.9"):
+        c10d._part(type("module", (), {}), "Missing")
+
+
+def test_torch_gets_its_own_functions_back() -> None:
+    import torch.distributed as dist
+
+    before = (dist.init_process_group, dist.destroy_process_group)
+    hook = sys.excepthook
+    groups = ProcessGroups()
+    server = StoreServer("127.0.0.1")
+    assert dist.init_process_group is not before[0]
+    groups.form(GroupSpec(**{**PLACE, "leader_address": server.address}))  # type: ignore[arg-type]
+    assert dist.is_initialized()
+    groups.close()
+    assert (dist.init_process_group, dist.destroy_process_group) == before
+    assert not dist.is_initialized()
+    assert sys.excepthook is hook
+    server.close()
+
+
+def test_there_is_no_store_and_no_hang_up_without_a_group() -> None:
+    groups = ProcessGroups()
+    assert not groups.peer_hung_up()
+    assert groups.spec is None
+    with pytest.raises(GroupError, match="no group stands"):
+        _ = groups.store
+    groups.close()
+
+
+def test_a_hang_up_of_the_peer_is_seen_and_silence_is_none() -> None:
+    near, far = connected()
+    with near, far:
+        one = watched(near)
+        assert not any_hung_up([one])
+        far.sendall(b"unread")
+        assert not any_hung_up([one])
+        far.shutdown(socket.SHUT_RDWR)
+        assert any_hung_up([one])
+
+
+def test_a_socket_that_we_closed_counts_as_hung_up() -> None:
+    near, far = connected()
+    one = watched(near)
+    near.close()
+    far.close()
+    assert any_hung_up([one])
+
+
+def test_shutting_down_wakes_the_peer_and_leaves_listeners_alone() -> None:
+    near, far = connected()
+    with near, far, socket.create_server(("127.0.0.1", 0)) as listener:
+        assert shut_down([watched(near), watched(listener)]) == 1
+        assert far.recv(1) == b""
+        socket.create_connection(listener.getsockname()).close()
+
+
+def test_a_descriptor_that_stands_for_another_socket_now_is_not_touched() -> None:
+    near, far = connected()
+    with near, far:
+        stale = Watched(near.fileno(), watched(near).inode + 1)
+        assert shut_down([stale]) == 0
+        near.sendall(b"still there")
+        assert far.recv(100) == b"still there"
+
+
+def test_only_new_connections_to_the_address_are_found() -> None:
+    old, old_far = connected()
+    known = socket_inodes()
+    near, far = connected()
+    with old, old_far, near, far:
+        assert find_connections(known, peer_address(near)) == (watched(near),)
+        assert find_connections(known, peer_address(old)) == ()
+
+
+def test_a_server_of_somebody_else_is_not_taken_for_gloos() -> None:
+    known = socket_inodes()
+    one, other = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener, select.epoll() as epoll, one, other:
+        epoll.register(listener, select.EPOLLIN)
+        epoll.register(one, select.EPOLLIN)
+        assert find_event_loop(known) is None
+        device = c10d.parts().gloo.create_device(hostname="127.0.0.1")
+        loop = find_event_loop(known)
+        assert loop is not None
+        assert loop.descriptor != epoll.fileno()
+        assert len(loop.watched()) == 2
+        del device
