@@ -108,7 +108,9 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
         accelerator_type=draw(TEXTS),
         label_selector=tuple(draw(st.lists(st.tuples(TEXTS, TEXTS), max_size=3))),
         backend=draw(st.sampled_from(["auto", "gloo", "nccl"])),
-        collective_timeout_s=draw(st.floats(0, exclude_min=True, allow_nan=False)),
+        collective_timeout_s=draw(
+            st.floats(0, exclude_min=True, allow_nan=False, allow_infinity=False)
+        ),
         max_failures=draw(st.integers(-1, 2**31 - 1)),
         run_path=draw(TEXTS),
         project=draw(TEXTS),

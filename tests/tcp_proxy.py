@@ -42,6 +42,7 @@ class TcpProxy:
         self._server: asyncio.Server | None = None
         self._arrived = asyncio.Event()
         self._answered = asyncio.Event()
+        self._passed = 0
         self.hold_requests = False
         self.drop_answers = False
 
@@ -94,6 +95,13 @@ class TcpProxy:
             self._arrived.clear()
             await self._arrived.wait()
 
+    async def wait_quiet(self, seconds: float) -> None:
+        """Wait until nothing has passed in either direction for so long."""
+        seen = -1
+        while seen != self._passed:
+            seen = self._passed
+            await asyncio.sleep(seconds)
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             from_server, to_server = await asyncio.open_connection(self._host, self._port)
@@ -110,6 +118,7 @@ class TcpProxy:
     async def _requests(self, reader: asyncio.StreamReader, connection: Connection) -> None:
         with contextlib.suppress(OSError):
             while chunk := await reader.read(CHUNK_BYTES):
+                self._passed += 1
                 if self.hold_requests:
                     connection.held.append(chunk)
                     self._arrived.set()
@@ -121,6 +130,7 @@ class TcpProxy:
     async def _answers(self, reader: asyncio.StreamReader, connection: Connection) -> None:
         with contextlib.suppress(OSError):
             while chunk := await reader.read(CHUNK_BYTES):
+                self._passed += 1
                 self._answered.set()
                 if not self.drop_answers and not connection.client.is_closing():
                     connection.client.write(chunk)

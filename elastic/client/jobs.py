@@ -6,16 +6,18 @@ Rule: every call has a deadline and may be repeated, and every failure is one of
 from __future__ import annotations
 
 import secrets
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from elastic.client.endpoints import Endpoints
 from elastic.client.sources import JobSource, LogSource
-from elastic.client.streams import OnOutage, Stream
+from elastic.client.streams import OnOutage, Source, Stream
 from elastic.core.config import JobSpec
 from elastic.core.view import JobView
 from elastic.core.world import JobId
@@ -31,6 +33,8 @@ from elastic.wire.codec_jobs import (
     submit_request,
 )
 from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
+
+T = TypeVar("T")
 
 READ_TIMEOUT_S = 10.0
 CHANGE_TIMEOUT_S = 25.0
@@ -66,6 +70,8 @@ class Client:
         text = address if isinstance(address, str) else ",".join(address)
         self._clock: Clock = SystemClock()
         self._endpoints = Endpoints(parse_endpoints(text), token, self._clock)
+        self._streams: weakref.WeakSet[Stream[Any]] = weakref.WeakSet()
+        self._lock = threading.Lock()
 
     @property
     def address(self) -> str:
@@ -88,6 +94,10 @@ class Client:
     def close(self) -> None:
         """Close all connections; streams end."""
         self._endpoints.close()
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.close()
 
     # ------------------------------------------------------------ jobs
 
@@ -161,9 +171,7 @@ class Client:
         Returns:
             An iterator, which raises as the other methods do.
         """
-        return Stream(
-            self._endpoints, JobSource(job), clock=self._clock, limit_s=limit_s, on_outage=on_outage
-        )
+        return self._stream(JobSource(job), limit_s, on_outage)
 
     def logs(
         self, job: str, *, ranks: Sequence[int] = (), tail: int = -1, follow: bool = False
@@ -181,7 +189,7 @@ class Client:
         """
         source = LogSource(job, ranks=tuple(ranks), tail=tail, follow=follow)
         limit_s = OUTAGE_LIMIT_S if follow else 0.0
-        return Stream(self._endpoints, source, clock=self._clock, limit_s=limit_s)
+        return self._stream(source, limit_s)
 
     # ------------------------------------------------------------ the cluster
 
@@ -219,6 +227,16 @@ class Client:
             return getattr(stub(channel), method)
 
         return self._endpoints.ask(start, request, timeout_s=timeout_s)
+
+    def _stream(
+        self, source: Source[T], limit_s: float, on_outage: OnOutage | None = None
+    ) -> Stream[T]:
+        stream = Stream(
+            self._endpoints, source, clock=self._clock, limit_s=limit_s, on_outage=on_outage
+        )
+        with self._lock:
+            self._streams.add(stream)
+        return stream
 
     def _is_there(self, job_id: JobId, name: str) -> bool:
         """Return whether the job that was to be submitted is known: an answer was lost."""

@@ -96,7 +96,9 @@ class Lines:
     def _shown(self, voice: _Voice, text: str) -> str:
         if not voice.prefix or not text:
             return text
-        return "".join(voice.prefix + line for line in text.splitlines(keepends=True))
+        # Not splitlines(): a bar that is drawn over itself with \r is one line.
+        lines = text.removesuffix("\n").split("\n")
+        return "".join(f"{voice.prefix}{line}\n" for line in lines)
 
 
 def prefix_of(chunk: LogChunk) -> str:

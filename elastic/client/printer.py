@@ -245,7 +245,7 @@ class Printer:
         if not text:
             return
         if self._live is not None and self._stdout.isatty():
-            for line in text.splitlines():
+            for line in text.removesuffix("\n").split("\n"):
                 # Of a line that was drawn over itself, as tqdm does, only the end stays.
                 shown = Text.from_ansi(line.rstrip("\r").rpartition("\r")[2])
                 self._console.print(shown, soft_wrap=True)

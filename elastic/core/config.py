@@ -171,8 +171,10 @@ class CoordinatorConfig:
             "form_timeout_s", "boundary_timeout_s", "stop_grace_s", "restart_delay_s_max",
             "healthy_after_s",
         ):  # fmt: skip
-            if getattr(self, name) < 0:
-                raise ConfigError(f"coordinator: {name}={getattr(self, name)}: expected >= 0")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"coordinator: {name}={getattr(self, name)}: expected a finite number >= 0"
+                )
         for name in ("crash_loop_limit", "jobs_max", "ended_jobs_kept"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"coordinator: {name}={getattr(self, name)}: expected >= 1")
@@ -208,18 +210,20 @@ class AgentConfig:
         """Refuse what cannot work."""
         if self.num_spares < 0:
             raise ConfigError(f"agent: num_spares={self.num_spares}: expected >= 0")
-        if not 0 < self.reconnect_delay_s_min <= self.reconnect_delay_s_max:
+        if not 0 < self.reconnect_delay_s_min <= self.reconnect_delay_s_max < float("inf"):
             raise ConfigError(
                 f"agent: reconnect_delay_s_min={self.reconnect_delay_s_min} and "
-                f"reconnect_delay_s_max={self.reconnect_delay_s_max}: expected 0 < min <= max"
+                f"reconnect_delay_s_max={self.reconnect_delay_s_max}: expected 0 < min <= max < inf"
             )
         for name in ("drain_timeout_s", "stop_grace_s", "stopped_timeout_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"agent: {name}={getattr(self, name)}: expected >= 0")
-        if not 0 < self.ping_interval_s <= self.hang_timeout_s:
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"agent: {name}={getattr(self, name)}: expected a finite number >= 0"
+                )
+        if not 0 < self.ping_interval_s <= self.hang_timeout_s < float("inf"):
             raise ConfigError(
                 f"agent: ping_interval_s={self.ping_interval_s} and hang_timeout_s="
-                f"{self.hang_timeout_s}: expected 0 < interval <= timeout"
+                f"{self.hang_timeout_s}: expected 0 < interval <= timeout < inf"
             )
         if self.spawn_failures_max < 1:
             raise ConfigError(f"agent: spawn_failures_max={self.spawn_failures_max}: expected >= 1")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,13 +26,17 @@ from elastic.worker.sockets import (
     EventLoop,
     Watched,
     any_hung_up,
+    end_both_ways,
+    end_reading,
     find_connections,
-    shut_down,
 )
 
 log = logging.getLogger(__name__)
 
 BURIAL_S = 2.0
+QUIET_S = 0.2
+"""How long after an abort our peers' connections are kept up: they are told to leave, too, and
+until they have, a connection that is reset can make gloo forget what they wait for."""
 
 
 @dataclass
@@ -74,6 +79,8 @@ class Life:
     _backends: list[Backend] = field(default_factory=list)
     _waiting: Future[Any] | None = None
     _nccl: list[threading.Thread] = field(default_factory=list)
+    _handles: list[socket.socket] = field(default_factory=list)
+    _quiet_at: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def left_s(self) -> float:
@@ -168,20 +175,25 @@ class Life:
         The device's own reference first: then it is a backend that ends it, which torch does
         without holding the interpreter.
         """
+        time.sleep(max(0.0, self._quiet_at - time.monotonic()))
         with self._lock:
+            handles, self._handles = self._handles, []
             self.loop = None
             self.device = None
+        for handle in handles:
+            handle.close()
         self._backends.clear()
         self.store = None
 
     def _cut(self) -> None:
         with self._lock:  # the event loop's descriptor is its own until `release`
             if self.loop is not None:
-                shut_down(self.loop.watched())
+                self._handles += end_reading(self.loop.watched())
+                self._quiet_at = time.monotonic() + QUIET_S
         store_sockets = self.store_sockets
         if store_sockets is None and self.leader is not None:
             store_sockets = find_connections(self.known, self.leader)
-        shut_down(store_sockets or ())
+        end_both_ways(store_sockets or ())
 
 
 class Undertaker:

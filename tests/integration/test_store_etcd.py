@@ -337,6 +337,8 @@ async def test_a_watch_leaves_a_server_that_gives_no_sign_of_life(
         first = await writer.commit([Compare("a", 0)], [Put("a", b"")])
         async with aclosing(store.watch("", first.revision)) as watch:
             await anext(watch)
+            # Not even a ping of gRPC's own is under way, which would tell it sooner.
+            await frozen.wait_quiet(0.3)
             frozen.hold_requests = frozen.drop_answers = True
             await writer.commit([Compare("b", 0)], [Put("b", b"")])
             # Silence and the time for an answer; gRPC itself would need 13 s.

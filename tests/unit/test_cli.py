@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import datetime
+import io
 import json
+import re
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from elastic import errors
 from elastic.client.cli import main
 from elastic.client.output import HOLD_S, TRACEBACK, Lines
+from elastic.client.printer import Printer
 from elastic.client.sources import AGENTS_RETURN_S, LogSource
 from elastic.client.streams import Again
 from elastic.client.submission import Options, job_spec, run_directory, run_path_of
@@ -26,10 +32,11 @@ from elastic.client.wording import (
 )
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord
+from elastic.core.events.shared import Note
 from elastic.core.view import JobView
-from elastic.core.world import Entry, EntryKind, JobId, JobPhase, NodeId, WorkerId
+from elastic.core.world import Entry, EntryKind, Group, JobId, JobPhase, Member, NodeId, WorkerId
 from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
-from elastic.wire.codec_jobs import LogChunk, log_chunk_to_proto
+from elastic.wire.codec_jobs import LogChunk, TimedNote, log_chunk_to_proto
 
 NOW = datetime.datetime(2026, 3, 4, 5, 6, 7)
 S = 1_000_000_000
@@ -311,6 +318,160 @@ def test_a_wait_says_for_what_and_since_when() -> None:
     assert waiting_line(running, 15 * S) == ""
 
 
+# --------------------------------------------------------------------------------- showing a job
+
+
+class HandClock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_ns = 100 * S
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def unix_ns(self) -> int:
+        return self.now_ns
+
+
+class Terminal(io.StringIO):
+    """Text that was written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def job(phase: JobPhase, reason: str = "", *, since_ns: int = 100 * S, size: int = 0) -> JobView:
+    spec = JobSpec(
+        job_id=JobId("j"), name="demo", entry=Entry(EntryKind.MODULE, "m"), min_workers=1,
+        max_workers=4,
+    )  # fmt: skip
+    members = tuple(Member(WorkerId(f"n{i}/1"), NodeId(f"n{i}"), i, "h:1") for i in range(size))
+    group = Group(size, members, "start") if size else None
+    record = JobRecord(spec, phase, generation=size, group=group)
+    return JobView(record, reason, since_ns, ())
+
+
+def note(name: str, **fields: str) -> TimedNote:
+    return TimedNote(Note(name, "j", tuple(fields.items())), 0)
+
+
+def said(printed: io.StringIO) -> list[str]:
+    """Return the lines without their time of day."""
+    return [line.partition("] ")[2] for line in printed.getvalue().splitlines()]
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def piped(clock: HandClock) -> Iterator[tuple[Printer, io.StringIO, io.StringIO]]:
+    about, stdout = io.StringIO(), io.StringIO()
+    printer = Printer(Console(file=about), stdout=stdout, clock=clock)
+    printer.open()
+    yield printer, about, stdout
+    printer.close()
+
+
+Piped = tuple[Printer, io.StringIO, io.StringIO]
+
+
+def test_in_a_pipe_each_change_is_one_plain_line(piped: Piped) -> None:
+    printer, about, stdout = piped
+    for _ in range(2):
+        printer.job(job(JobPhase.PENDING, "waiting: needs 1 more workers"))
+    printer.job(job(JobPhase.RUNNING, size=1))
+    printer.note(note("group_formed", generation="1", world_size="1", cause="start"))
+    printer.note(note("worker_gone", worker="n0/1", rank="0", cause="killed by SIGKILL"))
+    printer.note(note("worker_gone", worker="n0/1", rank="0", cause="stopped (job succeeded)"))
+    lost = {"cause": "lost", "reason": "lost n0/1"}
+    printer.note(note("group_formed", generation="2", world_size="2", **lost))
+    printer.job(job(JobPhase.RUNNING, size=2))
+    printer.output(chunk("hello\n"))
+    printer.job(job(JobPhase.SUCCEEDED, "all workers finished"))
+    printer.close()
+    assert said(about) == [
+        "job demo waits since 0.0 s: needs 1 more workers",
+        "generation 1: 1 worker",
+        "worker n0/1 (rank 0) is gone: killed by SIGKILL",
+        "generation 2: 2 workers (lost: lost n0/1)",
+        "job demo succeeded: all workers finished",
+    ]
+    assert stdout.getvalue() == "hello\n"
+    assert "\x1b" not in about.getvalue()
+
+
+def test_a_wait_that_lasts_is_said_again(piped: Piped, clock: HandClock) -> None:
+    printer, about, _ = piped
+    printer.job(job(JobPhase.PENDING, "waiting: needs 1 more workers"))
+    for _ in range(61):
+        clock.now_ns += S
+        printer.tick()
+    assert said(about) == [
+        f"job demo waits since {age}: needs 1 more workers" for age in ("0.0 s", "30.0 s", "1m 0s")
+    ]
+
+
+def test_an_outage_is_said_ever_more_rarely_and_its_end_once(
+    piped: Piped, clock: HandClock
+) -> None:
+    printer, about, _ = piped
+    printer.outage(0.2)
+    printer.outage(0.0)
+    for seconds in range(1, 9):
+        clock.now_ns += S
+        printer.outage(float(seconds))
+    printer.outage(0.0)
+    printer.outage(0.0)
+    assert said(about) == [
+        *(f"coordinator unreachable since {n} s, training goes on" for n in (1, 2, 4, 8)),
+        "coordinator answers again after 8.0 s",
+    ]
+
+
+def test_reports_come_at_most_once_a_second_and_the_last_one_always(
+    piped: Piped, clock: HandClock
+) -> None:
+    printer, about, _ = piped
+    for step in range(25):
+        printer.report({"step": step})
+        clock.now_ns += S // 10
+    printer.close()
+    assert said(about) == [f"report: step={step}" for step in (0, 10, 20, 24)]
+
+
+def wait_drawn(terminal: Terminal, text: str) -> None:
+    until = time.monotonic() + 20
+    while text not in terminal.getvalue():
+        assert time.monotonic() < until, terminal.getvalue()
+        time.sleep(0.01)
+
+
+def test_a_terminal_shows_one_moving_line_below_the_output(clock: HandClock) -> None:
+    terminal = Terminal()
+    console = Console(file=terminal, force_terminal=True, width=120)
+    printer = Printer(console, stdout=terminal, clock=clock)
+    printer.open()
+    try:
+        printer.job(job(JobPhase.RUNNING, size=2))
+        printer.report({"loss": 0.25})
+        wait_drawn(terminal, "loss=0.25")
+        printer.output(chunk("50%\r100%\n"))
+        printer.job(job(JobPhase.PENDING, "waiting: [needs] 1 more workers"))
+        printer.output(chunk(STORY))
+    finally:
+        printer.close(said_elsewhere=STORY)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert "demo  running  generation 2  2 workers  loss=0.25" in text
+    assert "demo  pending  loss=0.25  waits since 0.0 s: [needs] 1 more workers" in text
+    assert "100%\n" in text
+    assert "50%" not in text
+    assert "report:" not in text
+    assert "Traceback" not in text
+
+
 # ------------------------------------------------------------------------------- output of workers
 
 
@@ -322,9 +483,9 @@ def test_output_of_several_workers_is_whole_lines_with_their_owner() -> None:
     lines = Lines(shows_prefix=True)
     shown = lines.take(chunk("one\ntw"), 0)
     shown += lines.take(chunk("other\n", "n2/1", 3), 0)
-    shown += lines.take(chunk("o\n"), 0) + lines.take(chunk("spare", "n3/1", -1), 0)
+    shown += lines.take(chunk("\ro\n"), 0) + lines.take(chunk("spare", "n3/1", -1), 0)
     assert shown + lines.rest("") == (
-        "[gen4 r0 n1] one\n[gen4 r3 n2] other\n[gen4 r0 n1] two\n[gen4 n3/1] spare\n"
+        "[gen4 r0 n1] one\n[gen4 r3 n2] other\n[gen4 r0 n1] tw\ro\n[gen4 n3/1] spare\n"
     )
 
 

@@ -15,10 +15,11 @@ from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
 from elastic.worker.sockets import (
     Watched,
     any_hung_up,
+    end_both_ways,
+    end_reading,
     find_connections,
     find_event_loop,
     peer_address,
-    shut_down,
     socket_inodes,
 )
 
@@ -64,7 +65,7 @@ def test_a_place_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
 
 
 def test_a_store_cannot_listen_where_this_machine_is_not() -> None:
-    with pytest.raises(GroupError, match="cannot listen on 192.0.2.77"):
+    with pytest.raises(GroupError, match=r"cannot listen on 192\.0\.2\.77"):
         StoreServer("192.0.2.77")
 
 
@@ -128,19 +129,29 @@ def test_a_socket_that_we_closed_counts_as_hung_up() -> None:
     assert any_hung_up([one])
 
 
-def test_shutting_down_wakes_the_peer_and_leaves_listeners_alone() -> None:
+def test_an_end_both_ways_wakes_the_peer_and_leaves_listeners_alone() -> None:
     near, far = connected()
     with near, far, socket.create_server(("127.0.0.1", 0)) as listener:
-        assert shut_down([watched(near), watched(listener)]) == 1
+        assert end_both_ways([watched(near), watched(listener)]) == 1
         assert far.recv(1) == b""
         socket.create_connection(listener.getsockname()).close()
+
+
+def test_an_end_of_reading_lets_the_owner_go_on_sending() -> None:
+    near, far = connected()
+    with near, far:
+        (handle,) = end_reading([watched(near)])
+        assert near.recv(1) == b""
+        near.sendall(b"on its way")
+        assert far.recv(100) == b"on its way"
+        handle.close()
 
 
 def test_a_descriptor_that_stands_for_another_socket_now_is_not_touched() -> None:
     near, far = connected()
     with near, far:
         stale = Watched(near.fileno(), watched(near).inode + 1)
-        assert shut_down([stale]) == 0
+        assert end_both_ways([stale]) == 0
         near.sendall(b"still there")
         assert far.recv(100) == b"still there"
 

@@ -40,6 +40,7 @@ from elastic.core.messages import (
 from elastic.core.policy import failure as failure_policy
 from elastic.core.policy import retention
 from elastic.core.world import (
+    NO_GENERATION,
     CheckpointRecord,
     ExitCause,
     ExitKind,
@@ -220,6 +221,7 @@ def start_drain(cluster: Cluster, state: NodeState, reason: str, timeout_ns: int
     leave_by_ns = cluster.now_ns + timeout_ns
     if state.draining and state.leave_by_ns is not None:
         state.leave_by_ns = min(state.leave_by_ns, leave_by_ns)
+        cluster.touch_active()
         return
     state.draining, state.leave_by_ns = True, leave_by_ns
     if state.is_live():
@@ -351,9 +353,12 @@ def lose_worker(
     decision = failure_policy.judge_exit(job.spec, job.history, cause, failure, cluster.config)
     judgement = decision.value
     is_users = judgement.history.failures > job.history.failures
+    raised_in = worker.report.generation
+    if is_users and NO_GENERATION < raised_in <= job.failure_generation:
+        return  # One attempt fails once, in however many ranks the error is raised.
     job.history = judgement.history
-    if is_users and job.failure_generation != job.generation:
-        job.failure_generation = job.generation
+    if is_users:
+        job.failure_generation = max(job.failure_generation, raised_in)
         job.failure = failure or Failure("WorkerExited", f"worker {worker_id} {what}")
         job.failed_worker = f"{worker_id} (rank {rank})" if rank >= 0 else worker_id
     if judgement.job_fails:

@@ -68,7 +68,7 @@ class JobState:
         restart_at_ns: no worker is started before (back-off).
         wake_ns: when this job must be looked at again.
         first_steps: wall clock at the end of each member's first step in this generation.
-        failure_generation: the generation in which `failure` was raised.
+        failure_generation: the newest one in which user code raised; charged once.
     """
 
     spec: JobSpec

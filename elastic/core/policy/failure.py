@@ -21,6 +21,8 @@ CRASH_SIGNALS = (
 FREE_LOSSES = 2
 """Losses in a row that are replaced without delay."""
 FIRST_DELAY_S = 0.5
+DOUBLINGS_MAX = 64
+"""Enough to reach any bound; more would leave the range of floating point."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class History:
     Attributes:
         failures: failures of user code in the whole run.
         losses: losses in a row since the last progress.
-        last: the failure before this one, None if the job made progress since.
+        last: the failure before this one; its position tells whether the job came further.
     """
 
     failures: int = 0
@@ -77,7 +79,8 @@ def judge_exit(
             f"look at its log; the limit is crash_loop_limit={config.crash_loop_limit}",
         )
     over = losses - FREE_LOSSES
-    delay_s = min(config.restart_delay_s_max, FIRST_DELAY_S * 2 ** (over - 1)) if over > 0 else 0.0
+    doubled = FIRST_DELAY_S * 2 ** min(over - 1, DOUBLINGS_MAX)
+    delay_s = min(config.restart_delay_s_max, doubled) if over > 0 else 0.0
     return Decision(Judgement(False, after, ns(delay_s)), what)
 
 

@@ -58,7 +58,8 @@ def place(spec: JobSpec, offers: Sequence[Offer], have: int) -> Decision[tuple[N
     if spec.strategy is Strategy.STRICT_SPREAD:
         capacity = {o.node_id: min(capacity[o.node_id], 0 if o.hosting else 1) for o in fitting}
     elif spec.strategy is Strategy.STRICT_PACK:
-        capacity = _one_node(fitting, capacity)
+        away = have > sum(o.hosting for o in offers)
+        capacity = dict.fromkeys(capacity, 0) if away else _one_node(fitting, capacity)
     chosen = _spread_out(fitting, capacity, want, spread=spec.strategy in _SPREADING)
     if have + len(chosen) < spec.min_workers:
         return Decision((), explain_shortage(spec, offers, capacity, have))
@@ -87,7 +88,10 @@ def _capacity(spec: JobSpec, offer: Offer) -> int:
 
 
 def _one_node(offers: Sequence[Offer], capacity: Mapping[NodeId, int]) -> dict[NodeId, int]:
-    """Leave capacity on a single node: the one that hosts the job already, else the roomiest."""
+    """Leave capacity on a single node: the one that hosts the job already, else the roomiest.
+
+    If the job's node is away for a moment the caller leaves none: it must not begin another.
+    """
     hosting = [o.node_id for o in offers if o.hosting]
     roomiest = sorted(capacity, key=lambda n: (-capacity[n], n))
     chosen = (hosting or roomiest)[:1]

@@ -46,7 +46,7 @@ def keep(
 def _score(record: CheckpointRecord, attribute: str, order: str) -> float:
     try:
         value = float(json.loads(record.metrics)[attribute])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return -math.inf
     if math.isnan(value):
         return -math.inf

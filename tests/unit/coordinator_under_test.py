@@ -1,0 +1,342 @@
+"""A coordinator's machine with agents and a store played around it, and words to drive them.
+
+Rule: what is played here is faithful and dumb: agents list in a hello all that they were not told
+to forget, a worker does only what a test says, and the store keeps what `Persist` gave it.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from elastic.core.config import CoordinatorConfig, JobSpec, ns
+from elastic.core.events.coordinator import (
+    AgentConnected,
+    AgentDisconnected,
+    AgentSaid,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Forget,
+    JobRecord,
+    NodeDrainRequested,
+    Persist,
+    Recovered,
+    Reply,
+    SendAgent,
+    StopRequested,
+    SubmitRequested,
+)
+from elastic.core.events.shared import Note, Tick
+from elastic.core.machine.coordinator import CoordinatorMachine
+from elastic.core.messages import (
+    AgentMessage,
+    Announce,
+    DrainNotice,
+    ForgetWorker,
+    Hello,
+    Progress,
+    Report,
+    Reported,
+    StartWorker,
+    WorkerUpdate,
+)
+from elastic.core.view import JobView, NodeView
+from elastic.core.world import (
+    ExitCause,
+    ExitKind,
+    Failure,
+    JobId,
+    Node,
+    NodeId,
+    SessionId,
+    Strategy,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
+from tests.strategies import SCRIPT
+
+MS = 1_000_000
+KILLED = ExitCause(ExitKind.SIGNAL, int(signal.SIGKILL))
+RAISED = ExitCause(ExitKind.CODE, 1)
+STOPPED = ExitCause(ExitKind.STOPPED)
+CONFIG = CoordinatorConfig(
+    start_patience_s=2, node_grace_s=0.5, adoption_grace_s=10, broken_grace_s=0.3,
+    form_timeout_s=20, boundary_timeout_s=30, crash_loop_limit=4, healthy_after_s=30,
+    restart_delay_s_max=2, ended_jobs_kept=2, jobs_max=4,
+)  # fmt: skip
+Kind = TypeVar("Kind")
+
+
+def spec(job: str, low: int = 1, high: int | None = None, **changes: Any) -> JobSpec:
+    """A job whose name is its id; a strategy may be given by name."""
+    if isinstance(changes.get("strategy"), str):
+        changes["strategy"] = Strategy(changes["strategy"])
+    return JobSpec(
+        **{
+            "job_id": JobId(job), "name": job, "entry": SCRIPT, "min_workers": low,
+            "max_workers": high or low, **changes,
+        }
+    )  # fmt: skip
+
+
+@dataclass
+class PlayedAgent:
+    """What an agent remembers over connections."""
+
+    node: Node
+    session: SessionId | None = None
+    workers: dict[WorkerId, WorkerReport] = field(default_factory=dict)
+
+
+class Coordinator:
+    """A machine under test, after its first event.
+
+    Attributes:
+        effects: of the last step.
+        notes: names of all notes so far, with job and fields.
+        store: what is durable.
+        announced: the newest announcement that reached each worker.
+    """
+
+    def __init__(self, config: CoordinatorConfig = CONFIG) -> None:
+        self.config = config
+        self.now_ns = 0
+        self.term = 0
+        self.sessions = 0
+        self.requests = 0
+        self.agents: dict[str, PlayedAgent] = {}
+        self.effects: tuple[CoordinatorEffect, ...] = ()
+        self.notes: list[Note] = []
+        self.store: dict[JobId, JobRecord] = {}
+        self.announced: dict[WorkerId, Announce] = {}
+        self.restart()
+
+    # ------------------------------------------------------------ the door
+
+    def step(self, event: CoordinatorEvent, *, dies_after_persist: bool = False) -> None:
+        """Take one event; perform its effects, or only those up to the first `Persist`."""
+        self.effects = self.machine.step(event, self.now_ns)
+        if dies_after_persist:
+            last = next(i for i, e in enumerate(self.effects) if isinstance(e, Persist))
+            self.effects = self.effects[: last + 1]
+        for effect in self.effects:
+            self._perform(effect)
+
+    def _perform(self, effect: CoordinatorEffect) -> None:
+        if isinstance(effect, Persist):
+            self.store.update({record.spec.job_id: record for record in effect.records})
+        elif isinstance(effect, Forget):
+            for job_id in effect.job_ids:
+                del self.store[job_id]
+        elif isinstance(effect, Note):
+            self.notes.append(effect)
+        elif isinstance(effect, SendAgent):
+            agent = self.at(effect.session)
+            if agent is not None:
+                self._deliver(agent, effect.message)
+
+    def _deliver(self, agent: PlayedAgent, message: Any) -> None:
+        if isinstance(message, StartWorker):
+            report = WorkerReport(message.worker_id, message.spec.job_id, WorkerPhase.STARTING)
+            agent.workers.setdefault(message.worker_id, report)
+        elif isinstance(message, ForgetWorker):
+            agent.workers.pop(message.worker_id, None)
+        elif isinstance(message, Announce):
+            self.announced[message.assignment.worker_id] = message
+
+    def at(self, session: SessionId) -> PlayedAgent | None:
+        """Return the agent that listens at this session."""
+        return next((a for a in self.agents.values() if a.session == session), None)
+
+    def restart(self) -> None:
+        """Begin another life of the coordinator with what the store holds; all streams break."""
+        self.term += 1
+        for agent in self.agents.values():
+            agent.session = None
+        self.machine = CoordinatorMachine(self.config, "coordinator")
+        self.step(Recovered(tuple(self.store.values()), self.term))
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, with a tick at each deadline; effects of all ticks are kept."""
+        until, effects = self.now_ns + ns(seconds), []
+        while (due := self.machine.next_deadline_ns()) is not None and due <= until:
+            assert due >= self.now_ns, "the machine asks for a moment that is over"
+            self.now_ns = due
+            self.step(Tick())
+            effects.extend(self.effects)
+            again = self.machine.next_deadline_ns()
+            assert again is None or again > due, "the machine asks for the same moment again"
+        self.now_ns = until
+        self.effects = tuple(effects)
+
+    # ------------------------------------------------------------ agents
+
+    def agent(self, name: str, slots: int = 1, **changes: Any) -> None:
+        """Connect an agent: the one of this name again, or a new life of it."""
+        known = self.agents.get(name)
+        incarnation = changes.pop("incarnation", known.node.incarnation if known else 1)
+        hello = {k: changes.pop(k) for k in [*changes] if k in Hello.__dataclass_fields__}
+        if known is None or known.node.incarnation != incarnation:
+            node = Node(NodeId(name), incarnation, f"host-{name}", slots, **changes)
+            known = self.agents[name] = PlayedAgent(node)
+        self.sessions += 1
+        known.session = SessionId(f"s{self.sessions}")
+        self.step(
+            AgentConnected(known.session, Hello(known.node, tuple(known.workers.values()), **hello))
+        )
+
+    def disconnect(self, name: str) -> None:
+        """Break the agent's stream."""
+        session, self.agents[name].session = self.agents[name].session, None
+        assert session is not None, f"agent {name} is not connected"
+        self.step(AgentDisconnected(session, "stream broke"))
+
+    def says(self, name: str, message: AgentMessage, **how: Any) -> None:
+        """Send a message of a connected agent."""
+        session = self.agents[name].session
+        assert session is not None, f"agent {name} is not connected"
+        self.step(AgentSaid(session, message), **how)
+
+    def notice(self, name: str, seconds: float, reason: str = "SIGTERM") -> None:
+        """Let the agent say that its node is about to leave."""
+        self.says(name, DrainNotice(reason, ns(seconds)))
+
+    # ------------------------------------------------------------ workers
+
+    def report_of(self, worker: str) -> WorkerReport:
+        """Return what the agent knows of its worker."""
+        return self.agents[worker.partition("/")[0]].workers[WorkerId(worker)]
+
+    def update(self, worker: str, phase: WorkerPhase, generation: int = -1, **changes: Any) -> None:
+        """Let a worker enter a phase, by default of the generation that it was announced into.
+
+        While the agent's stream is broken only the agent knows of it.
+        """
+        how = {k: changes.pop(k) for k in [*changes] if k == "dies_after_persist"}
+        name, worker_id = worker.partition("/")[0], WorkerId(worker)
+        before = self.report_of(worker)
+        told = self.announced.get(worker_id)
+        if generation < 0:
+            generation = told.assignment.generation if told else before.generation
+        report = replace(before, phase=phase, generation=generation, **changes)
+        self.agents[name].workers[worker_id] = report
+        if self.agents[name].session is not None:
+            self.says(name, WorkerUpdate(report), **how)
+
+    def ready(self, *workers: str, **how: Any) -> None:
+        """Let workers serve their store and wait for a generation."""
+        for worker in workers:
+            name, _, serial = worker.partition("/")
+            address = f"host-{name}:{5000 + int(serial)}"
+            self.update(worker, WorkerPhase.READY, store_address=address, pid=100, **how)
+
+    def training(self, *workers: str) -> None:
+        """Let workers train in the generation that they were announced into."""
+        for worker in workers:
+            self.update(worker, WorkerPhase.TRAINING)
+
+    def broken(self, worker: str) -> None:
+        """Let a worker find its group broken."""
+        self.update(worker, WorkerPhase.BROKEN)
+
+    def finished(self, worker: str, result: str = "null") -> None:
+        """Let a worker's train function return."""
+        self.update(worker, WorkerPhase.FINISHED, result=result)
+
+    def exits(self, worker: str, cause: ExitCause = KILLED, **changes: Any) -> None:
+        """Let a worker's process end."""
+        generation = self.report_of(worker).generation
+        self.update(worker, WorkerPhase.EXITED, generation, exit=cause, **changes)
+
+    def raises(self, worker: str, message: str = "boom", position: str = "", **how: Any) -> None:
+        """Let user code raise in a worker, which ends it."""
+        failure = Failure("ValueError", message, f"Traceback: {message} in {worker}", position)
+        self.exits(worker, RAISED, failure=failure, **how)
+
+    def reports(self, worker: str, index: int, **fields: Any) -> None:
+        """Let a worker call `train.report` in its generation."""
+        self.says(worker.partition("/")[0], self.reported(worker, index, **fields))
+
+    def reported(self, worker: str, index: int, **fields: Any) -> Reported:
+        """Return what the agent says for a call of `train.report`."""
+        known = self.report_of(worker)
+        told = self.announced.get(WorkerId(worker))
+        report = Report(
+            known.worker_id, known.job_id, known.generation, index,
+            rank=told.assignment.rank if told else 0, metrics="{}",
+        )  # fmt: skip
+        return Reported(replace(report, **fields))
+
+    def steps(self, worker: str, steps: int, first_ns: int = 0) -> None:
+        """Let a worker tell how far it is."""
+        generation = self.report_of(worker).generation
+        self.says(worker.partition("/")[0], Progress(WorkerId(worker), generation, steps, first_ns))
+
+    # ------------------------------------------------------------ users
+
+    def submit(self, job: str, low: int = 1, high: int | None = None, **changes: Any) -> Reply:
+        """Submit a job; its name is its id."""
+        return self._ask(SubmitRequested(self._request(), spec(job, low, high, **changes)))
+
+    def stop(self, job: str, reason: str = "") -> Reply:
+        """Stop a job."""
+        return self._ask(StopRequested(self._request(), JobId(job), reason))
+
+    def drain(self, name: str, seconds: float = 30, reason: str = "upgrade") -> Reply:
+        """Drain a node as an operator does."""
+        return self._ask(NodeDrainRequested(self._request(), NodeId(name), ns(seconds), reason))
+
+    def _request(self) -> str:
+        self.requests += 1
+        return f"r{self.requests}"
+
+    def _ask(self, event: CoordinatorEvent) -> Reply:
+        self.step(event)
+        (reply,) = self.of(Reply)
+        return reply
+
+    # ------------------------------------------------------------ what came of it
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Return the last effects of this kind."""
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    def sent(self, kind: type[Kind]) -> list[Kind]:
+        """Return the messages of this kind among the last effects."""
+        return [e.message for e in self.of(SendAgent) if isinstance(e.message, kind)]
+
+    def noted(self, name: str) -> list[dict[str, str]]:
+        """Return the fields of every note of this name so far."""
+        return [dict(note.fields) for note in self.notes if note.name == name]
+
+    def job(self, job: str) -> JobView:
+        """Return what status shows of a job."""
+        views = self.machine.view(self.now_ns).jobs
+        return next(view for view in views if view.record.spec.job_id == job)
+
+    def node(self, name: str) -> NodeView:
+        """Return what status shows of a node."""
+        views = self.machine.view(self.now_ns).nodes
+        return next(view for view in views if view.node.node_id == name)
+
+    def members(self, job: str) -> str:
+        """Return the newest group as "g2: n1/1 n2/1"."""
+        group = self.job(job).record.group
+        return f"g{group.generation}: {' '.join(group.worker_ids())}" if group else ""
+
+
+def running(job: str = "a", *, nodes: int = 3, low: int = 1, **changes: Any) -> Coordinator:
+    """A job that trains with one worker on each of `nodes` nodes, n1, n2, ..."""
+    coordinator = Coordinator(changes.pop("config", CONFIG))
+    names = [f"n{number}" for number in range(1, nodes + 1)]
+    for name in names:
+        coordinator.agent(name)
+    coordinator.submit(job, low, changes.pop("high", nodes), **changes)
+    workers = [f"{name}/1" for name in names]
+    coordinator.ready(*workers)
+    coordinator.training(*workers)
+    coordinator.advance(0.1)
+    assert coordinator.members(job) == f"g1: {' '.join(workers)}"
+    return coordinator

@@ -1,0 +1,88 @@
+"""Which checkpoints are kept: the newest always, then the best ones, or the newest ones."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from elastic.core.policy.retention import keep
+from elastic.core.world import CheckpointRecord
+
+
+def records(*metrics: Any) -> list[CheckpointRecord]:
+    """Checkpoints 0, 1, 2, ... whose metrics are {"loss": value}; text is taken as it is."""
+    return [
+        CheckpointRecord(
+            str(index), 1, index, value if isinstance(value, str) else json.dumps({"loss": value})
+        )
+        for index, value in enumerate(metrics)
+    ]
+
+
+def kept(found: list[CheckpointRecord], count: int, attribute: str = "", order: str = "max") -> str:
+    return "".join(
+        record.path
+        for record in keep(found, num_to_keep=count, score_attribute=attribute, score_order=order)
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "left"),
+    [(-1, "01234"), (5, "01234"), (9, "01234"), (4, "1234"), (2, "34"), (1, "4")],
+)
+def test_without_a_score_the_newest_ones_are_kept_in_their_order(count: int, left: str) -> None:
+    assert kept(records(1, 2, 3, 4, 5), count) == left
+
+
+def test_of_no_checkpoints_none_are_kept() -> None:
+    assert keep([], num_to_keep=1) == ()
+    assert keep([], num_to_keep=-1, score_attribute="loss") == ()
+
+
+@pytest.mark.parametrize(
+    ("losses", "count", "order", "left"),
+    [
+        ((3, 1, 2, 9), 2, "min", "13"),
+        ((3, 1, 2, 9), 3, "min", "123"),
+        ((3, 1, 2, 0), 2, "max", "03"),
+        ((3, 1, 2, 0), 3, "max", "023"),
+        # The newest is kept though it is the worst: it is what a recovery reads.
+        ((1, 2, 3), 1, "min", "2"),
+        # Of equals the later one is kept.
+        ((5, 5, 5, 0), 2, "max", "23"),
+        ((5, 5, 5, 0), 2, "min", "23"),
+    ],
+)
+def test_with_a_score_the_newest_is_kept_and_then_the_best(
+    losses: tuple[float, ...], count: int, order: str, left: str
+) -> None:
+    assert kept(records(*losses), count, "loss", order) == left
+
+
+HUGE = json.dumps({"loss": 10**400})
+DEEP = '{"loss": ' + "[" * 200_000 + "]" * 200_000 + "}"
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        "", "{", "[]", "7", "null", "{}", '{"loss": null}', '{"loss": "high"}', '{"loss": [1]}',
+        '{"loss": NaN}', '{"other": 1}', '"loss"', HUGE, DEEP,
+    ],
+    ids=lambda text: text[:12],
+)  # fmt: skip
+@pytest.mark.parametrize("order", ["min", "max"])
+def test_a_checkpoint_whose_score_is_no_number_ranks_last(metrics: str, order: str) -> None:
+    assert kept(records(1, metrics, 2, 3), 3, "loss", order) == "023"
+
+
+def test_an_infinite_loss_is_the_worst_one_and_an_infinite_reward_the_best() -> None:
+    infinite = '{"loss": Infinity}'
+    assert kept(records(1, infinite, 2, 3), 2, "loss", "max") == "13"
+    assert kept(records(1, infinite, 2, 3), 3, "loss", "min") == "023"
+
+
+def test_numbers_that_came_as_text_or_truth_values_count_as_numbers() -> None:
+    assert kept(records('{"loss": "2.5"}', '{"loss": 2}', '{"loss": true}', 0), 2, "loss") == "03"
