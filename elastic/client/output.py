@@ -47,7 +47,12 @@ class Lines:
         self._voices: dict[str, _Voice] = {}
 
     def take(self, chunk: LogChunk, now_ns: int) -> str:
-        """Return what can be shown now; whole lines, unless one is very long."""
+        """Return what can be shown now: whole lines (unless one is very long).
+
+        With neither prefixes nor tracebacks to look for, that is everything as it comes.
+        """
+        if not (self.shows_prefix or self.holds_tracebacks):
+            return chunk.text
         voice = self._voices.setdefault(chunk.worker_id, _Voice(""))
         voice.prefix = prefix_of(chunk) if self.shows_prefix else ""
         text = voice.begun + chunk.text
@@ -59,6 +64,7 @@ class Lines:
             start = text.find(TRACEBACK) if self.holds_tracebacks else -1
             if start < 0:
                 return self._shown(voice, text)
+            start = text.rfind("\n", 0, start) + 1  # It may stand behind "[rank0]: ".
             voice.held_since_ns = now_ns
             voice.held = text[start:]
             return self._shown(voice, text[:start])

@@ -83,6 +83,18 @@ def test_a_member_that_waits_in_ddp_backward_is_freed_and_trains_on_in_the_next_
     CREW.retire(members[2])
 
 
+@pytest.mark.parametrize("size", [1000, 1_000_000])
+def test_members_that_reduce_all_the_time_are_freed_whatever_they_just_do(size: int) -> None:
+    """gloo forgets a sender that begins to send while its connection ends both ways."""
+    members = CREW.take(4)
+    freed: list[float] = []
+    for _ in range(15):
+        formed(members)
+        orders = blocked_in(members, "all_reduce", size=size, repeat=10**7)
+        freed += abort_all(members, orders)
+    assert max(freed) < 1000, f"ms from abort to the main thread: {sorted(freed)}"
+
+
 def test_a_wait_in_the_groups_store_is_freed() -> None:
     members = CREW.take(2)
     formed(members)

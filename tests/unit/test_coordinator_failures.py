@@ -187,6 +187,27 @@ def test_a_lost_node_is_one_loss_however_many_workers_it_had() -> None:
     assert len(coordinator.noted("worker_gone")) == 4
 
 
+def test_many_nodes_lost_at_once_are_no_crash_loop() -> None:
+    """A rack without power is one event, however many nodes it takes with it."""
+    coordinator = running(nodes=CONFIG.crash_loop_limit + 3, low=2)
+    for number in range(3, CONFIG.crash_loop_limit + 4):
+        coordinator.disconnect(f"n{number}")
+        coordinator.advance(0.01)
+    coordinator.advance(CONFIG.node_grace_s)
+    assert coordinator.members("a").endswith(": n1/1 n2/1")
+    assert coordinator.job("a").record.losses == 1
+
+
+def test_workers_killed_before_their_first_group_are_charged_each_time() -> None:
+    coordinator = Coordinator()
+    coordinator.agent("n1")
+    coordinator.submit("a")
+    for serial in range(1, CONFIG.crash_loop_limit + 2):
+        coordinator.advance(CONFIG.restart_delay_s_max)
+        coordinator.exits(f"n1/{serial}")
+    assert coordinator.job("a").record.phase is JobPhase.FAILED
+
+
 # ---------------------------------------------------------------- reports and checkpoints
 
 

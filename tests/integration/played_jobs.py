@@ -1,0 +1,156 @@
+"""What the tests of the client and of the command share: a coordinator, agents that play a part."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.from_thread
+import grpc
+import pytest
+from click.testing import CliRunner, Result
+
+from elastic.client.cli import main
+from elastic.client.jobs import Client
+from elastic.client.watching import Printer, follow
+from elastic.core.messages import (
+    FollowLogs,
+    LogLines,
+    Release,
+    Report,
+    Reported,
+    StopWorker,
+    WorkerUpdate,
+)
+from elastic.core.view import JobView
+from elastic.core.world import (
+    ExitCause,
+    ExitKind,
+    Failure,
+    JobId,
+    JobPhase,
+    NodePhase,
+    WorkerPhase,
+    WorkerReport,
+)
+from elastic.errors import (
+    CoordinatorUnreachable,
+    NameTaken,
+    NotAuthorized,
+    NotFound,
+    Refused,
+    Unavailable,
+    UsageError,
+)
+from elastic.runtime.rpc import server_options, status_of
+from elastic.wire.generated.elastic.v1 import jobs_pb2
+from tests.integration.coordinator import (
+    DEADLINE_S,
+    ROOT,
+    Coordinator,
+    ScriptedAgent,
+    node,
+    spec,
+)
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    with Coordinator(tmp_path_factory.mktemp("coordinator")) as started:
+        yield started
+
+
+@pytest.fixture
+def coordinator(running: Coordinator) -> Iterator[Coordinator]:
+    """One coordinator for all tests that leave it alive; what a test left there is stopped."""
+    yield running
+    with Client(running.address) as client:
+        for job in client.list(include_ended=False):
+            client.stop(job.record.spec.job_id)
+
+
+@pytest.fixture
+def client(coordinator: Coordinator) -> Iterator[Client]:
+    with Client(coordinator.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return path
+
+
+def elastic(coordinator: Coordinator, *args: object, **env: str) -> Result:
+    line = ["-c", coordinator.address, *map(str, args)]
+    return CliRunner().invoke(main, line, env=env)
+
+
+def wait_until(holds: Callable[[], Any], what: str) -> Any:
+    """Ask again and again until the answer is true, and return it."""
+    until = time.monotonic() + DEADLINE_S
+    while not (answer := holds()):
+        assert time.monotonic() < until, f"waited for {what}"
+        time.sleep(0.01)
+    return answer
+
+
+def wait_phase(client: Client, job: str, phase: JobPhase) -> JobView:
+    def holds() -> JobView | None:
+        view = client.get(job)
+        return view if view.record.phase is phase else None
+
+    view: JobView = wait_until(holds, f"job {job} to be {phase.value}")
+    return view
+
+
+@contextmanager
+def playing(address: str, node_id: str, *, failure: Failure | None = None) -> Iterator[Any]:
+    """In the background, an agent whose worker trains, reports, prints and ends."""
+    with anyio.from_thread.start_blocking_portal() as portal:
+        played = portal.start_task_soon(play, address, node_id, failure)
+        yield played
+        played.result(DEADLINE_S)
+
+
+async def play(address: str, node_id: str, failure: Failure | None) -> None:
+    """Be an agent with one worker, from its start to its end."""
+    async with ScriptedAgent(address, node(node_id, slots=1)) as agent:
+        await agent.join()
+        report = await agent.train()
+        wish = await agent.hear(FollowLogs)
+        worker_id = report.worker_id
+        await agent.say(LogLines(wish.follow_id, worker_id, "hello from the worker\n"))
+        told = Report(worker_id, report.job_id, report.generation, 0, 0, '{"loss": 0.5}')
+        await agent.say(Reported(told))
+        if failure is None:
+            finished = replace(report, phase=WorkerPhase.FINISHED, result='"done"')
+            await agent.say(WorkerUpdate(finished))
+            await agent.hear(StopWorker)
+            gone = ended(finished, ExitCause(ExitKind.STOPPED))
+        else:
+            text = f"{failure.traceback}\n"  # As print() writes it.
+            await agent.say(LogLines(wish.follow_id, worker_id, text))
+            gone = ended(replace(report, failure=failure), ExitCause(ExitKind.CODE, 1))
+        await agent.say(WorkerUpdate(gone))
+        await agent.say(LogLines(wish.follow_id, worker_id, "goodbye\n"))
+        await agent.say(LogLines(wish.follow_id, worker_id, "", end=True))
+        with anyio.move_on_after(1.0):  # Whoever follows has all of it before the stream ends.
+            await agent.end()
+
+
+def ended(report: WorkerReport, cause: ExitCause) -> WorkerReport:
+    return replace(report, phase=WorkerPhase.EXITED, exit=cause)
+
+

@@ -1,0 +1,341 @@
+"""The command `elastic` against a real coordinator; agents say what a test tells them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.from_thread
+import grpc
+import pytest
+from click.testing import CliRunner, Result
+
+from elastic.client.cli import main
+from elastic.client.jobs import Client
+from elastic.client.watching import Printer, follow
+from elastic.core.messages import (
+    FollowLogs,
+    LogLines,
+    Release,
+    Report,
+    Reported,
+    StopWorker,
+    WorkerUpdate,
+)
+from elastic.core.view import JobView
+from elastic.core.world import (
+    ExitCause,
+    ExitKind,
+    Failure,
+    JobId,
+    JobPhase,
+    NodePhase,
+    WorkerPhase,
+    WorkerReport,
+)
+from elastic.errors import (
+    CoordinatorUnreachable,
+    NameTaken,
+    NotAuthorized,
+    NotFound,
+    Refused,
+    Unavailable,
+    UsageError,
+)
+from elastic.runtime.rpc import server_options, status_of
+from elastic.wire.generated.elastic.v1 import jobs_pb2
+from tests.integration.coordinator import (
+    DEADLINE_S,
+    ROOT,
+    Coordinator,
+    ScriptedAgent,
+    node,
+    spec,
+)
+
+NOBODY = "127.0.0.1:1"
+STORY = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: step seven\n'
+
+
+def test_submit_prints_the_workers_output_and_exits_0(
+    coordinator: Coordinator, script: Path, tmp_path: Path
+) -> None:
+    with playing(coordinator.address, "success"):
+        done = elastic(coordinator, "submit", script, "--name", "good", "--storage-path", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "hello from the worker\ngoodbye\n"
+    assert "job good submitted as j-" in done.stderr
+    assert f"elastic -c {coordinator.address}" not in done.stderr
+    assert f"elastic --coord {coordinator.address} stop j-" in done.stderr
+    assert "generation 1: 1 worker" in done.stderr
+    assert "report: loss=0.5" in done.stderr
+    assert done.stderr.rstrip().endswith("job good succeeded: all workers finished")
+    again = elastic(coordinator, "submit", script, "--name", "good", "--storage-path", tmp_path,
+                    "--no-wait")  # fmt: skip
+    assert again.exit_code == 0, "an empty run directory and an ended job are no obstacle"
+
+
+def test_a_failed_job_exits_1_with_its_traceback_once_and_last(
+    coordinator: Coordinator, script: Path, tmp_path: Path
+) -> None:
+    failure = Failure("ValueError", "step seven", STORY, "report 7")
+    with playing(coordinator.address, "failing", failure=failure):
+        done = elastic(coordinator, "submit", script, "--name", "bad", "--storage-path", tmp_path)
+    assert done.exit_code == 1
+    assert done.stdout == "hello from the worker\ngoodbye\n"
+    assert "job bad failed: ValueError: step seven" in done.stderr
+    assert "first failure in worker failing/" in done.stderr
+    assert done.output.count("Traceback") == 1
+    assert done.stderr.endswith(STORY)
+    shown = elastic(coordinator, "status", "bad").stdout
+    assert shown.endswith(STORY)
+    assert shown.count("Traceback") == 1
+
+
+def test_a_stopped_job_exits_75(coordinator: Coordinator, script: Path, tmp_path: Path) -> None:
+    with Client(coordinator.address) as client, ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(stop_once_there, client, "halted", "out of budget")
+        done = elastic(
+            coordinator, "submit", script, "--name", "halted", "--storage-path", tmp_path
+        )
+        stopped.result(DEADLINE_S)
+    assert done.exit_code == 75, done.output
+    assert "job halted stopped: out of budget" in done.stderr
+
+
+def stop_once_there(client: Client, name: str, reason: str) -> None:
+    wait_until(lambda: any(j.record.spec.name == name for j in client.list()), f"job {name}")
+    client.stop(name, reason)
+
+
+def test_a_time_limit_exits_124_says_what_is_missing_and_leaves_the_job(
+    coordinator: Coordinator, script: Path, tmp_path: Path
+) -> None:
+    args = ("submit", script, "--name", "late", "--storage-path", tmp_path, "--timeout", "0.5")
+    done = elastic(coordinator, *args)
+    assert done.exit_code == 124, done.output
+    assert "job late has not ended within 0.5 s and goes on; it waits since 0." in done.stderr
+    assert "no node is connected" in done.stderr.splitlines()[-1]
+    assert elastic(coordinator, "stop", "late").exit_code == 0
+    assert elastic(coordinator, "stop", "late").exit_code == 2
+
+
+def test_interrupting_the_wait_leaves_the_job(
+    coordinator: Coordinator, script: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "elastic.client.cli", "-c", coordinator.address, "submit"]
+    command += [str(script), "--name", "detached", "--storage-path", str(tmp_path)]
+    errors = tmp_path / "stderr"
+    with errors.open("wb") as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr)
+    try:
+        wait_until(lambda: "waits since" in errors.read_text(), "the wait to begin")
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=DEADLINE_S)[0] == b""
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "detached: job j-" in errors.read_text()
+    assert "Traceback" not in errors.read_text()
+    with Client(coordinator.address) as client:
+        assert client.get("detached").record.phase is JobPhase.PENDING
+
+
+# ------------------------------------------------------------------------------------- the commands
+
+
+def test_submitting_without_waiting_prints_the_id_only(
+    coordinator: Coordinator, script: Path, tmp_path: Path
+) -> None:
+    args = ("submit", script, "--storage-path", tmp_path / "runs", "--no-wait", "--name")
+    done = elastic(coordinator, *args, "quick", "--", "--epochs", "3")
+    assert done.exit_code == 0
+    job_id = done.stdout.strip()
+    with Client(coordinator.address) as client:
+        view = client.get(job_id)
+    assert view.record.spec.entry.args == ("--epochs", "3")
+    twice = elastic(coordinator, *args, "quick")
+    assert twice.exit_code == 78
+    assert f"({job_id})" in twice.stderr
+    facts = json.loads(elastic(coordinator, *args, "quicker", "-o", "json").stdout)
+    assert set(facts) == {"job_id", "name", "run_path"}
+    assert elastic(coordinator, "stop", "quicker", "--no-wait").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--num-workers", "3:2"), "min_workers=3 and max_workers=2"),
+        (("--accelerator-type", "Z80"), "accelerator_type='Z80' is unknown"),
+        (("--name", "no/path"), "'no/path'"),
+    ],
+)
+def test_what_can_never_run_exits_78_and_leaves_nothing(
+    coordinator: Coordinator, script: Path, tmp_path: Path, args: tuple[str, ...], says: str
+) -> None:
+    runs = tmp_path / "runs"
+    done = elastic(coordinator, "submit", script, "--storage-path", runs, *args)
+    assert done.exit_code == 78
+    assert says in done.stderr
+    assert not list(runs.glob("*"))
+
+
+def test_a_run_directory_that_is_taken_exits_78_and_names_the_remedy(
+    coordinator: Coordinator, script: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "metrics.jsonl").touch()
+    done = elastic(coordinator, "submit", script, "--name", "mine", "--storage-path", tmp_path)
+    assert done.exit_code == 78
+    assert str(tmp_path / "mine") in done.stderr
+    assert "--name" in done.stderr
+
+
+def test_the_token_opens_every_command_and_a_wrong_one_none(tmp_path: Path, script: Path) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    for path, token in ((right, "open-sesame"), (wrong, "open-barley")):
+        path.write_text(token)
+        path.chmod(0o600)
+    with Coordinator(tmp_path / "coord", args=("--token-file", str(right))) as guarded:
+        submit = ("submit", script, "--storage-path", tmp_path / "runs", "--no-wait")
+        for command in (("ps",), ("status",), ("nodes",), ("logs", "j"), ("stop", "j"), submit):
+            for flags in ((), ("--token-file", wrong)):
+                done = CliRunner().invoke(
+                    main, ["-c", guarded.address, *map(str, (*flags, *command))]
+                )
+                assert done.exit_code == 78, done.output
+                assert "token" in done.stderr
+                assert "open-" not in done.output
+        assert elastic(guarded, "ps", ELASTIC_TOKEN_FILE=str(right)).exit_code == 0
+        with Client(guarded.address, "open-barley") as client, pytest.raises(NotAuthorized):
+            next(client.watch("j"))
+
+
+JOB_KEYS = {
+    "job_id", "name", "phase", "since_s", "reason", "generation", "world_size", "min_workers",
+    "max_workers", "failures", "losses", "checkpoints", "latest_checkpoint", "run_path", "entry",
+    "metrics", "failed_worker", "failure", "workers",
+}  # fmt: skip
+WORKER_KEYS = {"worker_id", "node", "rank", "phase", "generation", "pid", "steps", "since_s"}
+NODE_KEYS = {
+    "node", "phase", "since_s", "reason", "host", "slots", "free_slots", "resources", "labels",
+    "accelerator_type", "version",
+}  # fmt: skip
+STATUS_KEYS = {"coordinator", "version", "protocol", "store", "uptime_s", "nodes", "jobs"}
+LOG_KEYS = {"worker_id", "rank", "generation", "node", "text"}
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    """A coordinator of one node, on which job "busy" trains and has printed a line."""
+    with (
+        Coordinator(tmp_path_factory.mktemp("busy")) as running,
+        Client(running.address) as client,
+        anyio.from_thread.start_blocking_portal() as portal,
+    ):
+        client.submit(spec("busy"))
+        training = portal.start_task_soon(train_for_ever, running.address)
+        wait_phase(client, "busy", JobPhase.RUNNING)
+        yield running
+        training.cancel()
+
+
+async def train_for_ever(address: str) -> None:
+    async with ScriptedAgent(address, node("n1", slots=1)) as agent:
+        await agent.join()
+        await agent.train()
+        while True:
+            with anyio.move_on_after(DEADLINE_S):
+                wish = await agent.hear(FollowLogs)
+                if not wish.stop:
+                    await agent.say(
+                        LogLines(wish.follow_id, wish.worker_id, "one line\n", end=True)
+                    )
+
+
+@pytest.mark.parametrize(
+    ("args", "keys", "inner"),
+    [
+        (("status",), STATUS_KEYS, {"nodes": NODE_KEYS, "jobs": JOB_KEYS}),
+        (("status", "busy"), JOB_KEYS, {"workers": WORKER_KEYS}),
+        (("ps",), JOB_KEYS, {"workers": WORKER_KEYS}),
+        (("nodes",), NODE_KEYS, {}),
+        (("logs", "busy"), LOG_KEYS, {}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_json_has_these_keys(
+    busy: Coordinator, args: tuple[str, ...], keys: set[str], inner: dict[str, set[str]]
+) -> None:
+    done = elastic(busy, *args, "-o", "json")
+    assert done.exit_code == 0
+    answer = json.loads(done.stdout)
+    one = answer[0] if isinstance(answer, list) else answer
+    assert set(one) == keys
+    for name, wanted in inner.items():
+        assert [set(part) for part in one[name]] == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("ps",), ["busy", "running", "1 of 1"]),
+        (("status",), ["coordinator", "memory:", "n1", "busy"]),
+        (("status", "busy"), ["running since", "training", "n1"]),
+        (("nodes",), ["n1", "ready", "0/1"]),
+        (("logs", "busy"), ["[gen1 r0 n1] one line\n"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_tables_in_a_pipe_are_plain(
+    busy: Coordinator, args: tuple[str, ...], words: list[str]
+) -> None:
+    done = elastic(busy, *args)
+    assert done.exit_code == 0
+    assert all(word in done.stdout for word in words), done.stdout
+    assert "\x1b" not in done.output
+
+
+def test_one_rank_is_printed_as_it_is(busy: Coordinator) -> None:
+    assert elastic(busy, "logs", "busy", "--rank", "0").stdout == "one line\n"
+    assert elastic(busy, "logs", "busy", "--rank", "7").stdout == ""
+
+
+def test_nothing_to_list_is_said(coordinator: Coordinator) -> None:
+    done = elastic(coordinator, "ps")
+    assert "no job runs or waits" in done.stdout
+    assert "ps --all" in done.stdout
+    assert json.loads(elastic(coordinator, "ps", "-o", "json").stdout) == []
+
+
+def test_a_node_is_drained_and_waited_for(coordinator: Coordinator, client: Client) -> None:
+    with anyio.from_thread.start_blocking_portal() as portal:
+        joined = threading.Event()
+
+        async def leave_when_released() -> None:
+            async with ScriptedAgent(coordinator.address, node("leaver")) as agent:
+                await agent.join()
+                joined.set()
+                await agent.hear(Release)
+
+        leaving = portal.start_task_soon(leave_when_released)
+        assert joined.wait(DEADLINE_S)
+        done = elastic(coordinator, "drain", "leaver", "nosuch", "--wait", "--timeout", "10")
+        leaving.result(DEADLINE_S)
+    assert done.exit_code == 2
+    assert "node leaver drains, within 30 s" in done.stderr
+    assert "no node nosuch" in done.stderr
+    phases = {str(n.node.node_id): n.phase for n in client.status().view.nodes}
+    assert phases["leaver"] in (NodePhase.LEFT, NodePhase.LOST)
