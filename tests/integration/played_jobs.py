@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.from_thread
-import grpc
-import pytest
 from click.testing import CliRunner, Result
 
 from elastic.client.cli import main
 from elastic.client.jobs import Client
-from elastic.client.watching import Printer, follow
 from elastic.core.messages import (
     FollowLogs,
     LogLines,
-    Release,
     Report,
     Reported,
     StopWorker,
@@ -38,58 +27,23 @@ from elastic.core.world import (
     ExitCause,
     ExitKind,
     Failure,
-    JobId,
     JobPhase,
-    NodePhase,
     WorkerPhase,
     WorkerReport,
 )
-from elastic.errors import (
-    CoordinatorUnreachable,
-    NameTaken,
-    NotAuthorized,
-    NotFound,
-    Refused,
-    Unavailable,
-    UsageError,
-)
-from elastic.runtime.rpc import server_options, status_of
-from elastic.wire.generated.elastic.v1 import jobs_pb2
 from tests.integration.coordinator import (
     DEADLINE_S,
-    ROOT,
     Coordinator,
     ScriptedAgent,
     node,
-    spec,
 )
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
-    with Coordinator(tmp_path_factory.mktemp("coordinator")) as started:
-        yield started
 
-
-@pytest.fixture
-def coordinator(running: Coordinator) -> Iterator[Coordinator]:
-    """One coordinator for all tests that leave it alive; what a test left there is stopped."""
-    yield running
-    with Client(running.address) as client:
+def stop_all(address: str) -> None:
+    """Stop what a test has left running."""
+    with Client(address) as client:
         for job in client.list(include_ended=False):
             client.stop(job.record.spec.job_id)
-
-
-@pytest.fixture
-def client(coordinator: Coordinator) -> Iterator[Client]:
-    with Client(coordinator.address) as connected:
-        yield connected
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text("")
-    return path
 
 
 def elastic(coordinator: Coordinator, *args: object, **env: str) -> Result:
@@ -152,5 +106,3 @@ async def play(address: str, node_id: str, failure: Failure | None) -> None:
 
 def ended(report: WorkerReport, cause: ExitCause) -> WorkerReport:
     return replace(report, phase=WorkerPhase.EXITED, exit=cause)
-
-

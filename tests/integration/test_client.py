@@ -2,52 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import anyio
-import anyio.from_thread
 import grpc
 import pytest
-from click.testing import CliRunner, Result
 
-from elastic.client.cli import main
 from elastic.client.jobs import Client
 from elastic.client.watching import Printer, follow
-from elastic.core.messages import (
-    FollowLogs,
-    LogLines,
-    Release,
-    Report,
-    Reported,
-    StopWorker,
-    WorkerUpdate,
-)
 from elastic.core.view import JobView
 from elastic.core.world import (
-    ExitCause,
-    ExitKind,
-    Failure,
     JobId,
     JobPhase,
-    NodePhase,
-    WorkerPhase,
-    WorkerReport,
 )
 from elastic.errors import (
     CoordinatorUnreachable,
     NameTaken,
-    NotAuthorized,
     NotFound,
     Refused,
     Unavailable,
@@ -57,15 +32,32 @@ from elastic.runtime.rpc import server_options, status_of
 from elastic.wire.generated.elastic.v1 import jobs_pb2
 from tests.integration.coordinator import (
     DEADLINE_S,
-    ROOT,
     Coordinator,
-    ScriptedAgent,
-    node,
     spec,
 )
+from tests.integration.played_jobs import playing, stop_all, wait_until
 
 NOBODY = "127.0.0.1:1"
 STORY = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: step seven\n'
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    with Coordinator(tmp_path_factory.mktemp("coordinator")) as started:
+        yield started
+
+
+@pytest.fixture
+def coordinator(running: Coordinator) -> Iterator[Coordinator]:
+    """One coordinator for all tests that leave it alive; what a test left there is stopped."""
+    yield running
+    stop_all(running.address)
+
+
+@pytest.fixture
+def client(coordinator: Coordinator) -> Iterator[Client]:
+    with Client(coordinator.address) as connected:
+        yield connected
 
 
 # --------------------------------------------------------------------------------------- the client
@@ -253,5 +245,3 @@ def test_an_error_in_a_callback_ends_the_following_and_leaves_no_thread(client: 
         with pytest.raises(ZeroDivisionError):
             following.result(DEADLINE_S)
     assert not readers()
-
-

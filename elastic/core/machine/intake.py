@@ -39,12 +39,14 @@ from elastic.core.messages import (
 )
 from elastic.core.policy import failure as failure_policy
 from elastic.core.policy import retention
+from elastic.core.policy.failure import Judgement
 from elastic.core.world import (
     NO_GENERATION,
     CheckpointRecord,
     ExitCause,
     ExitKind,
     Failure,
+    Generation,
     JobPhase,
     NodePhase,
     SessionId,
@@ -353,12 +355,10 @@ def lose_worker(
     decision = failure_policy.judge_exit(job.spec, job.history, cause, failure, cluster.config)
     judgement = decision.value
     is_users = judgement.history.failures > job.history.failures
-    raised_in = worker.report.generation
-    if is_users and NO_GENERATION < raised_in <= job.failure_generation:
-        return  # One attempt fails once, in however many ranks the error is raised.
+    if _is_charged_already(job, worker.report.generation, judgement):
+        return
     job.history = judgement.history
     if is_users:
-        job.failure_generation = max(job.failure_generation, raised_in)
         job.failure = failure or Failure("WorkerExited", f"worker {worker_id} {what}")
         job.failed_worker = f"{worker_id} (rank {rank})" if rank >= 0 else worker_id
     if judgement.job_fails:
@@ -367,6 +367,23 @@ def lose_worker(
     job.restart_at_ns = max(job.restart_at_ns, cluster.now_ns + judgement.delay_ns)
     if is_users:
         cluster.do(Persist((job.record(),)))
+
+
+def _is_charged_already(job: JobState, generation: Generation, judgement: Judgement) -> bool:
+    """Return whether another member of this generation was charged for the same kind of exit.
+
+    A wrong batch raises in every rank, and a rack without power takes many nodes: one attempt
+    fails once. Before its first group every worker is an attempt of its own.
+    """
+    if judgement.history.failures > job.history.failures:
+        newest = job.failure_generation
+        job.failure_generation = max(newest, generation)
+    elif judgement.history.losses > job.history.losses:
+        newest = job.loss_generation
+        job.loss_generation = max(newest, generation)
+    else:
+        return False
+    return NO_GENERATION < generation <= newest
 
 
 # ---------------------------------------------------------------- reports

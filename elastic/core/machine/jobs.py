@@ -68,7 +68,8 @@ class JobState:
         restart_at_ns: no worker is started before (back-off).
         wake_ns: when this job must be looked at again.
         first_steps: wall clock at the end of each member's first step in this generation.
-        failure_generation: the newest one in which user code raised; charged once.
+        failure_generation, loss_generation: the newest ones that were charged for a failure of
+            user code and for a lost worker; each is charged once.
     """
 
     spec: JobSpec
@@ -88,7 +89,8 @@ class JobState:
     waits_for: str = ""
     failure: Failure | None = None
     failed_worker: str = ""
-    failure_generation: Generation = -1
+    failure_generation: Generation = NO_GENERATION
+    loss_generation: Generation = NO_GENERATION
     result: str = ""
     metrics: str = ""
     restart_at_ns: int = 0
