@@ -14,29 +14,10 @@ from click.testing import CliRunner, Result
 
 from elastic.client.cli import main
 from elastic.client.jobs import Client
-from elastic.core.messages import (
-    FollowLogs,
-    LogLines,
-    Report,
-    Reported,
-    StopWorker,
-    WorkerUpdate,
-)
+from elastic.core.messages import FollowLogs, LogLines, Report, Reported, StopWorker, WorkerUpdate
 from elastic.core.view import JobView
-from elastic.core.world import (
-    ExitCause,
-    ExitKind,
-    Failure,
-    JobPhase,
-    WorkerPhase,
-    WorkerReport,
-)
-from tests.integration.coordinator import (
-    DEADLINE_S,
-    Coordinator,
-    ScriptedAgent,
-    node,
-)
+from elastic.core.world import ExitCause, ExitKind, Failure, JobPhase, WorkerPhase, WorkerReport
+from tests.integration.coordinator import DEADLINE_S, Coordinator, ScriptedAgent, node
 
 
 def stop_all(address: str) -> None:

@@ -16,10 +16,7 @@ import pytest
 from elastic.client.jobs import Client
 from elastic.client.watching import Printer, follow
 from elastic.core.view import JobView
-from elastic.core.world import (
-    JobId,
-    JobPhase,
-)
+from elastic.core.world import JobId, JobPhase
 from elastic.errors import (
     CoordinatorUnreachable,
     NameTaken,
@@ -30,15 +27,10 @@ from elastic.errors import (
 )
 from elastic.runtime.rpc import server_options, status_of
 from elastic.wire.generated.elastic.v1 import jobs_pb2
-from tests.integration.coordinator import (
-    DEADLINE_S,
-    Coordinator,
-    spec,
-)
+from tests.integration.coordinator import DEADLINE_S, Coordinator, spec
 from tests.integration.played_jobs import playing, stop_all, wait_until
 
 NOBODY = "127.0.0.1:1"
-STORY = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: step seven\n'
 
 
 @pytest.fixture(scope="module")

@@ -18,30 +18,12 @@ from click.testing import CliRunner
 
 from elastic.client.cli import main
 from elastic.client.jobs import Client
-from elastic.core.messages import (
-    FollowLogs,
-    LogLines,
-    Release,
-)
-from elastic.core.world import (
-    Failure,
-    JobPhase,
-    NodePhase,
-)
-from elastic.errors import (
-    NotAuthorized,
-)
-from tests.integration.coordinator import (
-    DEADLINE_S,
-    ROOT,
-    Coordinator,
-    ScriptedAgent,
-    node,
-    spec,
-)
+from elastic.core.messages import FollowLogs, LogLines, Release
+from elastic.core.world import Failure, JobPhase, NodePhase
+from elastic.errors import NotAuthorized
+from tests.integration.coordinator import DEADLINE_S, ROOT, Coordinator, ScriptedAgent, node, spec
 from tests.integration.played_jobs import elastic, playing, stop_all, wait_phase, wait_until
 
-NOBODY = "127.0.0.1:1"
 STORY = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: step seven\n'
 
 

@@ -98,6 +98,9 @@ class Coordinator:
         notes: names of all notes so far, with job and fields.
         store: what is durable.
         announced: the newest announcement that reached each worker.
+        names: the node of each session, also of those that are over.
+        dies_after_persist: the next step is the last of this life, and is cut off behind its
+            first `Persist`.
     """
 
     def __init__(self, config: CoordinatorConfig = CONFIG) -> None:
@@ -111,14 +114,17 @@ class Coordinator:
         self.notes: list[Note] = []
         self.store: dict[JobId, JobRecord] = {}
         self.announced: dict[WorkerId, Announce] = {}
+        self.names: dict[SessionId, str] = {}
+        self.dies_after_persist = False
         self.restart()
 
     # ------------------------------------------------------------ the door
 
-    def step(self, event: CoordinatorEvent, *, dies_after_persist: bool = False) -> None:
+    def step(self, event: CoordinatorEvent) -> None:
         """Take one event; perform its effects, or only those up to the first `Persist`."""
         self.effects = self.machine.step(event, self.now_ns)
-        if dies_after_persist:
+        if self.dies_after_persist:
+            self.dies_after_persist = False
             last = next(i for i, e in enumerate(self.effects) if isinstance(e, Persist))
             self.effects = self.effects[: last + 1]
         for effect in self.effects:
@@ -183,6 +189,7 @@ class Coordinator:
             known = self.agents[name] = PlayedAgent(node)
         self.sessions += 1
         known.session = SessionId(f"s{self.sessions}")
+        self.names[known.session] = name
         self.step(
             AgentConnected(known.session, Hello(known.node, tuple(known.workers.values()), **hello))
         )
@@ -193,11 +200,11 @@ class Coordinator:
         assert session is not None, f"agent {name} is not connected"
         self.step(AgentDisconnected(session, "stream broke"))
 
-    def says(self, name: str, message: AgentMessage, **how: Any) -> None:
+    def says(self, name: str, message: AgentMessage) -> None:
         """Send a message of a connected agent."""
         session = self.agents[name].session
         assert session is not None, f"agent {name} is not connected"
-        self.step(AgentSaid(session, message), **how)
+        self.step(AgentSaid(session, message))
 
     def notice(self, name: str, seconds: float, reason: str = "SIGTERM") -> None:
         """Let the agent say that its node is about to leave."""
@@ -214,7 +221,6 @@ class Coordinator:
 
         While the agent's stream is broken only the agent knows of it.
         """
-        how = {k: changes.pop(k) for k in [*changes] if k == "dies_after_persist"}
         name, worker_id = worker.partition("/")[0], WorkerId(worker)
         before = self.report_of(worker)
         told = self.announced.get(worker_id)
@@ -223,14 +229,14 @@ class Coordinator:
         report = replace(before, phase=phase, generation=generation, **changes)
         self.agents[name].workers[worker_id] = report
         if self.agents[name].session is not None:
-            self.says(name, WorkerUpdate(report), **how)
+            self.says(name, WorkerUpdate(report))
 
-    def ready(self, *workers: str, **how: Any) -> None:
+    def ready(self, *workers: str) -> None:
         """Let workers serve their store and wait for a generation."""
         for worker in workers:
             name, _, serial = worker.partition("/")
             address = f"host-{name}:{5000 + int(serial)}"
-            self.update(worker, WorkerPhase.READY, store_address=address, pid=100, **how)
+            self.update(worker, WorkerPhase.READY, store_address=address, pid=100)
 
     def training(self, *workers: str) -> None:
         """Let workers train in the generation that they were announced into."""
@@ -250,10 +256,10 @@ class Coordinator:
         generation = self.report_of(worker).generation
         self.update(worker, WorkerPhase.EXITED, generation, exit=cause, **changes)
 
-    def raises(self, worker: str, message: str = "boom", position: str = "", **how: Any) -> None:
+    def raises(self, worker: str, message: str = "boom", position: str = "") -> None:
         """Let user code raise in a worker, which ends it."""
         failure = Failure("ValueError", message, f"Traceback: {message} in {worker}", position)
-        self.exits(worker, RAISED, failure=failure, **how)
+        self.exits(worker, RAISED, failure=failure)
 
     def reports(self, worker: str, index: int, **fields: Any) -> None:
         """Let a worker call `train.report` in its generation."""

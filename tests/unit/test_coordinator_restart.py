@@ -63,7 +63,8 @@ def test_members_that_have_not_come_back_are_shown_as_awaited() -> None:
 
 def test_a_generation_that_was_durable_and_not_yet_announced_is_announced() -> None:
     coordinator = running(low=2)
-    coordinator.exits("n3/1", dies_after_persist=True)
+    coordinator.dies_after_persist = True
+    coordinator.exits("n3/1")
     assert coordinator.sent(Announce) == []
     assert coordinator.store[JobId("a")].generation == 2
     coordinator.restart()
@@ -79,7 +80,8 @@ def test_a_first_group_that_was_durable_and_not_yet_announced_is_announced() -> 
     coordinator = Coordinator()
     coordinator.agent("n1")
     coordinator.submit("a")
-    coordinator.ready("n1/1", dies_after_persist=True)
+    coordinator.dies_after_persist = True
+    coordinator.ready("n1/1")
     restarted(coordinator, "n1")
     (told,) = coordinator.sent(Announce)
     assert (told.assignment.generation, told.assignment.leader_address) == (1, "host-n1:5001")

@@ -173,7 +173,7 @@ def test_a_newer_announcement_while_training_interrupts_and_forms_the_newest(
 ) -> None:
     worker = training(1)
     effects = worker.told(announce(2))
-    assert kinds(effects) == [AbortGroup, InterruptTrain]
+    assert kinds(effects) == [InterruptTrain, AbortGroup]
     assert worker.stands() == (WorkerPhase.TRAINING, 1), "the main thread has not left yet"
     assert worker.told(announce(3)) == []
     effects = worker.event(answer)
@@ -304,7 +304,7 @@ def test_a_train_function_that_returns_before_the_boundary_has_finished() -> Non
 def test_an_order_to_leave_now_cuts_training_and_makes_it_ready() -> None:
     worker = training(1)
     effects = worker.told(leave(1, at_boundary=False))
-    assert effects == [AbortGroup(1), InterruptTrain(1, "why")]
+    assert effects == [InterruptTrain(1, "why"), AbortGroup(1)]
     assert worker.told(leave(1, at_boundary=False)) == []
     worker.event(TrainRaised(1, BOOM, group_broken=False))
     assert worker.stands() == (WorkerPhase.READY, 1)
@@ -314,7 +314,7 @@ def test_an_order_to_leave_now_cuts_training_and_makes_it_ready() -> None:
 def test_an_order_to_leave_now_overtakes_a_wish_for_a_boundary() -> None:
     worker = training(1)
     worker.told(leave(1, at_boundary=True))
-    assert kinds(worker.told(leave(1, at_boundary=False))) == [AbortGroup, InterruptTrain]
+    assert kinds(worker.told(leave(1, at_boundary=False))) == [InterruptTrain, AbortGroup]
     assert worker.told(leave(1, at_boundary=True)) == []
 
 
@@ -338,7 +338,7 @@ def test_a_group_left_before_it_was_begun_is_not_formed() -> None:
 def test_an_order_to_leave_a_group_not_heard_of_ends_the_one_before_it() -> None:
     worker = training(1)
     assert worker.told(leave(2, at_boundary=True)) == []
-    assert kinds(worker.told(leave(2, at_boundary=False))) == [AbortGroup, InterruptTrain]
+    assert kinds(worker.told(leave(2, at_boundary=False))) == [InterruptTrain, AbortGroup]
     worker.event(TrainLeft(1, at_boundary=False))
     assert worker.stands() == (WorkerPhase.READY, 1)
     assert worker.told(announce(2)) == [], "it was told to leave that one"
@@ -383,7 +383,7 @@ def test_a_stop_ends_a_process_that_is_in_no_group_at_once(make: Any) -> None:
 )
 def test_a_stop_while_training_lets_the_main_thread_leave_first(answer: WorkerEvent) -> None:
     worker = training(1)
-    assert kinds(worker.told(Stop("job stopped", 5))) == [AbortGroup, InterruptTrain]
+    assert kinds(worker.told(Stop("job stopped", 5))) == [InterruptTrain, AbortGroup]
     assert worker.told(Stop("again", 5)) == []
     assert worker.event(answer) == [ExitWorker(0, "job stopped")]
 

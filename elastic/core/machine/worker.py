@@ -336,9 +336,11 @@ class WorkerMachine:
         if self._is_cut:
             return
         self._is_cut = True
-        self._out.append(AbortGroup(self._generation()))
+        # Interrupted first: after its abort an NCCL collective may return garbage without an error,
+        # and user code must not get to see it.
         if self._main is MainPhase.TRAINING:
             self._out.append(InterruptTrain(self._generation(), reason))
+        self._out.append(AbortGroup(self._generation()))
 
     def _wish(self) -> None:
         """Ask once for the next boundary to be the last, if that is ordered and we train."""

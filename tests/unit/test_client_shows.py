@@ -1,0 +1,299 @@
+"""How the client shows a job: words, lines in a pipe, the moving line, output told once."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from elastic.client.output import HOLD_S, TRACEBACK, Lines
+from elastic.client.printer import Printer
+from elastic.client.sources import AGENTS_RETURN_S, LogSource
+from elastic.client.streams import Again
+from elastic.client.wording import (
+    duration,
+    metrics_line,
+    parsed_metrics,
+    waiting_line,
+)
+from elastic.core.config import JobSpec
+from elastic.core.events.coordinator import JobRecord
+from elastic.core.events.shared import Note
+from elastic.core.view import JobView
+from elastic.core.world import Entry, EntryKind, Group, JobId, JobPhase, Member, NodeId, WorkerId
+from elastic.wire.codec_jobs import LogChunk, TimedNote, log_chunk_to_proto
+
+S = 1_000_000_000
+
+
+# -------------------------------------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    ("length_ns", "text"),
+    [(-S, "0.0 s"), (1_240_000_000, "1.2 s"), (250 * S, "4m 10s"), (7500 * S, "2h 5m"),
+     (276_000 * S, "3d 4h")],
+)  # fmt: skip
+def test_lengths_of_time_read_well(length_ns: int, text: str) -> None:
+    assert duration(length_ns) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", ""),
+        ("no json", ""),
+        ("[1]", ""),
+        ('{"epoch": 3, "loss": 0.123456, "ok": true, "deep": {"a": 1}}',
+         "epoch=3 loss=0.1235 ok=True"),
+        (json.dumps({"x": "y" * 500}), "x=" + "y" * 115 + "..."),
+    ],
+)  # fmt: skip
+def test_metrics_are_one_short_line(text: str, line: str) -> None:
+    assert metrics_line(parsed_metrics(text)) == line
+
+
+def test_a_wait_says_for_what_and_since_when() -> None:
+    entry = Entry(EntryKind.MODULE, "m")
+    spec = JobSpec(job_id=JobId("j"), name="j", entry=entry, min_workers=2, max_workers=2)
+    view = JobView(JobRecord(spec, JobPhase.PENDING), "waiting: needs 2 more workers", 3 * S, ())
+    assert waiting_line(view, 15 * S) == "waits since 12.0 s: needs 2 more workers"
+    running = replace(view, record=replace(view.record, phase=JobPhase.RUNNING))
+    assert waiting_line(running, 15 * S) == ""
+
+
+# --------------------------------------------------------------------------------- showing a job
+
+
+class HandClock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_ns = 100 * S
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def unix_ns(self) -> int:
+        return self.now_ns
+
+
+class Terminal(io.StringIO):
+    """Text that was written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def job(phase: JobPhase, reason: str = "", *, since_ns: int = 100 * S, size: int = 0) -> JobView:
+    spec = JobSpec(
+        job_id=JobId("j"), name="demo", entry=Entry(EntryKind.MODULE, "m"), min_workers=1,
+        max_workers=4,
+    )  # fmt: skip
+    members = tuple(Member(WorkerId(f"n{i}/1"), NodeId(f"n{i}"), i, "h:1") for i in range(size))
+    group = Group(size, members, "start") if size else None
+    record = JobRecord(spec, phase, generation=size, group=group)
+    return JobView(record, reason, since_ns, ())
+
+
+def note(name: str, **fields: str) -> TimedNote:
+    return TimedNote(Note(name, "j", tuple(fields.items())), 0)
+
+
+def said(printed: io.StringIO) -> list[str]:
+    """Return the lines without their time of day."""
+    return [line.partition("] ")[2] for line in printed.getvalue().splitlines()]
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def piped(clock: HandClock) -> Iterator[tuple[Printer, io.StringIO, io.StringIO]]:
+    about, stdout = io.StringIO(), io.StringIO()
+    printer = Printer(Console(file=about), stdout=stdout, clock=clock)
+    printer.open()
+    yield printer, about, stdout
+    printer.close()
+
+
+Piped = tuple[Printer, io.StringIO, io.StringIO]
+
+
+def test_in_a_pipe_each_change_is_one_plain_line(piped: Piped) -> None:
+    printer, about, stdout = piped
+    for _ in range(2):
+        printer.job(job(JobPhase.PENDING, "waiting: needs 1 more workers"))
+    printer.job(job(JobPhase.RUNNING, size=1))
+    printer.note(note("group_formed", generation="1", world_size="1", cause="start"))
+    printer.note(note("worker_gone", worker="n0/1", rank="0", cause="killed by SIGKILL"))
+    printer.note(note("worker_gone", worker="n0/1", rank="0", cause="stopped (job succeeded)"))
+    lost = {"cause": "lost", "reason": "lost n0/1"}
+    printer.note(note("group_formed", generation="2", world_size="2", **lost))
+    printer.job(job(JobPhase.RUNNING, size=2))
+    printer.output(chunk("hello\n"))
+    printer.job(job(JobPhase.SUCCEEDED, "all workers finished"))
+    printer.close()
+    assert said(about) == [
+        "job demo waits since 0.0 s: needs 1 more workers",
+        "generation 1: 1 worker",
+        "worker n0/1 (rank 0) is gone: killed by SIGKILL",
+        "generation 2: 2 workers (lost: lost n0/1)",
+        "job demo succeeded: all workers finished",
+    ]
+    assert stdout.getvalue() == "hello\n"
+    assert "\x1b" not in about.getvalue()
+
+
+def test_a_wait_that_lasts_is_said_again(piped: Piped, clock: HandClock) -> None:
+    printer, about, _ = piped
+    printer.job(job(JobPhase.PENDING, "waiting: needs 1 more workers"))
+    for _ in range(61):
+        clock.now_ns += S
+        printer.tick()
+    assert said(about) == [
+        f"job demo waits since {age}: needs 1 more workers" for age in ("0.0 s", "30.0 s", "1m 0s")
+    ]
+
+
+def test_an_outage_is_said_ever_more_rarely_and_its_end_once(
+    piped: Piped, clock: HandClock
+) -> None:
+    printer, about, _ = piped
+    printer.outage(0.2)
+    printer.outage(0.0)
+    for seconds in range(1, 9):
+        clock.now_ns += S
+        printer.outage(float(seconds))
+    printer.outage(0.0)
+    printer.outage(0.0)
+    assert said(about) == [
+        *(f"coordinator unreachable since {n} s, training goes on" for n in (1, 2, 4, 8)),
+        "coordinator answers again after 8.0 s",
+    ]
+
+
+def test_reports_come_at_most_once_a_second_and_the_last_one_always(
+    piped: Piped, clock: HandClock
+) -> None:
+    printer, about, _ = piped
+    for step in range(25):
+        printer.report({"step": step})
+        clock.now_ns += S // 10
+    printer.close()
+    assert said(about) == [f"report: step={step}" for step in (0, 10, 20, 24)]
+
+
+def wait_drawn(terminal: Terminal, text: str) -> None:
+    until = time.monotonic() + 20
+    while text not in terminal.getvalue():
+        assert time.monotonic() < until, terminal.getvalue()
+        time.sleep(0.01)
+
+
+def test_a_terminal_shows_one_moving_line_below_the_output(clock: HandClock) -> None:
+    terminal = Terminal()
+    console = Console(file=terminal, force_terminal=True, width=120)
+    printer = Printer(console, stdout=terminal, clock=clock)
+    printer.open()
+    try:
+        printer.job(job(JobPhase.RUNNING, size=2))
+        printer.report({"loss": 0.25})
+        wait_drawn(terminal, "loss=0.25")
+        printer.output(chunk("50%\r100%\n"))
+        printer.job(job(JobPhase.PENDING, "waiting: [needs] 1 more workers"))
+        printer.output(chunk(STORY))
+    finally:
+        printer.close(said_elsewhere=STORY)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert "demo  running  generation 2  2 workers  loss=0.25" in text
+    assert "demo  pending  loss=0.25  waits since 0.0 s: [needs] 1 more workers" in text
+    assert "100%\n" in text
+    assert "50%" not in text
+    assert "report:" not in text
+    assert "Traceback" not in text
+
+
+# ------------------------------------------------------------------------------- output of workers
+
+
+def chunk(text: str, worker: str = "n1/1", rank: int = 0) -> LogChunk:
+    return LogChunk(WorkerId(worker), rank, 4, NodeId(worker.partition("/")[0]), text)
+
+
+def test_output_of_several_workers_is_whole_lines_with_their_owner() -> None:
+    lines = Lines(shows_prefix=True)
+    shown = lines.take(chunk("one\ntw"), 0)
+    shown += lines.take(chunk("other\n", "n2/1", 3), 0)
+    shown += lines.take(chunk("\ro\n"), 0) + lines.take(chunk("spare", "n3/1", -1), 0)
+    assert shown + lines.rest("") == (
+        "[gen4 r0 n1] one\n[gen4 r3 n2] other\n[gen4 r0 n1] tw\ro\n[gen4 n3/1] spare\n"
+    )
+
+
+def test_output_of_one_worker_is_left_as_it_is() -> None:
+    lines = Lines(shows_prefix=False)
+    text = "a\r50%\r100%\n\x1b[31mred\x1b[0m\n"
+    assert lines.take(chunk(text), 0) == text
+    assert lines.take(chunk("x" * 20_000), 0) == "x" * 20_000
+    assert lines.rest("") == ""
+
+
+STORY = f'{TRACEBACK}\n  File "train.py", line 1\nValueError: no\n'
+
+
+def test_the_traceback_that_ended_the_job_is_left_to_who_reports_the_end() -> None:
+    lines = Lines(shows_prefix=False)
+    shown = lines.take(chunk(f"step 7\n{STORY}\n"), 0) + lines.take(chunk("exit 1\n"), S)
+    assert shown + lines.rest(STORY) == "step 7\nexit 1\n"
+
+
+def test_any_other_traceback_is_shown_a_moment_later() -> None:
+    lines = Lines(shows_prefix=False)
+    assert lines.take(chunk(STORY), 0) == ""
+    assert lines.overdue(S) == ""
+    assert lines.overdue(round(HOLD_S * S) + S) == STORY
+    assert lines.take(chunk(STORY + "more\n"), 0) == ""
+    assert lines.rest("another") == STORY + "more\n"
+
+
+def resumed(source: LogSource, *chunks: LogChunk, now_ns: int = 0) -> str:
+    """Open a call, feed it, and return what it tells."""
+    source.opened()
+    told = [source.decode(log_chunk_to_proto(c), now_ns) for c in chunks]
+    return "".join(c.text for c in told if c is not None)
+
+
+def test_output_is_told_once_over_several_calls() -> None:
+    source = LogSource("j", ranks=(), tail=-1, follow=True)
+    assert resumed(source, chunk("a\n"), chunk("x\n", "n2/1"), chunk("b\n")) == "a\nx\nb\n"
+    assert resumed(source, chunk("a\n")) == ""
+    again = resumed(source, chunk("x\ny\n", "n2/1"), chunk("a\nb\nc\n"), chunk("z\n", "n3/1"))
+    assert again == "y\nc\nz\n"
+    assert resumed(source, chunk("a\nb\nc\nd\n")) == "d\n"
+
+
+def test_after_a_tail_a_gap_is_said() -> None:
+    source = LogSource("j", ranks=(), tail=2, follow=True)
+    assert resumed(source, chunk("a\n")) == "a\n"
+    assert resumed(source, chunk("c\n"), chunk("d\n")) == (
+        "[elastic] output may be missing here: the coordinator was away\nc\nd\n"
+    )
+
+
+def test_a_resumed_stream_waits_for_agents_to_come_back_but_not_for_ever() -> None:
+    away = chunk("[elastic] output of n1/1 is not at hand: its node n1 is not connected\n")
+    source = LogSource("j", ranks=(), tail=-1, follow=True)
+    assert resumed(source, away) == away.text
+    assert resumed(source, chunk("a\n")) == "a\n"
+    with pytest.raises(Again):
+        resumed(source, away, now_ns=5 * S)
+    assert resumed(source, away, now_ns=round((5 + AGENTS_RETURN_S) * S)) == away.text
