@@ -217,15 +217,17 @@ class Coordinator:
         return self.agents[worker.partition("/")[0]].workers[WorkerId(worker)]
 
     def update(self, worker: str, phase: WorkerPhase, generation: int = -1, **changes: Any) -> None:
-        """Let a worker enter a phase, by default of the generation that it was announced into.
+        """Let a worker enter a phase, by default of the group that it is in.
 
-        While the agent's stream is broken only the agent knows of it.
+        It enters a group that it was announced into by forming or training in it. While the
+        agent's stream is broken only the agent knows of all this.
         """
         name, worker_id = worker.partition("/")[0], WorkerId(worker)
         before = self.report_of(worker)
         told = self.announced.get(worker_id)
         if generation < 0:
-            generation = told.assignment.generation if told else before.generation
+            enters = phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)
+            generation = told.assignment.generation if told and enters else before.generation
         report = replace(before, phase=phase, generation=generation, **changes)
         self.agents[name].workers[worker_id] = report
         if self.agents[name].session is not None:
@@ -253,8 +255,7 @@ class Coordinator:
 
     def exits(self, worker: str, cause: ExitCause = KILLED, **changes: Any) -> None:
         """Let a worker's process end."""
-        generation = self.report_of(worker).generation
-        self.update(worker, WorkerPhase.EXITED, generation, exit=cause, **changes)
+        self.update(worker, WorkerPhase.EXITED, exit=cause, **changes)
 
     def raises(self, worker: str, message: str = "boom", position: str = "") -> None:
         """Let user code raise in a worker, which ends it."""
