@@ -20,9 +20,9 @@ import click
 from rich.console import Console
 
 from elastic import __version__
+from elastic.client.show import print_cluster, status_as_dict
 from elastic.coord.serve import ServeOptions, parse_listen, serve
 from elastic.coord.server_probe import fetch_health, first_answer
-from elastic.coord.show import print_status, status_as_dict
 from elastic.errors import (
     ElasticError,
     Fenced,
@@ -163,7 +163,7 @@ def status(coord: str, token_file: str | None, timeout_s: float, output: str) ->
     if output == "json":
         click.echo(json.dumps(status_as_dict(answer), indent=2))
     else:
-        print_status(answer, Console())
+        print_cluster(answer, Console())
 
 
 @main.command()

@@ -152,6 +152,8 @@ class LogReader:
         self._ranks = frozenset(request.ranks)
         self._merged = merged
         self._origins: dict[WorkerId, Origin] = {}
+        self._wanted: dict[WorkerId, int] = {}
+        self._asked: set[WorkerId] = set()
         self._first_look = True
 
     def look(self) -> bool:
@@ -180,8 +182,10 @@ class LogReader:
         self._origins[worker_id] = origin
         if known and not again:
             return
-        # What workers that came later, or came back, have written since the last look is new.
-        tail_lines = self._tail_lines if self._first_look else 0 if again else -1
+        # All that a worker wrote which came after the first look is new; of one whose agent came
+        # back, what was written meanwhile cannot be told from what was sent before.
+        wanted = self._wanted.setdefault(worker_id, self._tail_lines if self._first_look else -1)
+        tail_lines = 0 if worker_id in self._asked else wanted
         asked = self._desk.follows.start(
             self._merged,
             worker_id,
@@ -190,6 +194,7 @@ class LogReader:
             follow=self._follow and not ended,
         )
         if asked:
+            self._asked.add(worker_id)
             self._merged.lost.discard(worker_id)
         elif not known:
             self._merged.lost.add(worker_id)

@@ -83,7 +83,8 @@ def moments(play: Play, until_ns: int) -> Iterator[int]:
 
 
 def agent(play: Play, rest: list[str], options: dict[str, Any]) -> None:
-    play.coordinator.agent(*rest, **options)
+    (name,) = rest
+    play.coordinator.agent(name, **options)
     play.show()
 
 
@@ -93,8 +94,9 @@ def disconnect(play: Play, rest: list[str], options: dict[str, Any]) -> None:
 
 
 def submit(play: Play, rest: list[str], options: dict[str, Any]) -> None:
+    (job,) = rest
     low = options.pop("min")
-    play.coordinator.submit(*rest, low=low, high=options.pop("max", low), **options)
+    play.coordinator.submit(job, low, options.pop("max", low), **options)
     play.show()
 
 
@@ -133,11 +135,11 @@ def entering(phase: WorkerPhase) -> Command:
 
 
 def leave(play: Play, rest: list[str], options: dict[str, Any]) -> None:
-    ((how, value),) = options.items()
+    (worker,), ((how, value),) = rest, options.items()
     kind = {"signal": ExitKind.SIGNAL, "code": ExitKind.CODE, "stopped": ExitKind.STOPPED}[how]
     code = 0 if kind is ExitKind.STOPPED else int(value)
     play.coordinator.effects = ()
-    play.coordinator.exits(*rest, cause=ExitCause(kind, code))
+    play.coordinator.exits(worker, ExitCause(kind, code))
     play.show()
 
 

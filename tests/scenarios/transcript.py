@@ -63,9 +63,9 @@ def record_line(record: JobRecord) -> str:
         parts.append(f"[{' '.join(record.group.worker_ids())}]")
     if record.checkpoints:
         parts.append(f"checkpoints={','.join(c.path for c in record.checkpoints)}")
-    for name in ("failures", "losses", "failed_worker", "result"):
-        if getattr(record, name):
-            parts.append(f"{name}={quoted(str(getattr(record, name)))}")
+    counted = ("failures", "losses", "failed_worker", "result")
+    values = {name: getattr(record, name) for name in counted}
+    parts += [f"{name}={quoted(str(value))}" for name, value in values.items() if value]
     return " ".join(parts)
 
 

@@ -166,7 +166,8 @@ class Coordinator:
 
     def advance(self, seconds: float) -> None:
         """Let time pass, with a tick at each deadline; effects of all ticks are kept."""
-        until, effects = self.now_ns + ns(seconds), []
+        until = self.now_ns + ns(seconds)
+        effects: list[CoordinatorEffect] = []
         while (due := self.machine.next_deadline_ns()) is not None and due <= until:
             assert due >= self.now_ns, "the machine asks for a moment that is over"
             self.now_ns = due

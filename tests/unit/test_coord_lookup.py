@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from elastic.coord.lookup import Origin, find_job, origins_of
-from elastic.coord.show import duration
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.view import ClusterView, JobView, WorkerView
@@ -102,11 +101,3 @@ def test_output_comes_from_workers_of_now_and_from_those_that_are_gone() -> None
         ("n3/1", "n3", -1),
     ]
     assert origins_of(shown, frozenset([1])) == (Origin(WorkerId("n2/1"), NodeId("n2"), 1, 2),)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-1, "0.0s"), (3.21, "3.2s"), (250, "4m 10s"), (7500, "2h 5m"), (273_600, "3d 4h")],
-)
-def test_a_length_of_time_is_said_as_people_say_it(seconds: float, text: str) -> None:
-    assert duration(round(seconds * 1e9)) == text

@@ -47,6 +47,15 @@ def test_a_group_that_trains_is_adopted_and_nobody_hears_anything() -> None:
     assert coordinator.machine.next_deadline_ns() is None
 
 
+def test_an_awaited_group_is_not_said_to_train_before_its_members_say_so() -> None:
+    coordinator = running(nodes=2)
+    coordinator.notes.clear()
+    restarted(coordinator, "n1")
+    assert coordinator.noted("group_training") == []
+    coordinator.agent("n2")
+    assert [note["generation"] for note in coordinator.noted("group_training")] == ["1"]
+
+
 def test_an_adopted_group_is_watched_over_as_any_other() -> None:
     coordinator = restarted(running(low=2), "n1", "n2", "n3")
     coordinator.exits("n2/1")

@@ -180,7 +180,8 @@ def test_groups_are_made_of_whole_replicas(count: int, expected: str) -> None:
         ("a1:train/1 b1:train/1L d1:ready/0", "form lost: a1 d1", "lost c/1"),
         # Below min: members keep their state and wait.
         ("a1:train/1", "suspend lost", "lost b/1, c/1; 1 of 2 workers are left"),
-        ("a1:train/1 b1:train/1?", "suspend lost", "lost c/1; 2 of 2 workers are left"),
+        ("a1:train/1 b1:train/1?", "suspend lost", "lost c/1; 1 of 2 workers are left"),
+        ("a1:train/1 d1:start/0", "suspend lost", "lost b/1, c/1; 1 of 2 workers are left"),
         ("", "suspend lost", "lost a/1, b/1, c/1; 0 of 2 workers are left"),
     ],
 )
@@ -279,6 +280,25 @@ def test_a_leaver_has_time_until_its_deadline_and_is_cut_off_then() -> None:
         "suspend drain",
         "b/1 must leave now; 1 of 2 workers are left",
     )
+
+
+@pytest.mark.parametrize(
+    ("workers", "reason"),
+    [
+        ("a1:ready/1@99 b1:train/1 c1:train/1L", "1 of 3 members are at the boundary"),
+        ("a1:train/1 b1:train/1? c1:train/1L", "the node of b/1 does not answer"),
+        ("a1:train/1 b1:train/1 c1:train/1L", "0 to join and 1 to leave at the next boundary"),
+    ],
+)
+def test_a_leavers_deadline_is_kept_whatever_else_is_waited_for(workers: str, reason: str) -> None:
+    decision = ask(workers, "a1 b1 c1")
+    assert (decision.reason, decision.wake_ns) == (reason, ns(120))
+
+
+def test_a_leavers_deadline_comes_before_the_cause_of_a_broken_group_is_known() -> None:
+    now_ns = ns(120) - ns(0.1)
+    decision = ask("a1:train/1 b1:broken/1@120 c1:train/1L", "a1 b1 c1", now_ns=now_ns)
+    assert (answer(decision), decision.wake_ns) == ("keep", ns(120))
 
 
 def test_a_loss_counts_before_a_deadline_and_a_deadline_before_a_broken_group() -> None:

@@ -321,8 +321,13 @@ def _watch_health(cluster: Cluster, job: JobState) -> None:
         return
     members = [job.workers.get(w) for w in job.member_ids()]
     training = (WorkerPhase.TRAINING, WorkerPhase.FINISHED)
+    # What the journal believes of a member is no evidence that it trains.
     is_training = all(
-        w and w.report.phase in training and w.report.generation == job.generation for w in members
+        w
+        and w.report.phase in training
+        and w.report.generation == job.generation
+        and not cluster.node_of(w).unconfirmed
+        for w in members
     )
     if is_training and job.training_since_ns is None:
         job.training_since_ns = cluster.now_ns

@@ -157,6 +157,7 @@ def _decide_open(
     if overdue:
         names = ", ".join(c.worker_id for c in overdue)
         return _replace(spec, current, by_id, "drain", f"{names} must leave now")
+    # Whatever else is waited for, a member that must leave is cut off in time.
     wake = [c.leave_by_ns for c in members if c.leave_by_ns is not None]
 
     # A member that has not heard of this generation yet still reports the one before.
@@ -166,7 +167,9 @@ def _decide_open(
         until = min(c.since_ns for c in broken) + ns(config.broken_grace_s)
         if now_ns >= until:
             return _replace(spec, current, by_id, "broken", "the group broke, no member is lost")
-        return Decision(Plan(Act.KEEP), "the group broke, waiting for the cause", until)
+        return Decision(
+            Plan(Act.KEEP), "the group broke, waiting for the cause", min([until, *wake])
+        )
 
     left = [c for c in here if c.phase is WorkerPhase.READY]
     if left:
@@ -175,14 +178,16 @@ def _decide_open(
         if len(out) == len(members) or now_ns >= until:
             return _replace(spec, current, by_id, "join", "members left at a boundary")
         return Decision(
-            Plan(Act.KEEP), f"{len(out)} of {len(members)} members are at the boundary", until
+            Plan(Act.KEEP),
+            f"{len(out)} of {len(members)} members are at the boundary",
+            min([until, *wake]),
         )
 
+    wake_ns = min(wake, default=None)
     silent = [c.worker_id for c in members if not c.reachable]
     if silent:
-        return Decision(Plan(Act.KEEP), f"the node of {', '.join(silent)} does not answer")
+        return Decision(Plan(Act.KEEP), f"the node of {', '.join(silent)} does not answer", wake_ns)
     wanted = choose(spec, current, by_id, interrupting=True)
-    wake_ns = min(wake) if wake else None
     if wanted and set(wanted) != set(current.members):
         joining = sum(1 for w in wanted if w not in current.members)
         leaving = sum(1 for w in current.members if w not in wanted)
@@ -203,7 +208,8 @@ def _replace(
     """The group cannot go on: form the next one now, or suspend if too few are left."""
     members = choose(spec, current, by_id, interrupting=True)
     if not members:
-        count = sum(1 for c in by_id.values() if c.present and not c.leaving)
+        told = [c for c in by_id.values() if c.present and c.reachable and not c.leaving]
+        count = sum(1 for c in told if c.phase is not WorkerPhase.STARTING)
         return Decision(
             Plan(Act.SUSPEND, cause=cause), f"{why}; {count} of {spec.min_workers} workers are left"
         )
