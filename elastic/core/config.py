@@ -47,7 +47,7 @@ class JobSpec:
     """What a user submitted.
 
     Attributes:
-        job_id: unique for ever in a cluster; chosen by the coordinator's driver.
+        job_id: unique for ever in a cluster; drawn by the client, or, if "", by the coordinator.
         name: unique among the jobs that have not ended; also names the run directory.
         entry: what each worker runs.
         min_workers, max_workers: the group is never smaller while training, nor larger.

@@ -48,11 +48,22 @@ def leave_to_agent(number: int, _frame: FrameType | None) -> None:
     os.write(2, f"{signal.Signals(number).name} is left to the agent\n".encode())
 
 
+def be_a_plain_child() -> None:
+    """Let a fork of this process end on SIGTERM and SIGINT, as whoever made it expects."""
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is leave_to_agent:
+            signal.signal(number, handler)
+
+
 def set_up_process() -> None:
     """Signals, stack dumps and output, as a worker needs them."""
-    # A handler and not SIG_IGN, which every process that user code starts would inherit.
+    # A handler and not SIG_IGN, which every program that user code starts would inherit.
     signal.signal(signal.SIGINT, leave_to_agent)
     signal.signal(signal.SIGTERM, leave_to_agent)
+    os.register_at_fork(after_in_child=be_a_plain_child)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
@@ -61,14 +72,19 @@ def set_up_process() -> None:
 
 
 def set_up_logs() -> None:
-    """Print our own log lines to stderr, and leave the root logger to user code."""
+    """Print our own log lines to stderr, and leave the root logger to user code.
+
+    What a script prints goes to the same place, and people read it: so warnings only, unless
+    ELASTIC_LOG_LEVEL says otherwise.
+    """
     from elastic.runtime.eventlog import line_formatter
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(line_formatter("elastic-worker"))
     ours = logging.getLogger("elastic")
     ours.handlers[:] = [handler]
-    ours.setLevel(logging.INFO)
+    level = os.environ.get("ELASTIC_LOG_LEVEL", "").upper()
+    ours.setLevel(level if level in ("DEBUG", "INFO", "ERROR") else "WARNING")
     ours.propagate = False
 
 

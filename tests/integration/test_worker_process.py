@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from elastic.core.world import Entry, EntryKind, WorkerPhase
 from elastic.errors import StorageError
 from elastic.worker import entry as worker_entry
 from elastic.worker.context import WorkerContext, current
-from tests.integration.played_agent import HOST, Played, PlayedAgent, announce, spec_of
+from tests.integration.played_agent import DEADLINE_S, HOST, Played, PlayedAgent, announce, spec_of
 
 # Workers get these functions as they are here; they cannot import a test module.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -86,6 +87,12 @@ def train_and_raise(config: dict[str, Any]) -> None:
 
 
 def train_and_exit(config: dict[str, Any]) -> None:
+    """Ends a process of its own, as a pool or a loader does, before it ends itself."""
+    child = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+    child.start()
+    child.terminate()
+    child.join(DEADLINE_S)
+    assert child.exitcode == -signal.SIGTERM
     sys.exit(config["codes"][here().generation - 1])
 
 

@@ -64,6 +64,8 @@ A4, B2, C1 = offer("a", 4), offer("b", 2), offer("c", 1)
         (2, 9, "STRICT_PACK", (B2, A4, C1), "a a a a"),
         (1, 2, "STRICT_PACK", (B2, A4, C1), "a a"),
         (1, 9, "STRICT_PACK", (offer("a", 8), offer("b", 1, hosting=2)), "b"),
+        # Also if that one has nothing to give any more.
+        (1, 9, "STRICT_PACK", (offer("a", 0, hosting=2), B2), ""),
         # As many as fit, once min does.
         (1, 9, "PACK", (C1,), "c"),
     ],
@@ -113,6 +115,14 @@ def test_only_nodes_with_the_accelerator_and_all_labels_are_used() -> None:
         offer("d", 1, accelerator_type="H100", labels=(("gen", "2"), rack, zone)),
     )
     assert chosen(job, *offers) == "d"
+
+
+def test_strictly_packed_workers_do_not_go_elsewhere_when_their_node_has_changed_its_labels() -> (
+    None
+):
+    job = spec(1, 9, "STRICT_PACK", label_selector=(("zone", "x"),))
+    offers = offer("a", 4, hosting=1), offer("b", 4, labels=(("zone", "x"),))
+    assert chosen(job, *offers, have=1) == ""
 
 
 def test_the_order_of_offers_does_not_matter_between_equals() -> None:

@@ -59,7 +59,7 @@ def place(spec: JobSpec, offers: Sequence[Offer], have: int) -> Decision[tuple[N
         capacity = {o.node_id: min(capacity[o.node_id], 0 if o.hosting else 1) for o in fitting}
     elif spec.strategy is Strategy.STRICT_PACK:
         away = have > sum(o.hosting for o in offers)
-        capacity = dict.fromkeys(capacity, 0) if away else _one_node(fitting, capacity)
+        capacity = dict.fromkeys(capacity, 0) if away else _one_node(offers, capacity)
     chosen = _spread_out(fitting, capacity, want, spread=spec.strategy in _SPREADING)
     if have + len(chosen) < spec.min_workers:
         return Decision((), explain_shortage(spec, offers, capacity, have))
@@ -92,7 +92,7 @@ def _one_node(offers: Sequence[Offer], capacity: Mapping[NodeId, int]) -> dict[N
 
     If the job's node is away for a moment the caller leaves none: it must not begin another.
     """
-    hosting = [o.node_id for o in offers if o.hosting]
+    hosting = sorted(o.node_id for o in offers if o.hosting)
     roomiest = sorted(capacity, key=lambda n: (-capacity[n], n))
     chosen = (hosting or roomiest)[:1]
     return {n: capacity[n] if n in chosen else 0 for n in capacity}

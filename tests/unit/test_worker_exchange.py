@@ -1,0 +1,84 @@
+"""What passes between the two threads of a worker, and how it is counted and answered."""
+
+from __future__ import annotations
+
+import select
+import threading
+
+from elastic.core.events.worker import GroupFormed, ResolveReport, WishBoundary
+from elastic.core.messages import Progress
+from elastic.core.world import WorkerId
+from elastic.worker.exchange import Exchange
+from elastic.worker.progress import INTERVAL_NS, StepCounter
+
+
+class HandClock:
+    """Stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now_ns = 5
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def unix_ns(self) -> int:
+        return self.now_ns + 1_000
+
+
+def readable(exchange: Exchange) -> bool:
+    return bool(select.select([exchange], [], [], 0)[0])
+
+
+def test_what_is_posted_wakes_the_control_thread_once_and_keeps_its_order() -> None:
+    exchange = Exchange()
+    assert not readable(exchange)
+    assert exchange.take_posted() == []
+    events = [GroupFormed(1), GroupFormed(2), GroupFormed(3)]
+    for event in events:
+        exchange.post(event)
+    assert readable(exchange)
+    assert exchange.take_posted() == events
+    assert not readable(exchange)
+
+
+def test_a_wish_holds_for_its_generation_only() -> None:
+    exchange = Exchange()
+    exchange.set_wish(WishBoundary(2, "node n4 joins"))
+    assert [exchange.wish(generation) for generation in (1, 2, 3)] == ["", "node n4 joins", ""]
+    exchange.set_wish(WishBoundary(3, ""))
+    assert exchange.wish(3)
+
+
+def test_an_abort_holds_for_its_generation_and_all_before() -> None:
+    exchange = Exchange()
+    exchange.set_aborted(3)
+    exchange.set_aborted(2)
+    assert [exchange.was_aborted(generation) for generation in (2, 3, 4)] == [True, True, False]
+
+
+def test_a_report_is_answered_by_its_generation_and_index() -> None:
+    exchange = Exchange()
+    answer = exchange.expect_answer(2, 7)
+    exchange.resolve(ResolveReport(2, 6, True, ""))
+    assert not answer.wait(0.01)
+    teller = threading.Thread(target=exchange.resolve, args=(ResolveReport(2, 7, False, "old"),))
+    teller.start()
+    assert answer.wait(20.0)
+    teller.join()
+    assert (answer.accepted, answer.reason) == (False, "old")
+
+
+def test_the_first_step_is_told_at_once_and_others_once_a_second() -> None:
+    told: list[Progress] = []
+    clock = HandClock()
+    counter = StepCounter(WorkerId("n1/1"), 3, tell=told.append, clock=clock)
+    counter.note()
+    assert told == [Progress(WorkerId("n1/1"), 3, 1, 1_005)]
+    for _ in range(10):
+        counter.note()
+    assert len(told) == 1
+    clock.now_ns += INTERVAL_NS
+    counter.note()
+    counter.note()
+    assert [progress.steps for progress in told] == [1, 12]
+    assert {progress.first_step_unix_ns for progress in told} == {1_005}

@@ -1,0 +1,107 @@
+"""A train function in this very process: the same reports, without agent and coordinator."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.errors import UsageError
+from elastic.worker.context import WorkerContext, current
+from elastic.worker.local import LocalRun, local_context, run_local
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def here() -> WorkerContext:
+    context = current()
+    assert context is not None
+    return context
+
+
+def train(config: dict[str, Any]) -> dict[str, Any]:
+    context = here()
+    begun_with = context.newest_checkpoint
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    context.report('{"loss": 0.5}')
+    part = Path(config["parts"]) / f"{len(begun_with)}-{context.world_rank}"
+    part.mkdir(parents=True)
+    (part / f"part{context.world_rank}").write_text("x")
+    context.report('{"loss": 0.25}', str(part))
+    assert not context.at_boundary()
+    context.note_step()
+    return {"begun_with": begun_with, "total": float(ones), "local": context.is_local}
+
+
+def test_a_train_function_runs_here_with_reports_and_collectives(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    config = {"parts": str(tmp_path / "parts")}
+    first = run_local(train, config, job_name="here", run_path=run)
+    assert json.loads(first.result) == {"begun_with": "", "total": 1.0, "local": True}
+    (record,) = first.checkpoints
+    assert (Path(record.path) / "part0").read_text() == "x"
+    assert (record.index, json.loads(record.metrics)) == (1, {"loss": 0.25})
+    second = run_local(train, config, job_name="here", run_path=run)
+    assert json.loads(second.result)["begun_with"] == record.path
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 4
+    assert current() is None
+    assert not dist.is_initialized()
+
+
+def test_what_a_train_function_raises_is_raised_and_leaves_nothing_behind() -> None:
+    def fail() -> None:
+        raise ValueError("step 7")
+
+    with pytest.raises(ValueError, match="step 7"):
+        run_local(fail, None, job_name="here", run_path="")
+    assert current() is None
+    assert not dist.is_initialized()
+
+
+def test_without_a_run_directory_metrics_are_taken_and_checkpoints_refused(tmp_path: Path) -> None:
+    with local_context(LocalRun(job_name="here")) as context:
+        context.report('{"loss": 1}')
+        with pytest.raises(UsageError, match="no run directory"):
+            context.report("{}", str(tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
+def test_an_accelerator_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UsageError, match="no accelerator"):
+        run_local(train, {}, job_name="here", run_path="", use_gpu=True)
+
+
+TORCHRUN_SCRIPT = """
+import sys
+from tests.unit.test_worker_local import train
+from elastic.worker.local import run_local
+
+outcome = run_local(train, {"parts": sys.argv[1]}, job_name="here", run_path=sys.argv[2])
+print(outcome.result, len(outcome.checkpoints))
+"""
+
+
+def test_under_torchrun_every_process_is_a_member_of_its_group(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path / "parts"), str(tmp_path / "run")],
+        cwd=ROOT,
+        env={"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (name,) = [path.parent for path in (tmp_path / "run").glob("checkpoints/*/_COMMITTED")]
+    assert sorted(path.name for path in name.glob("part*")) == ["part0", "part1"]
+    assert (tmp_path / "run" / "metrics-rank1.jsonl").exists()
+    assert '"total": 2.0' in done.stdout
