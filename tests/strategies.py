@@ -22,7 +22,8 @@ from elastic.core.messages import AgentMessage, CoordinatorMessage, PipeToAgent,
 from elastic.core.view import ClusterView, JobView, NodeView
 from elastic.core.world import Entry, EntryKind, Resources
 
-MOMENT = 2**62
+MOMENT = 2**61
+"""The difference of two moments must fit into 63 bits: ages travel, moments do not."""
 WIDE = ("index", "number", "steps", "sequence", "incarnation")
 """Whole numbers that count for ever; all others fit into 32 bits."""
 

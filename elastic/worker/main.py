@@ -48,14 +48,34 @@ def leave_to_agent(number: int, _frame: FrameType | None) -> None:
     os.write(2, f"{signal.Signals(number).name} is left to the agent\n".encode())
 
 
-def be_a_plain_child() -> None:
-    """Let a fork of this process end on SIGTERM and SIGINT, as whoever made it expects."""
-    for number, handler in (
-        (signal.SIGINT, signal.default_int_handler),
-        (signal.SIGTERM, signal.SIG_DFL),
-    ):
-        if signal.getsignal(number) is leave_to_agent:
-            signal.signal(number, handler)
+class PlainChildren:
+    """Lets a fork of this process end on SIGTERM and SIGINT, as whoever made it expects.
+
+    The signals are held back while it is made: one that came before the fork has its own handlers
+    would be left to the agent, and its maker would wait for its end for ever.
+    """
+
+    HELD = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        """See to every fork from now on."""
+        self._before: set[int] = set()
+        os.register_at_fork(
+            before=self._hold, after_in_parent=self._go_on, after_in_child=self._be_plain
+        )
+
+    def _hold(self) -> None:
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, self.HELD)
+
+    def _go_on(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+
+    def _be_plain(self) -> None:
+        if signal.getsignal(signal.SIGINT) is leave_to_agent:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGTERM) is leave_to_agent:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._go_on()
 
 
 def set_up_process() -> None:
@@ -63,7 +83,7 @@ def set_up_process() -> None:
     # A handler and not SIG_IGN, which every program that user code starts would inherit.
     signal.signal(signal.SIGINT, leave_to_agent)
     signal.signal(signal.SIGTERM, leave_to_agent)
-    os.register_at_fork(after_in_child=be_a_plain_child)
+    PlainChildren()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
