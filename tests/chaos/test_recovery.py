@@ -48,13 +48,16 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture
-def cluster(shared: LocalCluster) -> LocalCluster:
-    """Return the cluster with its three nodes up, SQLite, one worker each."""
+def cluster(shared: LocalCluster) -> Iterator[LocalCluster]:
+    """Give the cluster with its three nodes up, SQLite, one worker each; end what a test left."""
     for name, agent in shared.agents.items():
         if agent.poll() is not None and name in ("n1", "n2", "n3"):
             shared.start_node(name)
     shared.wait_nodes(3)
-    return shared
+    yield shared
+    for left in shared.client.list(include_ended=False):
+        shared.client.stop(left.record.spec.job_id, "its test is over")
+        shared.wait(left.record.spec.job_id, lambda view: not view.workers, "the end")
 
 
 def trains_with(size: int, generation: int = 1) -> object:
@@ -92,8 +95,9 @@ def assert_counted(cluster: LocalCluster, job_id: str, tmp_path: Path) -> JobVie
     return view
 
 
-def recovery_s(cluster: LocalCluster, job_id: str, began_ns: int, generation: int) -> float:
+def recovery_s(cluster: LocalCluster, before: JobView, began_ns: int) -> float:
     """Return the seconds from the kill to the end of the next group's first step."""
+    job_id, generation = before.record.spec.job_id, before.record.generation + 1
     note = cluster.wait_note("first_step", job_id, generation=generation)
     return (int(dict(note.note.fields)["unix_ns"]) - began_ns) / 1e9
 
@@ -108,24 +112,26 @@ def assert_survivors_kept(before: dict[str, int], view: JobView, lost: set[str])
 
 def test_a_killed_worker_is_survived_by_the_others(cluster: LocalCluster, tmp_path: Path) -> None:
     job_id = cluster.submit(job(tmp_path))
-    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    view = cluster.wait(job_id, trains_with(3))
+    before = pids_of(view)
     victim = sorted(before)[1]
     began_ns = time.time_ns()
     os.kill(before[victim], signal.SIGKILL)
-    print(f"worker kill to next step: {recovery_s(cluster, job_id, began_ns, 2):.3f} s")
+    print(f"worker kill to next step: {recovery_s(cluster, view, began_ns):.3f} s")
     assert_survivors_kept(before, cluster.job(job_id), {victim})
     # The spare takes the slot and joins at a boundary.
-    cluster.wait(job_id, trains_with(3, generation=3))
+    cluster.wait(job_id, trains_with(3, generation=view.record.generation + 2))
     assert_counted(cluster, job_id, tmp_path)
 
 
 def test_a_dead_node_is_survived_by_the_others(cluster: LocalCluster, tmp_path: Path) -> None:
     job_id = cluster.submit(job(tmp_path))
-    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    view = cluster.wait(job_id, trains_with(3))
+    before = pids_of(view)
     began_ns = time.time_ns()
     cluster.kill_node("n2")
-    print(f"node kill to next step: {recovery_s(cluster, job_id, began_ns, 2):.3f} s")
-    view = cluster.wait(job_id, trains_with(2, generation=2))
+    print(f"node kill to next step: {recovery_s(cluster, view, began_ns):.3f} s")
+    view = cluster.wait(job_id, trains_with(2, generation=view.record.generation + 1))
     lost = {w for w in before if w.startswith("n2/")}
     assert_survivors_kept(before, view, lost)
     assert_counted(cluster, job_id, tmp_path)
@@ -133,23 +139,25 @@ def test_a_dead_node_is_survived_by_the_others(cluster: LocalCluster, tmp_path: 
 
 def test_workers_die_with_their_agent(cluster: LocalCluster, tmp_path: Path) -> None:
     job_id = cluster.submit(job(tmp_path))
-    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    view = cluster.wait(job_id, trains_with(3))
+    before = pids_of(view)
     orphan = next(pid for worker, pid in before.items() if worker.startswith("n3/"))
     began_ns = time.time_ns()
     cluster.signal_node("n3", signal.SIGKILL)
     cluster.agents["n3"].wait()
-    print(f"agent kill to next step: {recovery_s(cluster, job_id, began_ns, 2):.3f} s")
+    print(f"agent kill to next step: {recovery_s(cluster, view, began_ns):.3f} s")
     assert not is_running(orphan)
     assert_counted(cluster, job_id, tmp_path)
 
 
 def test_a_stopped_worker_is_replaced(cluster: LocalCluster, tmp_path: Path) -> None:
     job_id = cluster.submit(job(tmp_path))
-    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    view = cluster.wait(job_id, trains_with(3))
+    before = pids_of(view)
     victim = sorted(before)[2]
     began_ns = time.time_ns()
     os.kill(before[victim], signal.SIGSTOP)
-    print(f"worker stop to next step: {recovery_s(cluster, job_id, began_ns, 2):.3f} s")
+    print(f"worker stop to next step: {recovery_s(cluster, view, began_ns):.3f} s")
     assert_survivors_kept(before, cluster.job(job_id), {victim})
     assert_counted(cluster, job_id, tmp_path)
 
@@ -158,10 +166,10 @@ def test_a_stopped_agent_is_given_up_and_its_worker_fenced(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     job_id = cluster.submit(job(tmp_path))
-    cluster.wait(job_id, trains_with(3))
+    view = cluster.wait(job_id, trains_with(3))
     began_ns = time.time_ns()
     cluster.signal_node("n2", signal.SIGSTOP)
-    print(f"agent stop to next step: {recovery_s(cluster, job_id, began_ns, 2):.3f} s")
+    print(f"agent stop to next step: {recovery_s(cluster, view, began_ns):.3f} s")
     cluster.signal_node("n2", signal.SIGCONT)
     assert_counted(cluster, job_id, tmp_path)
 
@@ -187,22 +195,24 @@ def test_a_coordinator_on_etcd_that_is_killed_and_restarted_disturbs_nobody(
 def check_coordinator_restart(cluster: LocalCluster, tmp_path: Path) -> None:
     """Kill the coordinator under a running job; the restarted one adopts the job."""
     job_id = cluster.submit(job(tmp_path))
-    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    view = cluster.wait(job_id, trains_with(3))
+    before, generation = pids_of(view), view.record.generation
     cluster.kill_coordinator()
     cluster.start_coordinator()
     cluster.wait_nodes(3)
     view = cluster.wait(job_id, lambda v: len(v.workers) == 3 and all(pids_of(v).values()))
-    assert view.record.generation == 1
+    assert view.record.generation == generation
     assert pids_of(view) == before
     view = assert_counted(cluster, job_id, tmp_path)
-    assert view.record.generation == 1
+    assert view.record.generation == generation
 
 
 def test_a_node_that_joins_takes_part(cluster: LocalCluster, tmp_path: Path) -> None:
     job_id = cluster.submit(job(tmp_path, high=4))
-    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    view = cluster.wait(job_id, trains_with(3))
+    before = pids_of(view)
     cluster.start_node("n4")
-    view = cluster.wait(job_id, trains_with(4, generation=2))
+    view = cluster.wait(job_id, trains_with(4, generation=view.record.generation + 1))
     assert_survivors_kept(before, view, set())
     assert_counted(cluster, job_id, tmp_path)
     cluster.kill_node("n4")
@@ -212,10 +222,11 @@ def test_a_drained_node_leaves_at_a_boundary_and_ends(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     job_id = cluster.submit(job(tmp_path))
-    before = pids_of(cluster.wait(job_id, trains_with(3)))
+    view = cluster.wait(job_id, trains_with(3))
+    before = pids_of(view)
     cluster.signal_node("n1", signal.SIGTERM)
     assert cluster.agents["n1"].wait(60) == 75
-    view = cluster.wait(job_id, trains_with(2, generation=2))
+    view = cluster.wait(job_id, trains_with(2, generation=view.record.generation + 1))
     assert_survivors_kept(before, view, {w for w in before if w.startswith("n1/")})
     nodes = {str(n.node.node_id): n.phase for n in cluster.view().nodes}
     assert nodes["n1"] is NodePhase.LEFT
