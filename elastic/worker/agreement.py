@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from elastic.errors import check
+from elastic.errors import GroupError, check
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Agreement:
             store: belongs to this group alone.
             rank: of this member.
             world_size: of the group.
-            watch: called now and then while we wait; may raise, to end the wait.
+            watch: called now and then while we wait; raises GroupError to end the wait.
         """
         check(
             0 <= rank < world_size <= WORLD_SIZE_MAX,
@@ -223,8 +223,14 @@ class Agreement:
             waited_s = time.monotonic() - began
             if patience_s is not None and waited_s >= patience_s:
                 return None
-            if self._watch is not None:
-                self._watch()
+            try:
+                if self._watch is not None:
+                    self._watch()
+            except GroupError:
+                # Members that have read the outcome may have left by it, and hung up.
+                if self._store.check([key]):
+                    break
+                raise
             if waited_s > warn_after_s:
                 warn_after_s += WARN_INTERVAL_S
                 self._warn(index, what, waited_s)

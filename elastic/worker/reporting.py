@@ -26,6 +26,7 @@ from elastic.runtime.clock import Clock
 from elastic.worker.agreement import Agreement, Outcome, Part, Tally, Vote
 from elastic.worker.exchange import Answer
 from elastic.worker.interrupt import GroupChanged
+from elastic.worker.pruning import Pruner
 from elastic.worker.storage import Marker, RunDirectory
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Reporter:
         link: Link,
         clock: Clock,
         newest_checkpoint: str = "",
+        pruner: Pruner | None = None,
     ) -> None:
         """Begin a generation.
 
@@ -93,7 +95,9 @@ class Reporter:
             link: to the coordinator.
             clock: for the time of day in files.
             newest_checkpoint: path of the one that this generation begins with.
+            pruner: deletes checkpoints that are not to be kept, None to keep all.
         """
+        self._pruner = pruner
         self.newest_checkpoint = newest_checkpoint
         self.reports_since = 0
         self.has_left = False
@@ -234,9 +238,17 @@ class Reporter:
         except StorageError as error:
             self._post(metrics, "")
             return Outcome(error=str(error))
-        answer = self._link.expect_answer(self._place.generation, index) if leaves else None
+        answer = self._link.expect_answer(self._place.generation, index)
         self._post(metrics, path)
-        return Outcome(path=path, leaves=answer is not None and self._is_recorded(answer, path))
+        outcome = Outcome(path=path, leaves=leaves and self._is_recorded(answer, path))
+        if self._pruner is not None:
+            self._pruner.committed(parts[0].name, answer)
+        return outcome
+
+    def finish(self) -> None:
+        """The train function returned: delete the checkpoints that are not to be kept."""
+        if self._pruner is not None:
+            self._pruner.finish()
 
     def _mark(self, index: int, metrics: str, parts: tuple[Part, ...]) -> str:
         """Write the marker if the parts make a checkpoint, else remove what there is of it.

@@ -41,6 +41,7 @@ from elastic.worker.exchange import Exchange
 from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
 from elastic.worker.interrupt import GroupChanged, Interrupter
 from elastic.worker.progress import StepCounter
+from elastic.worker.pruning import Pruner
 from elastic.worker.reporting import Place, Reporter
 from elastic.worker.storage import RunDirectory
 
@@ -168,6 +169,7 @@ class Runner:
             call = prepare()
             set_current(self._context(assign, assignment, call, reporter))
             result = self._interrupter.run(generation, call.run)
+            reporter.finish()
             return TrainReturned(generation, outcome.result_json(result))
         except BaseException as error:
             event = self._ended_early(generation, error, reporter)
@@ -227,6 +229,7 @@ class Runner:
             link=self._exchange,
             clock=self._clock,
             newest_checkpoint=assignment.checkpoint,
+            pruner=Pruner(self._run_directory, assign.spec) if self._run_directory else None,
         )
 
     def _peers_watch(self) -> Callable[[], None]:

@@ -197,13 +197,42 @@ class RunDirectory:
             # Without a marker it does not exist for anyone; it only takes up room.
             return
 
+    def remove(self, name: str) -> None:
+        """Delete a committed checkpoint; it ceases to exist before its first file goes.
+
+        Raises:
+            StorageError: something cannot be deleted.
+        """
+        folder = f"{self._root}/{CHECKPOINTS}/{name}"
+        try:
+            self._fs.rm_file(f"{folder}/{MARKER}")
+            self._fs.rm(folder, recursive=True)
+        except Exception as error:
+            raise StorageError(
+                f"cannot delete {self.checkpoint_path(name)}: {reason_of(error)}"
+            ) from error
+
+    def committed(self, job_id: str) -> list[tuple[str, Marker]]:
+        """Return name and marker of every checkpoint of a job, in the order of commits.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        found = [(name, marker) for name, marker in self._markers() if marker.job_id == job_id]
+        return sorted(found, key=lambda pair: (pair[1].generation, pair[1].index))
+
     def newest_checkpoint(self) -> str:
         """Return the path of the checkpoint that was committed last, "" if there is none.
 
         Raises:
             StorageError: the directory cannot be listed.
         """
-        newest = (-1, "")
+        newest = max(((m.unix_ns, name) for name, m in self._markers()), default=(0, ""))
+        return self.checkpoint_path(newest[1]) if newest[1] else ""
+
+    def _markers(self) -> list[tuple[str, Marker]]:
+        """Return name and marker of every checkpoint whose marker can be read."""
+        found = []
         try:
             self._fs.invalidate_cache()
             for path in self._fs.glob(f"{self._root}/{CHECKPOINTS}/*/{MARKER}"):
@@ -211,7 +240,7 @@ class RunDirectory:
                     marker = Marker.from_json(self._fs.cat_file(path).decode())
                 except ValueError:
                     continue
-                newest = max(newest, (marker.unix_ns, str(path).split("/")[-2]))
+                found.append((str(path).split("/")[-2], marker))
         except Exception as error:
             raise StorageError(f"cannot read {self.path}: {reason_of(error)}") from error
-        return self.checkpoint_path(newest[1]) if newest[1] else ""
+        return found

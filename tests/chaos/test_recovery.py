@@ -92,6 +92,11 @@ def assert_counted(cluster: LocalCluster, job_id: str, tmp_path: Path) -> JobVie
     last = json.loads(view.record.metrics)
     assert last["epoch"] + 1 >= EPOCHS
     assert last["count"] == last["epoch"] + 1
+    # Two are kept; one more may lie there from a member that was killed before it could tidy up.
+    kept = [Path(c.path) for c in view.record.checkpoints]
+    assert all((path / "_COMMITTED").is_file() for path in kept)
+    assert len(kept) == 2
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) <= 4
     return view
 
 

@@ -141,6 +141,18 @@ def test_who_waits_is_freed_by_what_the_watch_raises() -> None:
         agreement.wait_closed(0)
 
 
+def test_an_outcome_that_came_before_the_peers_hung_up_counts() -> None:
+    store = dist.HashStore()
+    lead = Agreement(store, 0, world_size=2)
+
+    def tell_and_hang_up() -> None:
+        lead.tell_outcome(0, Outcome(path="c", leaves=True), ())
+        raise GroupError("a peer hung up")
+
+    other = Agreement(store, 1, world_size=2, watch=tell_and_hang_up)
+    assert other.wait_outcome(0) == Outcome(path="c", leaves=True)
+
+
 def test_a_place_outside_the_group_is_refused() -> None:
     with pytest.raises(InvariantViolation, match="rank 2 of 2"):
         Agreement(dist.HashStore(), 2, world_size=2)

@@ -1,0 +1,78 @@
+"""Deleting checkpoints that are not to be kept, never before a newer one is safe.
+
+Rule: a checkpoint is deleted only when the coordinator has recorded a newer one, because until
+then it is what a recovery would read. Which ones go is the retention policy's word, on the same
+facts that the coordinator has.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from elastic.core.config import JobSpec
+from elastic.core.policy import retention
+from elastic.core.world import CheckpointRecord
+from elastic.errors import StorageError
+from elastic.worker.exchange import Answer
+from elastic.worker.storage import RunDirectory
+
+log = logging.getLogger(__name__)
+
+LAST_ANSWER_S = 5.0
+"""How long the end of a train function waits for the last checkpoint to be recorded."""
+
+
+class Pruner:
+    """Keeps a run directory within `num_to_keep`; used by the member that commits."""
+
+    def __init__(self, run: RunDirectory, spec: JobSpec) -> None:
+        """Delete nothing yet."""
+        self._run = run
+        self._spec = spec
+        self._unanswered: list[tuple[str, Answer]] = []
+
+    def committed(self, name: str, answer: Answer) -> None:
+        """Take note of a new checkpoint, and delete what the ones before it made superfluous."""
+        if self._spec.num_to_keep == -1:
+            return
+        self._unanswered.append((name, answer))
+        self._prune()
+
+    def finish(self) -> None:
+        """The train function is over: wait a moment for the last answer, then tidy up."""
+        if self._unanswered:
+            self._unanswered[-1][1].wait(LAST_ANSWER_S)
+            self._prune()
+
+    def _prune(self) -> None:
+        answered = [(n, a) for n, a in self._unanswered if a.ready.is_set()]
+        self._unanswered = [(n, a) for n, a in self._unanswered if not a.ready.is_set()]
+        recorded = [name for name, answer in answered if answer.accepted]
+        if not recorded:
+            return
+        try:
+            self._delete_up_to(recorded[-1])
+        except StorageError as error:
+            # The next one tries again; the room it takes up is no reason to stop training.
+            log.warning("prune_failed path=%s error=%r", self._run.path, str(error))
+
+    def _delete_up_to(self, newest: str) -> None:
+        """Delete what the policy drops among the checkpoints up to the newest recorded one."""
+        spec = self._spec
+        markers = self._run.committed(spec.job_id)
+        names = [name for name, _ in markers]
+        if newest not in names:
+            return
+        records = [
+            CheckpointRecord(name, marker.generation, marker.index, marker.metrics)
+            for name, marker in markers[: names.index(newest) + 1]
+        ]
+        kept = retention.keep(
+            records,
+            num_to_keep=spec.num_to_keep,
+            score_attribute=spec.score_attribute,
+            score_order=spec.score_order,
+        )
+        for record in records:
+            if record not in kept:
+                self._run.remove(record.path)
