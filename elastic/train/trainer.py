@@ -22,6 +22,7 @@ from elastic.train.result import Result, result_of
 from elastic.worker import context as worker_context
 
 if TYPE_CHECKING:
+    from elastic.core.events.shared import Note
     from elastic.core.view import JobView
 
 DEFAULT_STORAGE = "~/elastic_results"
@@ -107,6 +108,8 @@ class TorchTrainer:
             self.train_loop_config,
             job_name=name,
             run_path=run_path,
+            use_gpu=self.scaling_config.use_gpu,
+            backend=self.torch_config.backend or "auto",
             timeout_s=self.torch_config.timeout_s,
         )
         return result_of(run_path, outcome.checkpoints, outcome.result)
@@ -123,7 +126,9 @@ class TorchTrainer:
         try:
             job_id = client.submit(spec)
             try:
-                view = follow(client, job_id, Printer(), on_report=self._on_report)
+                view = follow(
+                    client, job_id, Printer(), on_report=self._on_report, on_note=self._on_note
+                )
             except KeyboardInterrupt:
                 client.stop(job_id)
                 raise
@@ -148,6 +153,12 @@ class TorchTrainer:
             after_report = getattr(callback, "after_report", None)
             if after_report is not None:
                 after_report(metrics)
+
+    def _on_note(self, note: Note) -> None:
+        for callback in self.run_config.callbacks:
+            after_event = getattr(callback, "after_event", None)
+            if after_event is not None:
+                after_event(note.name, dict(note.fields))
 
     # ------------------------------------------------------------ the job
 
