@@ -1,8 +1,9 @@
 """Deleting checkpoints that are not to be kept, never before a newer one is safe.
 
 Rule: a checkpoint is deleted only when the coordinator has recorded a newer one, because until
-then it is what a recovery would read. Which ones go is the retention policy's word, on the same
-facts that the coordinator has.
+then it is what a recovery would read. Which ones go is the retention policy's word, asked about
+those that are known to be recorded: one that was committed and never recorded (its generation was
+over) must not push out one that the coordinator counts on.
 """
 
 from __future__ import annotations
@@ -25,8 +26,15 @@ LAST_ANSWER_S = 5.0
 class Pruner:
     """Keeps a run directory within `num_to_keep`; used by the member that commits."""
 
-    def __init__(self, run: RunDirectory, spec: JobSpec) -> None:
-        """Delete nothing yet."""
+    def __init__(self, run: RunDirectory, spec: JobSpec, newest: str = "") -> None:
+        """Delete nothing yet.
+
+        Args:
+            run: the run directory.
+            spec: how many are kept, and which are the best.
+            newest: path of the checkpoint that this generation begins with; it is recorded.
+        """
+        self._baseline = newest.rpartition("/")[2]
         self._run = run
         self._spec = spec
         self._unanswered: list[tuple[str, Answer]] = []
@@ -50,22 +58,23 @@ class Pruner:
         recorded = [name for name, answer in answered if answer.accepted]
         if not recorded:
             return
+        baseline = [self._baseline] if self._baseline else []
         try:
-            self._delete_up_to(recorded[-1])
+            for name in (*baseline, *recorded):
+                if self._run.is_committed(name):
+                    self._run.mark_recorded(name)
+            self._baseline = ""
+            self._delete_superfluous()
         except StorageError as error:
             # The next one tries again; the room it takes up is no reason to stop training.
             log.warning("prune_failed path=%s error=%r", self._run.path, str(error))
 
-    def _delete_up_to(self, newest: str) -> None:
-        """Delete what the policy drops among the checkpoints up to the newest recorded one."""
+    def _delete_superfluous(self) -> None:
+        """Delete what the policy drops among the recorded ones."""
         spec = self._spec
-        markers = self._run.committed(spec.job_id)
-        names = [name for name, _ in markers]
-        if newest not in names:
-            return
         records = [
             CheckpointRecord(name, marker.generation, marker.index, marker.metrics)
-            for name, marker in markers[: names.index(newest) + 1]
+            for name, marker in self._run.recorded(spec.job_id)
         ]
         kept = retention.keep(
             records,

@@ -213,6 +213,10 @@ class Runner:
 
     # ------------------------------------------------------------ what user code finds
 
+    def _pruner(self, assign: Assign, assignment: Assignment) -> Pruner | None:
+        run = self._run_directory
+        return Pruner(run, assign.spec, assignment.checkpoint) if run is not None else None
+
     def _reporter(self, assign: Assign, assignment: Assignment) -> Reporter:
         place = Place(
             assignment.job_id, assignment.generation, assignment.rank, assignment.world_size
@@ -229,7 +233,7 @@ class Runner:
             link=self._exchange,
             clock=self._clock,
             newest_checkpoint=assignment.checkpoint,
-            pruner=Pruner(self._run_directory, assign.spec) if self._run_directory else None,
+            pruner=self._pruner(assign, assignment),
         )
 
     def _peers_watch(self) -> Callable[[], None]:

@@ -4,6 +4,7 @@
     RUN/metrics-rank3.jsonl      the same of rank 3
     RUN/checkpoints/NAME/        files of one checkpoint
     RUN/checkpoints/NAME/_COMMITTED    written last: a directory without it does not exist
+    RUN/checkpoints/NAME/_RECORDED     the coordinator has it in its records, as far as we heard
 
 Rule: every failure of the storage below becomes a `StorageError` that names the path and the
 reason. Only this module knows fsspec, so any of its file systems will do.
@@ -20,9 +21,11 @@ from typing import Any
 
 import fsspec
 
+from elastic.core.world import CheckpointRecord
 from elastic.errors import StorageError
 
 MARKER = "_COMMITTED"
+RECORDED = "_RECORDED"
 MARKER_FORMAT = 1
 CHECKPOINTS = "checkpoints"
 
@@ -143,7 +146,7 @@ class RunDirectory:
             for path in sorted(p for p in source.rglob("*") if p.is_file()):
                 current = str(path)
                 relative = path.relative_to(source).as_posix()
-                if relative == MARKER:
+                if relative in (MARKER, RECORDED):
                     continue  # The directory is a copy of an older checkpoint.
                 files.append((relative, path.stat().st_size))
                 if claim(relative):
@@ -212,14 +215,41 @@ class RunDirectory:
                 f"cannot delete {self.checkpoint_path(name)}: {reason_of(error)}"
             ) from error
 
-    def committed(self, job_id: str) -> list[tuple[str, Marker]]:
-        """Return name and marker of every checkpoint of a job, in the order of commits.
+    def mark_recorded(self, name: str) -> None:
+        """Remember beside a committed checkpoint that the coordinator has recorded it.
+
+        Raises:
+            StorageError: the note cannot be written.
+        """
+        try:
+            self._fs.pipe_file(f"{self._root}/{CHECKPOINTS}/{name}/{RECORDED}", b"")
+        except Exception as error:
+            raise StorageError(
+                f"cannot write to {self.checkpoint_path(name)}: {reason_of(error)}"
+            ) from error
+
+    def recorded(self, job_id: str) -> list[tuple[str, Marker]]:
+        """Return name and marker of a job's checkpoints that are recorded, in that order.
 
         Raises:
             StorageError: the directory cannot be listed.
         """
-        found = [(name, marker) for name, marker in self._markers() if marker.job_id == job_id]
+        try:
+            known = {
+                str(path).split("/")[-2]
+                for path in self._fs.glob(f"{self._root}/{CHECKPOINTS}/*/{RECORDED}")
+            }
+        except Exception as error:
+            raise StorageError(f"cannot read {self.path}: {reason_of(error)}") from error
+        found = [(n, m) for n, m in self._markers() if m.job_id == job_id and n in known]
         return sorted(found, key=lambda pair: (pair[1].generation, pair[1].index))
+
+    def records(self, job_id: str) -> tuple[CheckpointRecord, ...]:
+        """Return the same as records, such as the coordinator has."""
+        return tuple(
+            CheckpointRecord(self.checkpoint_path(name), m.generation, m.index, m.metrics)
+            for name, m in self.committed(job_id)
+        )
 
     def newest_checkpoint(self) -> str:
         """Return the path of the checkpoint that was committed last, "" if there is none.

@@ -87,6 +87,19 @@ def test_nothing_is_deleted_before_a_newer_one_is_recorded(tmp_path: Path) -> No
     assert run.names() == ["c1", "c2"]
 
 
+def test_one_that_was_never_recorded_does_not_push_out_one_that_was(tmp_path: Path) -> None:
+    job = spec(2)
+    run = Run(tmp_path, job)
+    run.commit()
+    run.commit()
+    run.commit(recorded=False)  # Its generation is over before the coordinator hears of it.
+    run.pruner = Pruner(run.directory, job, run.directory.checkpoint_path("c1"))
+    run.commit()
+    assert run.names() == ["c1", "c2", "c3"]
+    run.commit()
+    assert run.names() == ["c2", "c3", "c4"]
+
+
 def test_a_refused_checkpoint_lets_the_older_one_live(tmp_path: Path) -> None:
     run = Run(tmp_path, spec(1))
     run.commit()
