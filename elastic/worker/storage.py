@@ -244,11 +244,17 @@ class RunDirectory:
         found = [(n, m) for n, m in self._markers() if m.job_id == job_id and n in known]
         return sorted(found, key=lambda pair: (pair[1].generation, pair[1].index))
 
-    def records(self, job_id: str) -> tuple[CheckpointRecord, ...]:
-        """Return the same as records, such as the coordinator has."""
+    def records(self, job_id: str = "") -> tuple[CheckpointRecord, ...]:
+        """Return the committed checkpoints of a job, or of all for "", in the order of commits.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        found = [(name, m) for name, m in self._markers() if job_id in ("", m.job_id)]
+        found.sort(key=lambda pair: (pair[1].generation, pair[1].index))
         return tuple(
             CheckpointRecord(self.checkpoint_path(name), m.generation, m.index, m.metrics)
-            for name, m in self.committed(job_id)
+            for name, m in found
         )
 
     def newest_checkpoint(self) -> str:
