@@ -1,0 +1,194 @@
+"""Where in the data a run stands, and which samples a micro-batch has: pure functions.
+
+Rule: sample ids depend on (seed, epoch, step, micro-batch) and on nothing else: not on the world
+size, not on the past, not on who asks. So the cursor is two integers, any position of any epoch
+can be reached at once, and nothing about data has to be saved.
+
+The permutation is a balanced Feistel network with cycle walking (Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", 2002): random access, no memory. Its arithmetic is written so that it
+works on integers and on NumPy's uint64 arrays alike, for whoever needs many at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.core.policy.microbatch import Span
+from elastic.errors import ConfigError, check
+
+ROUNDS = 6
+MASK_64 = (1 << 64) - 1
+MASK_32 = (1 << 32) - 1
+SEED_BITS = 63
+"""Seeds fit into a signed 64-bit integer, which torch's generators take."""
+
+
+@dataclass(frozen=True, order=True)
+class Cursor:
+    """A position in the data: the next step to be committed.
+
+    Attributes:
+        epoch: passes over the data that are complete.
+        step: steps of this epoch that are committed.
+    """
+
+    epoch: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """How a data set is cut into steps and micro-batches, in every epoch alike.
+
+    Attributes:
+        num_samples: N, of the data set; >= 1.
+        micro_batch: samples of one micro-batch; >= 1.
+        num_micro_batches: V, of one step; >= 1.
+        seed: of the permutation.
+        shuffle: False for the order of the data set.
+        drop_last: leave out the last step of an epoch if it is not full.
+    """
+
+    num_samples: int
+    micro_batch: int
+    num_micro_batches: int
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what has no steps."""
+        if min(self.num_samples, self.micro_batch, self.num_micro_batches) < 1:
+            raise ConfigError(
+                f"{self.num_samples} samples in micro-batches of {self.micro_batch}, "
+                f"{self.num_micro_batches} of them in a step: expected at least 1 of each"
+            )
+        if self.drop_last and self.num_samples < self.global_batch:
+            raise ConfigError(
+                f"drop_last leaves no step at all: the data set has {self.num_samples} samples, "
+                f"the global batch {self.global_batch}; use drop_last=False or a smaller batch"
+            )
+
+    @property
+    def global_batch(self) -> int:
+        """Return B, the samples of a full step."""
+        return self.micro_batch * self.num_micro_batches
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of an epoch."""
+        whole, rest = divmod(self.num_samples, self.global_batch)
+        return whole + (1 if rest and not self.drop_last else 0)
+
+    def step_size(self, step: int) -> int:
+        """Return the samples of a step: B, or less in the last one of an epoch."""
+        check(0 <= step < self.steps, f"step {step} of {self.steps}")
+        return min(self.global_batch, self.num_samples - step * self.global_batch)
+
+    def positions(self, step: int, micro_batch: int) -> Span:
+        """Return the places in the epoch's order that a micro-batch takes; may be empty.
+
+        A ragged last step is spread evenly over all V micro-batches.
+        """
+        check(0 <= micro_batch < self.num_micro_batches, f"micro-batch {micro_batch}")
+        size, start = self.step_size(step), step * self.global_batch
+        first = micro_batch * size // self.num_micro_batches
+        last = (micro_batch + 1) * size // self.num_micro_batches
+        return start + first, start + last
+
+    def samples(self, epoch: int, step: int, micro_batch: int) -> tuple[int, ...]:
+        """Return the sample ids of a micro-batch; empty ones exist in a ragged last step only."""
+        first, last = self.positions(step, micro_batch)
+        if not self.shuffle:
+            return tuple(range(first, last))
+        permutation = Permutation(self.num_samples, shuffle_seed(self.seed, epoch))
+        return tuple(permutation.at(position) for position in range(first, last))
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A permutation of the numbers below `size`, chosen by a seed; nothing is stored.
+
+    Attributes:
+        size: >= 1.
+        seed: 0 <= seed < 2**63.
+    """
+
+    size: int
+    seed: int
+
+    def at(self, position: int) -> int:
+        """Return the number at a position.
+
+        Args:
+            position: 0 <= position < size.
+        """
+        check(0 <= position < self.size, f"position {position} of {self.size}")
+        value = int(self.encipher(position))
+        while value >= self.size:
+            value = int(self.encipher(value))
+        return value
+
+    @property
+    def half_bits(self) -> int:
+        """Return the bits of one half of the network's block; the block holds 0 to size - 1."""
+        return max(1, ((self.size - 1).bit_length() + 1) // 2)
+
+    def encipher(self, value: Any) -> Any:
+        """Return the image under the network, which may be `size` or more.
+
+        Args:
+            value: an integer, or a NumPy array of uint64.
+        """
+        bits = self.half_bits
+        mask = (1 << bits) - 1
+        left, right = value >> bits, value & mask
+        for number in range(ROUNDS):
+            key = derive(self.seed, number) & MASK_32
+            left, right = right, left ^ (_mix_32(right ^ key) & mask)
+        return (left << bits) | right
+
+
+def _mix_32(value: Any) -> Any:
+    """Return 32 bits that each depend on all of the value's (the constants are C. Wellons')."""
+    value = value & MASK_32
+    value = ((value ^ (value >> 16)) * 0x7FEB352D) & MASK_32
+    value = ((value ^ (value >> 15)) * 0x846CA68B) & MASK_32
+    return value ^ (value >> 16)
+
+
+def derive(seed: int, *parts: int) -> int:
+    """Return a seed for one purpose, such as (epoch, step, micro-batch); 0 <= it < 2**63.
+
+    SplitMix64's finalizer (Steele, Lea, Flood, 2014) over the parts, one after the other.
+    """
+    state = _mix_64(seed & MASK_64)
+    for part in parts:
+        state = _mix_64((state + 0x9E3779B97F4A7C15) & MASK_64 ^ _mix_64(part & MASK_64))
+    return state & ((1 << SEED_BITS) - 1)
+
+
+def _mix_64(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return value ^ (value >> 31)
+
+
+# Purposes that seeds are derived for, so that no two of them ever meet.
+SHUFFLE, DROPOUT, AUGMENT = 0, 1, 2
+
+
+def shuffle_seed(seed: int, epoch: int) -> int:
+    """Return the seed of an epoch's permutation."""
+    return derive(seed, SHUFFLE, epoch)
+
+
+def micro_batch_seed(seed: int, cursor: Cursor, micro_batch: int) -> int:
+    """Return the seed of everything random in the training process during a micro-batch."""
+    return derive(seed, DROPOUT, cursor.epoch, cursor.step, micro_batch)
+
+
+def sample_seed(seed: int, epoch: int, sample: int) -> int:
+    """Return the seed of everything random while a sample is read and transformed."""
+    return derive(seed, AUGMENT, epoch, sample)

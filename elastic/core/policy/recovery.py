@@ -1,0 +1,88 @@
+"""Who sends training state to whom after a group was formed.
+
+Rule: decided by every member from the same table, so that nobody has to be asked. The most
+advanced members have the state of the run; all others, and newcomers, receive it. Members differ
+by at most one step: nobody commits a step without the whole group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.decision import Decision
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far one member is.
+
+    Attributes:
+        has_state: it holds the run's state: it began the run, received it, or loaded it.
+        cursor: the next step that it would commit.
+        steps: steps of an epoch; 0 if it does not know its data yet.
+    """
+
+    has_state: bool = False
+    cursor: Cursor = field(default_factory=Cursor)
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Who sends to whom.
+
+    Attributes:
+        sender_of: (rank that receives, rank that sends), by receiving rank.
+        cursors: where each member stands once the transfers are done, by rank.
+    """
+
+    sender_of: tuple[tuple[int, int], ...]
+    cursors: tuple[Cursor, ...]
+
+    def sent_by(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that this one sends to."""
+        return tuple(receiver for receiver, sender in self.sender_of if sender == rank)
+
+    def source_of(self, rank: int) -> int | None:
+        """Return the rank that this one receives from, None if it needs nothing."""
+        return dict(self.sender_of).get(rank)
+
+
+def plan_transfers(standings: Sequence[Standing]) -> Decision[Transfers]:
+    """Decide who sends to whom.
+
+    When nobody has state yet, the run begins: rank 0's initial weights are everyone's.
+
+    A member behind the last step of an epoch and one before the first step of the next have the
+    same weights, and nothing is sent between them: the one behind runs the code between the
+    epochs by itself. Who receives, receives from the latter, so that this code is not run twice.
+
+    Args:
+        standings: by rank; at least one.
+    """
+    steps = max(standing.steps for standing in standings)
+
+    def weights(standing: Standing) -> tuple[bool, Cursor]:
+        cursor = standing.cursor
+        if steps and cursor.step >= steps:
+            cursor = Cursor(cursor.epoch + 1, 0)
+        return standing.has_state, cursor
+
+    best = max(weights(standing) for standing in standings)
+    holders = [rank for rank, one in enumerate(standings) if weights(one) == best]
+    if not best[0]:
+        holders = [0]
+    furthest = max(standings[rank].cursor for rank in holders)
+    senders = [rank for rank in holders if standings[rank].cursor == furthest]
+    behind = [rank for rank in range(len(standings)) if rank not in holders]
+    pairs = tuple((rank, senders[index % len(senders)]) for index, rank in enumerate(behind))
+    cursors = tuple(
+        standing.cursor if rank in holders else furthest for rank, standing in enumerate(standings)
+    )
+    where = f"epoch {furthest.epoch} step {furthest.step}"
+    if not pairs:
+        return Decision(Transfers(pairs, cursors), f"all {len(standings)} members are at {where}")
+    names = ", ".join(f"{rank} from {sender}" for rank, sender in pairs)
+    return Decision(Transfers(pairs, cursors), f"ranks receive the state of {where}: {names}")
