@@ -112,6 +112,7 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
         collective_timeout_s=draw(
             st.floats(0, exclude_min=True, allow_nan=False, allow_infinity=False)
         ),
+        hang_timeout_s=draw(st.floats(0, allow_nan=False, allow_infinity=False)),
         max_failures=draw(st.integers(-1, 2**31 - 1)),
         run_path=draw(TEXTS),
         project=draw(TEXTS),

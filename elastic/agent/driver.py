@@ -33,6 +33,7 @@ from elastic.core.events.agent import (
     OpenLog,
     SendCoordinator,
     SendProcess,
+    ShowStacks,
     Spawn,
 )
 from elastic.core.events.shared import Note, Tick
@@ -171,6 +172,8 @@ class AgentDriver:
                 self._processes.open_log(process_id, assign)
             case Kill(process_id, reason):
                 self._processes.kill(process_id, reason)
+            case ShowStacks(process_id):
+                self._processes.show_stacks(process_id)
             case Connect(session):
                 self._link.connect(session)
             case Disconnect(session):

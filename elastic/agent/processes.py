@@ -9,8 +9,10 @@ to the thread that started them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -159,6 +161,14 @@ class ChildProcesses:
         if child is not None and not child.exited:
             log.info("process_killed process=%d pid=%d reason=%r", process_id, child.pid, reason)
             signal_group(child.pid)
+
+    def show_stacks(self, process_id: int) -> None:
+        """Have a worker write the stacks of all its threads to its output."""
+        child = self._children.get(process_id)
+        if child is not None and not child.exited:
+            # To the process alone: in what it started nobody may handle the signal.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGUSR1)
 
     def pids(self) -> dict[int, int]:
         """Return the pid of every process that has not exited, by its number."""

@@ -44,6 +44,7 @@ class Options:
     accelerator_type: str
     labels: dict[str, str]
     backend: str
+    hang_timeout: float
     max_failures: int
     num_to_keep: int
     storage_path: str
@@ -79,6 +80,7 @@ def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
         accelerator_type=options.accelerator_type,
         label_selector=sorted_pairs(options.labels),
         backend=options.backend,
+        hang_timeout_s=options.hang_timeout,
         max_failures=options.max_failures,
         num_to_keep=options.num_to_keep,
         run_path=run_path_of(options.storage_path, name),
@@ -140,14 +142,14 @@ def run_directory(run_path: str) -> Iterator[None]:
         is_there = fs.exists(root)
         if is_there and (not fs.isdir(root) or fs.ls(root)):
             raise NameTaken(
-                f"run directory {run_path} exists already and is not empty: choose another --name "
-                f"or --storage-path, or remove it"
+                f"run directory {run_path} exists already and is not empty: choose another name "
+                f"(--name, RunConfig(name=...)) or storage path, or remove it"
             )
         fs.makedirs(root, exist_ok=True)
     except OSError as error:
         raise StorageError(
             f"run directory {run_path} cannot be made ({error.strerror or error}): choose a "
-            f"--storage-path with room that you may write to"
+            f"storage path with room that you may write to"
         ) from error
     try:
         yield

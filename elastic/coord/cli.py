@@ -23,6 +23,7 @@ from elastic import __version__
 from elastic.client.show import print_cluster, status_as_dict
 from elastic.coord.serve import ServeOptions, parse_listen, serve
 from elastic.coord.server_probe import fetch_health, first_answer
+from elastic.core.config import CoordinatorConfig
 from elastic.errors import (
     ElasticError,
     Fenced,
@@ -118,6 +119,12 @@ def main() -> None:
     help="Write the 'ready' line to this file too, once requests are answered.",
 )  # fmt: skip
 @click.option(
+    "--probe-timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+    default=CoordinatorConfig.probe_timeout_s, show_default=True,
+    help="While workers wait for a peer, a node whose agent does not answer this long is lost. "
+    "More than a round trip and the longest pause of an agent on a loaded machine.",
+)  # fmt: skip
+@click.option(
     "--tether-fd", type=int, default=-1, metavar="FD",
     help="End when this inherited pipe closes: for programs that start a coordinator for "
     "themselves.",
@@ -142,6 +149,7 @@ def serve_command(log_level: str, **settings: Any) -> None:
             event_log=settings["event_log"],
             ready_file=settings["ready_file"],
             tether_fd=settings["tether_fd"],
+            config=CoordinatorConfig(probe_timeout_s=settings["probe_timeout"]),
         )
         anyio.run(serve, options, functools.partial(print, flush=True))
     except ElasticError as error:

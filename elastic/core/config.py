@@ -58,6 +58,9 @@ class JobSpec:
         label_selector: only nodes that carry all of these labels.
         backend: "gloo", "nccl" or "auto" (nccl with GPUs).
         collective_timeout_s: torch.distributed's own timeout; a backstop, not the detector.
+        hang_timeout_s: a member that has not moved this long, while all others wait for it in a
+            reduction, is killed; 0 for never. Longer than anything that one rank does alone while
+            the others train on (an evaluation, a checkpoint written by hand).
         max_failures: how often user code may raise before the job fails; -1 for ever.
         run_path: the run directory, storage_path/name, as an fsspec path.
         project: label for accounting, free text.
@@ -77,6 +80,7 @@ class JobSpec:
     label_selector: tuple[tuple[str, str], ...] = ()
     backend: str = "auto"
     collective_timeout_s: float = 1800.0
+    hang_timeout_s: float = 30.0
     max_failures: int = 0
     run_path: str = ""
     project: str = ""
@@ -107,6 +111,11 @@ class JobSpec:
                 f"job {self.name}: collective_timeout_s={self.collective_timeout_s}: expected a "
                 f"finite number > 0"
             )
+        if not 0 <= self.hang_timeout_s < float("inf"):
+            raise ConfigError(
+                f"job {self.name}: hang_timeout_s={self.hang_timeout_s}: expected a finite number "
+                f">= 0 (0 for never)"
+            )
         if self.max_failures < -1:
             raise ConfigError(
                 f"job {self.name}: max_failures={self.max_failures}: expected -1 (for ever) or more"
@@ -135,6 +144,9 @@ class CoordinatorConfig:
             once it has min; too small: an early second re-form; too large: a late start.
         node_grace_s: a node whose stream broke is lost after this, or at once when a member of
             its group says that the group broke.
+        probe_timeout_s: while members wait for a peer, an agent that does not answer this long is
+            lost. Must exceed a round trip plus the longest time for which a loaded machine lets
+            a healthy agent wait: too small, and its workers are restarted for nothing.
         adoption_grace_s: after its own restart the coordinator waits this long for agents that
             it knows from the journal; must exceed the agents' longest back-off.
         broken_grace_s: a group that broke without a known loss is formed anew after this.
@@ -153,6 +165,7 @@ class CoordinatorConfig:
 
     start_patience_s: float = 10.0
     node_grace_s: float = 0.5
+    probe_timeout_s: float = 0.6
     adoption_grace_s: float = 10.0
     broken_grace_s: float = 0.3
     form_timeout_s: float = 60.0
@@ -175,6 +188,10 @@ class CoordinatorConfig:
                 raise ConfigError(
                     f"coordinator: {name}={getattr(self, name)}: expected a finite number >= 0"
                 )
+        if not 0 < self.probe_timeout_s < float("inf"):
+            raise ConfigError(
+                f"coordinator: probe_timeout_s={self.probe_timeout_s}: expected a finite number > 0"
+            )
         for name in ("crash_loop_limit", "jobs_max", "ended_jobs_kept"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"coordinator: {name}={getattr(self, name)}: expected >= 1")

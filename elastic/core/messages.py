@@ -55,6 +55,8 @@ class Hello:
         draining: the node has been told to leave (SIGTERM, a notice).
         drain_reason: why, when draining.
         drain_timeout_ns: how much time is left for it.
+        reports_due: how many reports follow as soon as the agent is welcome, because they have
+            not been acknowledged yet.
     """
 
     node: Node
@@ -64,6 +66,7 @@ class Hello:
     drain_timeout_ns: int = 0
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
+    reports_due: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,34 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Pulse:
+    """The main thread of a worker stands, or moves again; a healthy run sends none.
+
+    Durations count back from the moment of sending. It is said again as long as it holds, so that
+    one that is not said any more is not believed for long.
+
+    Attributes:
+        waiting_ns: how long it has waited for its peers, 0 if it does not.
+        still_ns: how long it has not moved and not waited either, 0 if it moves or waits.
+        epoch, step: where it is, for people.
+    """
+
+    worker_id: WorkerId
+    generation: Generation
+    waiting_ns: int
+    still_ns: int
+    epoch: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class ProbeAck:
+    """Answer to `Probe`, with the same number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class LogLines:
     """Output of a worker, for whoever follows. Never passes through a machine."""
 
@@ -113,7 +144,9 @@ class LogLines:
     end: bool = False
 
 
-AgentMessage = Hello | WorkerUpdate | Reported | DrainNotice | Progress | LogLines
+AgentMessage = (
+    Hello | WorkerUpdate | Reported | DrainNotice | Progress | LogLines | Pulse | ProbeAck
+)
 
 
 # ---------------------------------------------------------------- coordinator -> agent
@@ -136,10 +169,16 @@ class Refusal:
 
 @dataclass(frozen=True)
 class StartWorker:
-    """Run a worker of this job under this id; a second one for the same id changes nothing."""
+    """Run a worker of this job under this id; a second one for the same id changes nothing.
+
+    Attributes:
+        ahead: it calls its train function before it has a group, up to where it needs one: the
+            group trains meanwhile, in a loop that a newcomer can enter.
+    """
 
     worker_id: WorkerId
     spec: JobSpec
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,6 +253,21 @@ class FollowLogs:
     stop: bool = False
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Are you there? An agent answers at once; any other word of it is as good an answer."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class DumpStacks:
+    """Have this worker write all its stacks to its output. Unknown ids are no error."""
+
+    worker_id: WorkerId
+    reason: str
+
+
 CoordinatorMessage = (
     Welcome
     | Refusal
@@ -225,6 +279,8 @@ CoordinatorMessage = (
     | ReportAck
     | Release
     | FollowLogs
+    | Probe
+    | DumpStacks
 )
 
 
@@ -239,6 +295,7 @@ class Assign:
         host: address that this worker's store and gloo bind to and announce.
         devices: accelerators it may see, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
         log_dir: directory of its output files, for people.
+        ahead: call the train function before there is a group, up to where it needs one.
     """
 
     worker_id: WorkerId
@@ -246,6 +303,7 @@ class Assign:
     host: str
     devices: tuple[str, ...] = ()
     log_dir: str = ""
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -280,4 +338,4 @@ class Pong:
     number: int
 
 
-PipeToAgent = Warm | WorkerUpdate | Reported | Progress | Pong
+PipeToAgent = Warm | WorkerUpdate | Reported | Progress | Pong | Pulse

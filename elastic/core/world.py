@@ -133,7 +133,7 @@ class ExitKind(Enum):
     STOPPED = "stopped"
     """We ended it, by order of the coordinator."""
     HUNG = "hung"
-    """The agent killed it because it had stopped (SIGSTOP, or no answer)."""
+    """Killed because it stood still: stopped (SIGSTOP), no answer, or all others waited for it."""
     LOST = "lost"
     """Its node is gone."""
     SPAWN_FAILED = "spawn_failed"
@@ -185,6 +185,7 @@ class WorkerReport:
         exit: how it ended; set exactly when phase is EXITED.
         failure: the exception that user code raised, if it did.
         result: JSON of what the train function returned, set when FINISHED.
+        in_place: its training loop goes on when the group changes.
     """
 
     worker_id: WorkerId
@@ -196,6 +197,7 @@ class WorkerReport:
     exit: ExitCause | None = None
     failure: Failure | None = None
     result: str = ""
+    in_place: bool = False
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class Checkers:
     announced_ranks: dict[tuple[JobId, Generation, int], WorkerId] = field(default_factory=dict)
     recorded: dict[tuple[JobId, str, Generation], None] = field(default_factory=dict)
     ended: dict[JobId, str] = field(default_factory=dict)
+    returned: dict[tuple[JobId, Generation, int], None] = field(default_factory=dict)
     steps: int = 0
     groups: int = 0
 
@@ -74,6 +75,12 @@ class Checkers:
                 phase == self.ended[job_id],
                 "an ended job stays ended",
                 f"job {job_id}: {self.ended[job_id]}, now {phase}",
+            )
+        if phase == "succeeded":
+            self.require(
+                (job_id, generation, 0) in self.returned,
+                "a job succeeds only if its leader's train function returned",
+                f"job {job_id} generation {generation}",
             )
         if phase in ("succeeded", "failed", "stopped"):
             self.ended[job_id] = phase
@@ -168,6 +175,28 @@ class Checkers:
             "only durable generations train",
             f"job {job_id} generation {generation} step {step}",
         )
+
+    def train_returned(self, job_id: JobId, generation: Generation, rank: int) -> None:
+        """A train function returned in a living process."""
+        self.returned[job_id, generation, rank] = None
+
+    # ------------------------------------------------------------ accusations
+
+    def accused_node(self, node_id: str, *, is_guilty: bool) -> None:
+        """The coordinator gave up a node because it did not answer."""
+        self.require(
+            is_guilty, "a node that answers is never given up as silent", f"node {node_id}"
+        )
+
+    def accused_worker(self, worker_id: str, *, is_guilty: bool) -> None:
+        """The coordinator is about to kill a worker because it does not move."""
+        self.require(
+            is_guilty, "a worker that moves is never killed as hung", f"worker {worker_id}"
+        )
+
+    def still_hung(self, worker_ids: list[str]) -> None:
+        """These workers hung for longer than they may."""
+        self.require(not worker_ids, "a hung worker is killed in time", " ".join(worker_ids))
 
     def started(self, node_id: NodeId, busy: int, num_slots: int) -> None:
         """An agent runs this many workers now."""

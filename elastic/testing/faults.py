@@ -9,7 +9,7 @@ from elastic.core.events.agent import DrainSignalled, ProcessStopped
 from elastic.core.world import ExitCause, ExitKind
 from elastic.testing.hosts import AgentHost, CoordinatorHost
 from elastic.testing.network import Network
-from elastic.testing.training import SimProcess
+from elastic.testing.training import DataPlane, SimProcess
 from elastic.testing.world import MS, S, Timeline
 
 
@@ -23,7 +23,8 @@ class Mix:
 
 ALL_FAULTS = (
     "kill_worker", "stop_worker", "kill_agent", "freeze_agent", "cut_link", "kill_coordinator",
-    "slow_disk", "drain", "kill_spare", "kill_everything",
+    "slow_disk", "drain", "kill_spare", "kill_everything", "hang_worker", "slow_worker",
+    "silence_node", "freeze_coordinator",
 )  # fmt: skip
 
 
@@ -43,6 +44,8 @@ class Faults:
         network: Network,
         coordinator: CoordinatorHost,
         agents: list[AgentHost],
+        *,
+        plane: DataPlane,
         mix: Mix,
     ) -> None:
         """Begin quiet; `begin` schedules the first fault."""
@@ -50,6 +53,7 @@ class Faults:
         self.network = network
         self.coordinator = coordinator
         self.agents = agents
+        self.plane = plane
         self.mix = mix
         self.is_over = False
         self.count = 0
@@ -64,6 +68,8 @@ class Faults:
         """The liveness phase begins: everything that can come back comes back."""
         self.is_over = True
         self.coordinator.disk_delay_max_ns = 5 * MS
+        self.coordinator.doze_ns = 0
+        self.coordinator.freeze(False)
         self.coordinator.start()
         for agent in self.agents:
             agent.freeze(False)
@@ -115,6 +121,50 @@ class Faults:
         wait = self.timeline.between(100 * MS, 3 * S)
         self.timeline.after(wait, self._continue, agent, process)
 
+    def _member(self) -> SimProcess | None:
+        """Choose a worker that computes, in a group with others who move."""
+        found = []
+        for agent in self.agents:
+            for process in agent.workers():
+                group = self.plane.group_of(process)
+                others = group.members.values() if group is not None else ()
+                if process.waiting_since_ns:
+                    continue
+                if any(other is not process and other.moves() for other in others):
+                    found.append(process)
+        return self.timeline.rng.choice(found) if found else None
+
+    def _hang_worker(self) -> None:
+        process = self._member()
+        if process is not None:
+            self.timeline.tell(process.node_id, f"worker {process.worker_id} hangs")
+            process.is_hung = True
+
+    def _slow_worker(self) -> None:
+        process = self._member()
+        if process is not None:
+            wait = self.timeline.between(300 * MS, 20 * S)
+            process.slow_until_ns = self.timeline.now_ns + wait
+            self.timeline.tell(process.node_id, f"worker {process.worker_id} is slow")
+
+    def _silence_node(self) -> None:
+        """A whole machine stands still: the agent and all that it started."""
+        agent = self._agent()
+        if agent.machine is None or agent.is_frozen:
+            return
+        agent.freeze(True)
+        for process in agent.processes.values():
+            if process.is_alive and not process.is_stopped:
+                process.set_stopped(True)
+                self._stopped.append((agent, process))
+        wait = self.timeline.between(100 * MS, 6 * S)
+        self.timeline.after(wait, self._wake_node, agent, list(agent.processes.values()))
+
+    def _wake_node(self, agent: AgentHost, processes: list[SimProcess]) -> None:
+        for process in processes:
+            process.set_stopped(False)
+        agent.freeze(False)
+
     def _continue(self, agent: AgentHost, process: SimProcess) -> None:
         if process.is_stopped:
             process.set_stopped(False)
@@ -153,6 +203,15 @@ class Faults:
         self.coordinator.crash()
         wait = self.timeline.between(10 * MS, 15 * S)
         self.timeline.after(wait, self.coordinator.start)
+
+    def _freeze_coordinator(self) -> None:
+        """Shorter than what lets agents give it up; now, or when it waits for answers."""
+        wait = self.timeline.between(50 * MS, 1400 * MS)
+        if self.timeline.chance(0.5):
+            self.coordinator.doze_ns = wait
+        else:
+            self.coordinator.freeze(True)
+            self.timeline.after(wait, self.coordinator.freeze, False)
 
     def _slow_disk(self) -> None:
         self.coordinator.disk_delay_max_ns = self.timeline.rng.choice([5 * MS, 200 * MS, 2 * S])

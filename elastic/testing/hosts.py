@@ -15,7 +15,7 @@ from elastic.core.events import coordinator as events
 from elastic.core.events.shared import Note, Tick
 from elastic.core.machine.agent import AgentMachine
 from elastic.core.machine.coordinator import CoordinatorMachine
-from elastic.core.messages import AgentMessage, CoordinatorMessage, Hello, PipeToAgent
+from elastic.core.messages import AgentMessage, CoordinatorMessage, Hello, PipeToAgent, Probe
 from elastic.core.world import ExitCause, ExitKind, JobId, Node, NodeId, SessionId
 from elastic.testing.checkers import Checkers, DurableGroup
 from elastic.testing.network import Network, Stream
@@ -46,7 +46,11 @@ class Disk:
 
 
 class CoordinatorHost:
-    """The coordinator's process: may be down, slow, or between two effects."""
+    """The coordinator's process: may be down, slow, stopped, or between two effects.
+
+    Attributes:
+        doze_ns: for how long it is stopped behind the next probe that it sends, 0 for not at all.
+    """
 
     def __init__(
         self, timeline: Timeline, network: Network, disk: Disk, config: CoordinatorConfig
@@ -61,6 +65,9 @@ class CoordinatorHost:
         self.life = 0
         self.replies: dict[str, events.Reply] = {}
         self.on_note: Callable[[Note], None] = lambda note: None
+        self.is_frozen = False
+        self.doze_ns = 0
+        self._unread: list[events.CoordinatorEvent] = []
         self._inbox: deque[events.CoordinatorEvent] = deque()
         self._effects: deque[events.CoordinatorEffect] = deque()
         self._is_busy = False
@@ -73,8 +80,9 @@ class CoordinatorHost:
         self.life += 1
         self.machine = CoordinatorMachine(self.config, f"coordinator-{self.life}")
         self._inbox.clear()
+        self._unread.clear()
         self._effects.clear()
-        self._is_busy = False
+        self._is_busy = self.is_frozen = False
         self._deadline = None
         self.timeline.tell("coordinator", f"starts, life {self.life}")
         self.post(events.Recovered(tuple(self.disk.records.values()), self.life))
@@ -94,8 +102,25 @@ class CoordinatorHost:
         """An event reaches the driver's queue."""
         if self.machine is None:
             return
+        if self.is_frozen and not isinstance(event, Tick):
+            self._unread.append(event)
+            return
         self._inbox.append(event)
         self._pump()
+
+    def freeze(self, frozen: bool) -> None:
+        """SIGSTOP or SIGCONT of the coordinator.
+
+        Its clock goes on: when it wakes, its deadline is over before it has read what came.
+        """
+        if self.machine is None or frozen == self.is_frozen:
+            return
+        self.is_frozen = frozen
+        self.timeline.tell("coordinator", "frozen" if frozen else "thaws")
+        if not frozen:
+            self._inbox.extend(self._unread)
+            self._unread.clear()
+            self._pump()
 
     def hears(self, session: SessionId, message: AgentMessage) -> None:
         """A message arrived over a stream."""
@@ -109,7 +134,7 @@ class CoordinatorHost:
         self.post(events.AgentDisconnected(session, reason))
 
     def _pump(self) -> None:
-        while self.machine is not None and not self._is_busy:
+        while self.machine is not None and not self._is_busy and not self.is_frozen:
             if self._effects:
                 self._perform(self._effects[0])
             elif self._inbox:
@@ -129,6 +154,10 @@ class CoordinatorHost:
         self._effects.popleft()
         if isinstance(effect, events.SendAgent):
             self.network.send_down(effect.session, effect.message)
+            if self.doze_ns and isinstance(effect.message, Probe):
+                self.freeze(True)
+                self.timeline.after(self.doze_ns, self.freeze, False)
+                self.doze_ns = 0
         elif isinstance(effect, events.CloseSession):
             self.network.close_from_coordinator(effect.session)
         elif isinstance(effect, events.Reply):
@@ -194,6 +223,7 @@ class AgentHost:
         self._frozen_events: list[agent_events.AgentEvent] = []
         self._deadline: int | None = None
         self._next_pid = 0
+        self._pipe_free: dict[tuple[int, str], int] = {}
 
     @property
     def node_id(self) -> NodeId:
@@ -292,12 +322,13 @@ class AgentHost:
             process = self.processes.get(effect.process_id)
             if process is not None:
                 message = effect.message
-                delay = self.timeline.between(20_000, 200_000)
-                self.timeline.after(delay, process.receive, message)
+                self._pipe(process.pid, "down", process.receive, message)
         elif isinstance(effect, agent_events.Kill):
             process = self.processes.get(effect.process_id)
             if process is not None:
                 process.die(ExitCause(ExitKind.SIGNAL, 9))
+        elif isinstance(effect, agent_events.ShowStacks):
+            self.timeline.tell(self.node_id, f"process {effect.process_id} shows its stacks")
         elif isinstance(effect, agent_events.ExitAgent):
             self._exit(effect.code, effect.reason)
 
@@ -327,9 +358,8 @@ class AgentHost:
 
         def say(message: PipeToAgent) -> None:
             if self.life == life:
-                delay = self.timeline.between(20_000, 200_000)
                 event = agent_events.ProcessSaid(process_id, message)
-                self.timeline.after(delay, self._deliver, process_id, event)
+                self._pipe(pid, "up", self._deliver, process_id, event)
 
         def exited(cause: ExitCause) -> None:
             # The pipe is drained before the exit is reported, as the driver promises.
@@ -342,6 +372,13 @@ class AgentHost:
         self.processes[process_id] = process
         event = agent_events.ProcessStarted(process_id, pid)
         self.timeline.after(MS, self._deliver, process_id, event)
+
+    def _pipe(self, pid: int, way: str, action: Callable[..., None], *args: object) -> None:
+        """Carry a message through a worker's pipe: after a moment, and never past another one."""
+        moment = self.timeline.now_ns + self.timeline.between(20_000, 200_000)
+        moment = max(moment, self._pipe_free.get((pid, way), 0))
+        self._pipe_free[pid, way] = moment
+        self.timeline.at(moment, action, *args)
 
     def _deliver(self, process_id: int, event: agent_events.AgentEvent) -> None:
         if process_id in self.processes and self.machine is not None:

@@ -29,6 +29,7 @@ from elastic.core.config import JobSpec
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import NodePhase
 from elastic.errors import ElasticError, Unavailable
+from elastic.runtime.rpc import read_token_file
 from elastic.wire.codec_jobs import TimedNote
 
 PATIENCE_S = 60.0
@@ -52,6 +53,7 @@ class LocalCluster:
         spares: int = 1,
         store: str = "",
         directory: str | Path | None = None,
+        token_file: str | Path | None = None,
     ) -> None:
         """Describe a cluster; `start` or `with` brings it up.
 
@@ -61,6 +63,7 @@ class LocalCluster:
             spares: warm processes that each keeps.
             store: membership store; "" for SQLite in the directory.
             directory: where to keep logs, None for a temporary one.
+            token_file: holds the join token that everybody must have, None for no token.
         """
         self._is_temporary = directory is None
         self.directory = Path(directory or tempfile.mkdtemp(prefix="elastic-cluster-"))
@@ -68,6 +71,7 @@ class LocalCluster:
         self.workers_per_node = workers_per_node
         self.spares = spares
         self.store = store or f"sqlite:{self.directory / 'coordinator.sqlite'}"
+        self.token_file = str(token_file) if token_file is not None else ""
         self.address = ""
         self.notes: list[TimedNote] = []
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
@@ -113,7 +117,7 @@ class LocalCluster:
         self.coordinator = self._spawn(
             "coordinator", "elastic.coord.cli", "serve",
             "--listen", self.address or "127.0.0.1:0", "--store", self.store,
-            "--ready-file", str(ready),
+            "--ready-file", str(ready), *self._token_flags(),
         )  # fmt: skip
         process = self.coordinator
         self._until(
@@ -139,7 +143,7 @@ class LocalCluster:
             name, "elastic.agent.cli", "--coord", self.address, "--node-id", name,
             "--workers", str(self.workers_per_node), "--spares", str(self.spares),
             "--run-dir", str(self.directory / "run"), "--log-dir", str(self.directory / "logs"),
-            *args,
+            *self._token_flags(), *args,
         )  # fmt: skip
 
     def kill_node(self, name: str) -> None:
@@ -150,6 +154,14 @@ class LocalCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         agent.wait()
+
+    def stop_node(self, name: str, *, stopped: bool = True) -> None:
+        """Let a machine stand still: SIGSTOP (or SIGCONT) to its agent and all that it started."""
+        # The agent first, and last to wake: it must not see its workers stopped.
+        victims = [self.agents[name].pid, *descendants(self.agents[name].pid)]
+        for pid in victims if stopped else reversed(victims):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP if stopped else signal.SIGCONT)
 
     def signal_node(self, name: str, number: int) -> None:
         """Send a signal to an agent alone, such as SIGTERM for a drain."""
@@ -171,6 +183,9 @@ class LocalCluster:
         if self._is_temporary and not keep:
             shutil.rmtree(self.directory, ignore_errors=True)
 
+    def _token_flags(self) -> tuple[str, ...]:
+        return ("--token-file", self.token_file) if self.token_file else ()
+
     def _spawn(self, name: str, module: str, *args: str) -> subprocess.Popen[bytes]:
         with (self.directory / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
@@ -189,7 +204,8 @@ class LocalCluster:
     def client(self) -> Client:
         """Return a client of the coordinator."""
         if self._client is None:
-            self._client = Client(self.address)
+            token = read_token_file(self.token_file) if self.token_file else ""
+            self._client = Client(self.address, token)
         return self._client
 
     def view(self) -> ClusterView:
@@ -232,10 +248,13 @@ class LocalCluster:
         self._until(holds, f"{what} of job {job_id}", story)
         return found[-1]
 
-    def wait_nodes(self, count: int) -> None:
-        """Wait until so many nodes are ready."""
+    def wait_nodes(self, count: int, *, restart: bool = False) -> None:
+        """Wait until so many nodes are ready; start those anew that end meanwhile, if told to."""
 
         def holds() -> bool:
+            for name, agent in [*self.agents.items()] if restart else []:
+                if agent.poll() is not None:
+                    self.start_node(name)
             with contextlib.suppress(ElasticError):
                 ready = [n for n in self.view().nodes if n.phase is NodePhase.READY]
                 return len(ready) >= count
@@ -316,3 +335,11 @@ def _children(pid: int) -> Iterator[int]:
         with contextlib.suppress(OSError):
             for child in (task / "children").read_text().split():
                 yield int(child)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -22,6 +22,7 @@ class Conditions:
     Attributes:
         cut: nodes that cannot reach the coordinator: "up", "down" or "both" directions.
         late: chance that a message of a dead stream arrives all the same.
+        troubled_ns: when each node's link or agent was last cut, stopped or dead.
     """
 
     delay_min_ns: int = 100_000
@@ -29,10 +30,15 @@ class Conditions:
     keepalive_ns: int = 1500 * MS
     late: float = 0.3
     cut: dict[NodeId, str] = field(default_factory=dict)
+    troubled_ns: dict[NodeId, int] = field(default_factory=dict)
 
     def blocks(self, node_id: NodeId, direction: str) -> bool:
         """Return whether messages in this direction are held back now."""
         return self.cut.get(node_id, "") in (direction, "both")
+
+    def was_troubled(self, node_id: NodeId, since_ns: int) -> bool:
+        """Return whether a node could not be heard at some moment since then."""
+        return node_id in self.cut or self.troubled_ns.get(node_id, -1) >= since_ns
 
 
 @dataclass
@@ -160,6 +166,7 @@ class Network:
 
     def host_died(self, node_id: NodeId) -> None:
         """An agent's process is gone: its kernel resets its streams."""
+        self.conditions.troubled_ns[node_id] = self.timeline.now_ns
         for stream in self._of(node_id):
             stream.agent_side = False
             if self.conditions.blocks(node_id, "up"):
@@ -190,7 +197,8 @@ class Network:
 
     def heal(self, node_id: NodeId) -> None:
         """Let messages pass again; those that were held back come now, in order."""
-        self.conditions.cut.pop(node_id, None)
+        if self.conditions.cut.pop(node_id, None):
+            self.conditions.troubled_ns[node_id] = self.timeline.now_ns
         for stream in self._of(node_id):
             up, stream.held_up = stream.held_up, []
             down, stream.held_down = stream.held_down, []

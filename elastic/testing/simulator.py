@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 import click
 
-from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec
+from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec, ns
 from elastic.core.events.coordinator import NodeDrainRequested, StopRequested, SubmitRequested
+from elastic.core.events.shared import Note
 from elastic.core.messages import CoordinatorMessage
 from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, Strategy
 from elastic.errors import ElasticError
@@ -33,6 +34,11 @@ from elastic.testing.world import MS, S, Timeline
 
 SAFETY_NS = 60 * S
 LIVENESS_NS = 240 * S
+HANG_TIMEOUTS_S = (1.0, 3.0, 10.0)
+HUNG_SLACK_NS = 20 * S
+"""A hung worker may first have to be lost by one group and missed by the next."""
+SLACK_NS = 3 * S
+"""The coordinator may hear of what happened so much later, when its disk is slow."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class Simulation:
             boundary_timeout_s=rng.choice([2.0, 30.0]),
             crash_loop_limit=1_000_000,
             healthy_after_s=5.0,
+            # Longer than a healthy agent needs to answer, with all the delay that there is.
+            probe_timeout_s=max(0.6, 2 * self.network.conditions.delay_max_ns / S + 0.2),
         )
         self.coordinator = CoordinatorHost(self.timeline, self.network, self.disk, config)
         agent_config = AgentConfig(num_spares=rng.choice([0, 1, 2]), drain_timeout_s=5.0)
@@ -94,13 +102,37 @@ class Simulation:
             lost_at_agent=lambda stream, why: self.by_node[stream.node_id].loses(stream, why),
         )
         self.faults = Faults(
-            self.timeline, self.network, self.coordinator, self.agents, draw_mix(self.timeline)
+            self.timeline,
+            self.network,
+            self.coordinator,
+            self.agents,
+            plane=self.plane,
+            mix=draw_mix(self.timeline),
         )
+        self.coordinator.on_note = self._noted
         self.submissions: dict[str, JobSpec] = {}
         self.stops: set[JobId] = set()
 
     def _to_agent(self, stream: Stream, message: CoordinatorMessage) -> None:
         self.by_node[stream.node_id].hears(stream, message)
+
+    def _noted(self, note: Note) -> None:
+        """Hold what the coordinator accuses somebody of against the truth."""
+        said = dict(note.fields)
+        if note.name == "node_silent":
+            window = ns(self.coordinator.config.probe_timeout_s) + SLACK_NS
+            since_ns = self.timeline.now_ns - window
+            was_troubled = self.network.conditions.was_troubled(NodeId(said["node"]), since_ns)
+            self.checkers.accused_node(said["node"], is_guilty=was_troubled)
+        elif note.name == "worker_hung":
+            processes = self.by_node[NodeId(said["node"])].workers()
+            innocent = [p for p in processes if p.worker_id == said["worker"] and not p.is_hung]
+            self.checkers.accused_worker(said["worker"], is_guilty=not innocent)
+
+    def _check_hung(self) -> None:
+        """By now whoever hung before the liveness phase must have been ended."""
+        hung = [str(p.worker_id) for a in self.agents for p in a.workers() if p.is_hung]
+        self.checkers.still_hung(hung)
 
     # ------------------------------------------------------------ the run
 
@@ -122,6 +154,8 @@ class Simulation:
         self.faults.heal()
         until = self.timeline.now_ns + LIVENESS_NS
         self.timeline.after(1 * S, self._keep_alive)
+        longest = HANG_TIMEOUTS_S[-1] + self.coordinator.config.form_timeout_s
+        self.timeline.after(round(longest * S) + HUNG_SLACK_NS, self._check_hung)
         if not self.timeline.run_until(until, self._is_done):
             raise CheckFailed(
                 "every job that can end ends", f"after {LIVENESS_NS // S} s: {self.pending()}"
@@ -151,6 +185,7 @@ class Simulation:
             workers_per_replica=replica,
             strategy=rng.choice([Strategy.PACK, Strategy.SPREAD]),
             max_failures=rng.choice([0, 5, -1]),
+            hang_timeout_s=rng.choice(HANG_TIMEOUTS_S),
         )
         raises = rng.choice([0, 0, 0, 1, 2])
         script = Script(

@@ -20,6 +20,7 @@ from elastic.core.events.worker import (
     GroupFailed,
     GroupFormed,
     InterruptTrain,
+    Looked,
     PipeClosed,
     ResolveReport,
     SendPipe,
@@ -83,6 +84,7 @@ class SimGroup:
     is_over: bool = False
     step: int = 0
     step_running: bool = False
+    is_stalled: bool = False
 
 
 class DataPlane:
@@ -116,7 +118,7 @@ class DataPlane:
         """The group stands once every rank waits and none of them is stopped."""
         if group.is_over or group.members or len(group.waiting) < group.world_size:
             return
-        if any(not p.can_run() for p in group.waiting.values()):
+        if any(not p.moves() for p in group.waiting.values()):
             return
         group.members = dict(sorted(group.waiting.items()))
         self.checkers.group_formed(
@@ -127,6 +129,14 @@ class DataPlane:
         for process in group.members.values():
             delay = self.timeline.between(MS, 15 * MS)
             self.timeline.after(delay, process.answer_main, GroupFormed(group.generation))
+
+    def group_of(self, process: SimProcess) -> SimGroup | None:
+        """Return the group that a process trains in, None if it is in none that still stands."""
+        busy = process.busy_with
+        if not isinstance(busy, EnterTrain):
+            return None
+        group = self.groups.get((busy.assignment.job_id, busy.assignment.generation))
+        return group if group is not None and not group.is_over else None
 
     def enter(self, process: SimProcess, assignment: Assignment) -> None:
         """A main thread is inside the train function."""
@@ -148,11 +158,17 @@ class DataPlane:
         group.step_running = False
         if group.is_over:
             return
-        if any(not p.can_run() for p in group.members.values()):
-            # Somebody stopped: the others wait in the reduction, time passes, nothing else.
+        if any(not p.moves() or p.is_slow() for p in group.members.values()):
+            # Somebody stopped, hangs or is slow: the others wait in the reduction, time passes.
             self.timeline.after(20 * MS, self._end_step, group)
-            group.step_running = True
+            group.step_running = group.is_stalled = True
+            for process in group.members.values():
+                process.linger()
             return
+        if group.is_stalled:
+            group.is_stalled = False
+            for process in group.members.values():
+                process.go_on()
         script = self.scripts[group.job_id]
         group.step += 1
         self.checkers.stepped(group.job_id, group.generation, group.step)
@@ -174,10 +190,15 @@ class DataPlane:
 
     def _finish(self, group: SimGroup) -> None:
         group.is_over = True
-        for process in group.members.values():
-            delay = self.timeline.between(0, 5 * MS)
-            event = TrainReturned(group.generation, f'{{"steps": {group.step}}}')
-            self.timeline.after(delay, process.answer_main, event)
+        for rank in group.members:
+            self.timeline.after(self.timeline.between(0, 5 * MS), self._return, group, rank)
+
+    def _return(self, group: SimGroup, rank: int) -> None:
+        process = group.members[rank]
+        if process.is_alive:
+            self.checkers.train_returned(group.job_id, group.generation, rank)
+        event = TrainReturned(group.generation, f'{{"steps": {group.step}}}')
+        process.answer_main(event)
 
     def _report(self, group: SimGroup) -> None:
         """A report with a checkpoint: rank 0 tells, all agree whether to leave here."""
@@ -253,6 +274,9 @@ class SimProcess:
         self.is_alive = True
         self.is_stopped = False
         self.is_hung = False
+        self.slow_until_ns = 0
+        self.beats = 0
+        self.waiting_since_ns = 0
         self.wish: Generation = 0
         self.busy_with: FormGroup | EnterTrain | None = None
         self._pending: list[WorkerEvent] = []
@@ -261,6 +285,37 @@ class SimProcess:
     def can_run(self) -> bool:
         """Return whether it makes progress."""
         return self.is_alive and not self.is_stopped
+
+    def moves(self) -> bool:
+        """Return whether its main thread gets further, however slowly."""
+        return self.can_run() and not self.is_hung
+
+    def is_slow(self) -> bool:
+        """Return whether its step takes longer than the others'."""
+        return self.timeline.now_ns < self.slow_until_ns
+
+    def linger(self) -> None:
+        """Its group makes no step: it waits for the others, or the others for it."""
+        if not self.moves():
+            pass
+        elif self.is_slow():
+            self.beats += 1
+        elif not self.waiting_since_ns:
+            self.waiting_since_ns = self.timeline.now_ns
+        due_ns = self.machine.next_deadline_ns()
+        if self.can_run() and due_ns is not None and due_ns <= self.timeline.now_ns:
+            self._look()
+
+    def go_on(self) -> None:
+        """Its group makes a step again."""
+        self.beats += 1
+        self.waiting_since_ns = 0
+        self._look()
+
+    def _look(self) -> None:
+        since_ns = self.waiting_since_ns
+        waiting_ns = self.timeline.now_ns - since_ns + 1 if since_ns else 0
+        self.tell_machine(Looked(self.beats, waiting_ns))
 
     def receive(self, message: PipeToWorker) -> None:
         """The agent wrote to the pipe."""
@@ -306,6 +361,8 @@ class SimProcess:
         generation = getattr(event, "generation", 0)
         if self.busy_with is None or self.busy_with.assignment.generation != generation:
             return
+        if self.is_hung:
+            return
         self.busy_with = None
         self.tell_machine(event)
 
@@ -337,6 +394,7 @@ class SimProcess:
             self.plane.arrive(self, effect.assignment)
         elif isinstance(effect, EnterTrain):
             self.busy_with = effect
+            self.beats, self.waiting_since_ns = 1, 0
             self.plane.enter(self, effect.assignment)
         elif isinstance(effect, AbortGroup):
             self._abort(effect.generation)

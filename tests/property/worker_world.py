@@ -24,6 +24,7 @@ from elastic.core.messages import (
     LeaveGroup,
     Ping,
     Pong,
+    Pulse,
     ReportAck,
     Reported,
     Stop,
@@ -112,6 +113,19 @@ class WorkerWorld(RuleBasedStateMachine):
     def trains_in(self, generation: int) -> bool:
         trains = isinstance(self.main, we.EnterTrain)
         return trains and self.main.assignment.generation == generation
+
+    # ------------------------------------------------------------ the control thread
+
+    @rule(beats=st.integers(0, 3), waiting_s=st.sampled_from([0, 1]), after_s=st.integers(0, 5))
+    def the_control_thread_looks(self, beats: int, waiting_s: int, after_s: int) -> None:
+        self.now_ns += after_s * S
+        effects = self.step(we.Looked(beats, waiting_s * S))
+        said = [effect.message for effect in effects]
+        assert len(said) <= 1
+        for pulse in said:
+            assert isinstance(pulse, Pulse)
+            assert self.trains_in(pulse.generation)
+            assert not (pulse.waiting_ns and pulse.still_ns)
 
     # ------------------------------------------------------------ the agent
 

@@ -10,6 +10,8 @@
     exit WORKER signal=N | code=N | stopped=1
     raise WORKER MESSAGE [position=TEXT]   user code raises, the process ends with code 1
     report WORKER INDEX [checkpoint=PATH]  train.report of the generation that the worker is in
+    waits | stands | moves WORKER... [for=DURATION] [step=N]   of its main thread
+    answer NODE                            the agent answers a probe
     tick DURATION                          time passes: 500ms, 2s
     dies-after-persist COMMAND...          the coordinator dies behind the first Persist of this
     restart                                another life of the coordinator; all streams break
@@ -26,6 +28,7 @@ from typing import Any
 
 from elastic.core.config import NS_PER_S
 from elastic.core.events.shared import Tick
+from elastic.core.messages import ProbeAck
 from elastic.core.world import ExitCause, ExitKind, WorkerPhase
 from tests.scenarios.transcript import lines_of, status_lines
 from tests.unit.coordinator_under_test import Coordinator
@@ -34,7 +37,10 @@ PHASES = {
     "forming": WorkerPhase.FORMING, "training": WorkerPhase.TRAINING, "broken": WorkerPhase.BROKEN,
     "finished": WorkerPhase.FINISHED,
 }  # fmt: skip
-NUMBERS = ("slots", "incarnation", "min", "max", "workers_per_replica", "max_failures")
+NUMBERS = (
+    "step", "slots", "incarnation", "min", "max", "workers_per_replica", "max_failures",
+    "hang_timeout_s",
+)  # fmt: skip
 
 
 class NotUnderstood(Exception):
@@ -154,6 +160,25 @@ def report(play: Play, rest: list[str], options: dict[str, Any]) -> None:
     play.show()
 
 
+def pulsing(what: str) -> Command:
+    """Return the command that lets workers say what their main threads do."""
+
+    def pulse(play: Play, rest: list[str], options: dict[str, Any]) -> None:
+        lasts = {what: seconds(options.pop("for"))} if what else {}
+        for worker in rest:
+            play.coordinator.effects = ()
+            play.coordinator.pulse(worker, **lasts, **options)
+            play.show()
+
+    return pulse
+
+
+def answer(play: Play, rest: list[str], options: dict[str, Any]) -> None:
+    (name,) = rest
+    play.coordinator.says(name, ProbeAck(0), **options)
+    play.show()
+
+
 def tick(play: Play, rest: list[str], options: dict[str, Any]) -> None:
     (duration,) = rest
     coordinator = play.coordinator
@@ -191,6 +216,7 @@ Command = Callable[[Play, list[str], dict[str, Any]], None]
 COMMANDS: dict[str, Command] = {
     "agent": agent, "disconnect": disconnect, "submit": submit, "stop": stop, "drain": drain,
     "notice": notice, "ready": ready, "exit": leave, "raise": raise_, "report": report,
-    "tick": tick, "restart": restart, "status": status,
+    "waits": pulsing("waits"), "stands": pulsing("stands"), "moves": pulsing(""),
+    "answer": answer, "tick": tick, "restart": restart, "status": status,
     **{name: entering(phase) for name, phase in PHASES.items()},
 }  # fmt: skip

@@ -62,16 +62,16 @@ def test_a_story_says_in_prose_what_it_is_about(path: Path) -> None:
 
 def test_there_are_stories_of_all_that_the_design_promises() -> None:
     assert {path.stem for path in STORIES} >= {
-        "agent_started_anew", "below_min_and_back", "coordinator_restart", "drain",
-        "join_at_a_boundary", "node_lost", "restart_before_announcing", "split_brain",
-        "two_jobs", "user_failure", "worker_killed",
+        "agent_started_anew", "below_min_and_back", "coordinator_restart", "drain", "hung_worker",
+        "join_at_a_boundary", "node_lost", "restart_before_announcing", "silent_node",
+        "split_brain", "two_jobs", "user_failure", "worker_killed",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("dance n1", r"x.txt:1: unknown command 'dance'; known: agent, broken"),
+        ("dance n1", r"x.txt:1: unknown command 'dance'; known: agent, answer, broken"),
         ("# One.\nagent n1\nagent n2 colour=red", r"x.txt:3: 'agent n2 colour=red': TypeError"),
         ("agent n1\n----\nok\n\nready n1/9", r"x.txt:5: 'ready n1/9': KeyError"),
         ("tick 5", r"x.txt:1: duration '5': expected such as 500ms or 2s"),

@@ -20,8 +20,10 @@ from elastic.core.events.coordinator import (
 from elastic.core.messages import (
     Announce,
     CoordinatorMessage,
+    DumpStacks,
     ForgetWorker,
     LeaveGroup,
+    Probe,
     Refusal,
     Release,
     ReportAck,
@@ -91,6 +93,10 @@ def message_line(message: CoordinatorMessage) -> str:
     if isinstance(message, ReportAck):
         answer = "accepted" if message.accepted else f"refused: {message.reason}"
         return f"report {message.index} of {message.worker_id} g{message.generation} {answer}"
+    if isinstance(message, Probe):
+        return f"probe {message.number}"
+    if isinstance(message, DumpStacks):
+        return f"stacks of {message.worker_id}: {message.reason}"
     if isinstance(message, Release):
         return f"release: {message.reason}"
     if isinstance(message, Refusal):

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.machine import agent, coordinator, intake, invariants, jobs, settle
+from elastic.core.machine import agent, coordinator, intake, invariants, jobs, settle, suspicion
 from elastic.core.messages import Announce, WorkerUpdate
-from elastic.core.policy import membership, placement
+from elastic.core.policy import hang, membership, placement
+from elastic.core.policy.decision import Decision
 from elastic.core.world import Group
 
 Patch = pytest.MonkeyPatch
@@ -196,3 +197,55 @@ def persists_the_members_in_another_order(patch: Patch) -> None:
         return dataclasses.replace(kept, group=turned)
 
     patch.setattr(jobs.JobState, "record", record)
+
+
+@bug
+def never_notices_a_hang(patch: Patch) -> None:
+    """Whoever stands still is waited for."""
+    patch.setattr(hang.Sight, "stands", lambda self, generation, now_ns: False)
+
+
+@bug
+def kills_slow_movers(patch: Patch) -> None:
+    """Whoever lets the others wait is taken for hung, also while it moves."""
+
+    def judge(generation: int, members: Any, now_ns: int, timeout_ns: int) -> Any:
+        waiting = [m for m in members if m.sight and m.sight.waits(generation, now_ns)]
+        late = tuple(m.worker_id for m in members if m not in waiting and m.trains)
+        since_ns = max((m.sight.waiting_since_ns for m in waiting), default=now_ns)
+        is_over = bool(waiting and late) and now_ns - since_ns >= timeout_ns
+        return Decision(hang.Hang(late, since_ns) if is_over else hang.Hang(), "is late")
+
+    patch.setattr(hang, "judge", judge)
+
+
+@bug
+def takes_probed_nodes_for_silent(patch: Patch) -> None:
+    """An answer to a probe is not looked at."""
+    honest = suspicion.heard
+
+    def heard(cluster: Any, state: Any) -> None:
+        asked_ns = cluster.probes.get(state.node.node_id)
+        honest(cluster, state)
+        if asked_ns is not None:
+            cluster.probes[state.node.node_id] = asked_ns
+
+    patch.setattr(suspicion, "heard", heard)
+
+
+@bug
+def leaves_alone_who_does_not_leave(patch: Patch) -> None:
+    """Only members of the newest group are ended when they are stuck."""
+    honest = settle._give_up_stuck
+
+    def give_up_stuck(cluster: Any, job: Any) -> None:
+        if job.is_open:
+            honest(cluster, job)
+
+    patch.setattr(settle, "_give_up_stuck", give_up_stuck)
+
+
+@bug
+def blames_others_for_its_own_slowness(patch: Patch) -> None:
+    """While the coordinator waits for its disk, answers to its probes wait in its queue."""
+    patch.setattr(suspicion, "forgive_own_sleep", lambda cluster: None)

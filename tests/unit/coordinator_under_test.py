@@ -36,6 +36,7 @@ from elastic.core.messages import (
     ForgetWorker,
     Hello,
     Progress,
+    Pulse,
     Report,
     Reported,
     StartWorker,
@@ -281,6 +282,12 @@ class Coordinator:
         """Let a worker tell how far it is."""
         generation = self.report_of(worker).generation
         self.says(worker.partition("/")[0], Progress(WorkerId(worker), generation, steps, first_ns))
+
+    def pulse(self, worker: str, *, waits: float = 0, stands: float = 0, step: int = 0) -> None:
+        """Let a worker say for how many seconds it waits or stands still; for none, it moves."""
+        generation = self.report_of(worker).generation
+        pulse = Pulse(WorkerId(worker), generation, ns(waits), ns(stands), 0, step)
+        self.says(worker.partition("/")[0], pulse)
 
     # ------------------------------------------------------------ users
 

@@ -39,6 +39,7 @@ def options(script: Path | str, **changes: Any) -> Options:
         accelerator_type="",
         labels={},
         backend="auto",
+        hang_timeout=30.0,
         max_failures=0,
         num_to_keep=-1,
         storage_path="results",
@@ -97,6 +98,7 @@ def test_a_module_is_looked_for_in_the_working_directory(script: Path, tmp_path:
         ("my train.py", {"resources": {"CPU": -1.0}}, "resource CPU=-1.0"),
         ("my train.py", {"use_gpu": True, "resources": {"CPU": 1.0}}, "has no GPU"),
         ("my train.py", {"max_failures": -2}, "max_failures=-2"),
+        ("my train.py", {"hang_timeout": -1.0}, "hang_timeout_s=-1"),
         ("my train.py", {"num_to_keep": 0}, "num_to_keep=0"),
     ],
 )

@@ -65,6 +65,8 @@ def test_a_name_that_cannot_be_part_of_a_path_is_refused_with_the_rule(name: str
         {"backend": "gloo"},
         {"backend": "nccl"},
         {"collective_timeout_s": 0.001},
+        {"hang_timeout_s": 0},
+        {"hang_timeout_s": 0.5},
         {"entry": Entry(EntryKind.FUNCTION, "f", payload=bytes(ENTRY_BYTES_MAX))},
     ],
 )
@@ -94,6 +96,9 @@ REPLICA = r"job digits: workers_per_replica=.* must be at least 1 and divide"
         ({"collective_timeout_s": -1}, "collective_timeout_s=-1"),
         ({"collective_timeout_s": math.inf}, "collective_timeout_s=inf"),
         ({"collective_timeout_s": math.nan}, "collective_timeout_s=nan"),
+        ({"hang_timeout_s": -1}, r"hang_timeout_s=-1: expected a finite number >= 0"),
+        ({"hang_timeout_s": math.inf}, "hang_timeout_s=inf"),
+        ({"hang_timeout_s": math.nan}, "hang_timeout_s=nan"),
         ({"max_failures": -2}, r"max_failures=-2: expected -1 \(for ever\) or more"),
         ({"num_to_keep": 0}, r"num_to_keep=0: expected -1 \(all\) or >= 1"),
         ({"num_to_keep": -2}, "num_to_keep=-2"),
@@ -126,7 +131,14 @@ NO_DURATIONS = (-0.001, -1, math.nan, math.inf)
 
 
 def test_the_tables_here_name_every_field_of_the_coordinators_configuration() -> None:
-    assert set(SECONDS) | set(COUNTS) == set(CoordinatorConfig.__dataclass_fields__)
+    named = {*SECONDS, *COUNTS, "probe_timeout_s"}
+    assert named == set(CoordinatorConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("value", [0, *NO_DURATIONS])
+def test_the_coordinator_gives_agents_some_time_to_answer(value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^coordinator: probe_timeout_s={value}: expected"):
+        CoordinatorConfig(probe_timeout_s=value)
 
 
 @pytest.mark.parametrize("name", SECONDS)

@@ -164,6 +164,23 @@ async def test_a_deadline_that_stays_in_the_past_neither_spins_nor_starves() -> 
         machine.deadline_ns = None
 
 
+async def test_a_tick_comes_behind_what_was_said_before_its_deadline() -> None:
+    machine = ScriptedMachine()
+    driver, _ = await stopped(machine)
+    session = driver.sessions.open("peer")
+    said = [DrainNotice("in time", index) for index in range(20)]
+    for message in said:
+        await driver.hear(session, message)
+    machine.deadline_ns = 1
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(driver.run)
+            await wait_until(lambda: Tick() in machine.events)
+            tasks.cancel_scope.cancel()
+    before = machine.events[: machine.events.index(Tick())]
+    assert [event.message for event in before if isinstance(event, AgentSaid)] == said
+
+
 async def test_the_end_of_a_session_is_told_once_and_after_all_that_was_said() -> None:
     machine = ScriptedMachine()
     async with running(machine) as (driver, _):

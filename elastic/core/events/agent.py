@@ -162,6 +162,13 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class ShowStacks:
+    """Have the process write the stacks of all its threads to its output (SIGUSR1)."""
+
+    process_id: int
+
+
+@dataclass(frozen=True)
 class ExitAgent:
     """End the agent process; every process it started is gone or is killed now.
 
@@ -174,5 +181,14 @@ class ExitAgent:
 
 
 AgentEffect = (
-    Connect | Disconnect | SendCoordinator | Spawn | SendProcess | OpenLog | Kill | ExitAgent | Note
+    Connect
+    | Disconnect
+    | SendCoordinator
+    | Spawn
+    | SendProcess
+    | OpenLog
+    | Kill
+    | ShowStacks
+    | ExitAgent
+    | Note
 )

@@ -66,6 +66,13 @@ class GroupFailed:
 
 
 @dataclass(frozen=True)
+class LoopMoved:
+    """The train function has entered or left a loop that goes on when the group changes."""
+
+    inside: bool
+
+
+@dataclass(frozen=True)
 class TrainReturned:
     """The train function returned; `result` is JSON."""
 
@@ -106,6 +113,22 @@ class UserReported:
     checkpoint: str
 
 
+@dataclass(frozen=True)
+class Looked:
+    """What the control thread saw of the main thread, at the moment that the machine asked for.
+
+    Attributes:
+        beats: grows whenever the main thread moves; 0 until the training loop is first seen.
+        waiting_ns: how long it has waited for its peers, 0 if it does not.
+        epoch, step: where it is, for people.
+    """
+
+    beats: int
+    waiting_ns: int = 0
+    epoch: int = 0
+    step: int = 0
+
+
 WorkerEvent = (
     Started
     | AgentTold
@@ -114,10 +137,12 @@ WorkerEvent = (
     | SetupFailed
     | GroupFormed
     | GroupFailed
+    | LoopMoved
     | TrainReturned
     | TrainRaised
     | TrainLeft
     | UserReported
+    | Looked
     | Tick
 )
 
@@ -162,10 +187,16 @@ class AbortGroup:
 
 @dataclass(frozen=True)
 class InterruptTrain:
-    """Raise `GroupChanged` in the main thread until it has left the train function."""
+    """Make the main thread leave the group that it trains in.
+
+    Attributes:
+        final: the process is to end: the train function is left at once. Otherwise a loop that
+            can go on in the next group leaves by itself, at its next micro-batch.
+    """
 
     generation: Generation
     reason: str
+    final: bool = False
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,16 @@ from elastic.core.machine.agent_departure import EXIT_DRAINED
 from elastic.core.machine.agent_processes import KILLABLE, Process, describe_exit, judge_exit
 from elastic.core.machine.story import Story, note
 from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
-from elastic.core.messages import PipeToAgent, Pong, Progress, Reported, Warm, WorkerUpdate
+from elastic.core.messages import (
+    PipeToAgent,
+    Pong,
+    Probe,
+    Progress,
+    Pulse,
+    Reported,
+    Warm,
+    WorkerUpdate,
+)
 from elastic.core.world import ExitCause, ExitKind, Node
 from elastic.errors import InvariantViolation, check
 
@@ -262,5 +271,7 @@ class AgentMachine:
 def _is_chatter(event: AgentEvent) -> bool:
     """Return whether an event comes all the time and tells no story."""
     if isinstance(event, ProcessSaid):
-        return isinstance(event.message, (Pong, Progress))
+        return isinstance(event.message, (Pong, Progress, Pulse))
+    if isinstance(event, CoordinatorSaid):
+        return isinstance(event.message, Probe)
     return isinstance(event, Tick)

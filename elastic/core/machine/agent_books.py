@@ -14,7 +14,15 @@ from elastic.core.machine.agent_departure import Departure
 from elastic.core.machine.agent_processes import Processes
 from elastic.core.machine.agent_workers import Worker, Workers
 from elastic.core.machine.story import note
-from elastic.core.messages import DrainNotice, Hello, Progress, Reported, Stop, WorkerUpdate
+from elastic.core.messages import (
+    DrainNotice,
+    Hello,
+    Progress,
+    Pulse,
+    Reported,
+    Stop,
+    WorkerUpdate,
+)
 from elastic.core.world import (
     MILLI,
     ExitCause,
@@ -94,6 +102,7 @@ class AgentBooks:
             draining=self.departure.is_draining(),
             drain_reason=self.departure.reason,
             drain_timeout_ns=self.departure.remaining_ns(self.now_ns),
+            reports_due=len(self.reports),
         )
 
     def _as_of_its_reports(self, worker: Worker) -> WorkerReport:
@@ -110,7 +119,7 @@ class AgentBooks:
             return replace(report, phase=WorkerPhase.TRAINING, exit=None)
         return report
 
-    def tell(self, message: Reported | Progress) -> None:
+    def tell(self, message: Reported | Progress | Pulse) -> None:
         """Pass on what a worker says; while the coordinator is away only reports are kept."""
         if self.connection.is_registered():
             self.connection.send(message)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic.core.events.agent import ShowStacks
 from elastic.core.machine.agent_books import AgentBooks
 from elastic.core.machine.agent_departure import EXIT_DRAINED, EXIT_REFUSED
 from elastic.core.machine.agent_workers import GPU
-from elastic.core.machine.transitions import ConnectionPhase
+from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
 from elastic.core.messages import (
     Announce,
     CoordinatorMessage,
+    DumpStacks,
     ForgetWorker,
     LeaveGroup,
+    Probe,
+    ProbeAck,
     Refusal,
     Release,
     ReportAck,
@@ -64,6 +68,10 @@ def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
         _forward(books, message.worker_id, message)
     elif isinstance(message, Release):
         books.begin_end(EXIT_DRAINED, message.reason)
+    elif isinstance(message, Probe):
+        books.connection.send(ProbeAck(message.number))
+    elif isinstance(message, DumpStacks):
+        _dump(books, message)
 
 
 def _welcomed(books: AgentBooks, message: Welcome) -> None:
@@ -81,7 +89,7 @@ def _start(books: AgentBooks, message: StartWorker) -> None:
         books.workers.tell(known)
         return
     node_id = books.node.node_id
-    worker = books.workers.enter(message.worker_id, message.spec)
+    worker = books.workers.enter(message)
     books.note(worker, "worker_accepted")
     if books.is_leaving():
         why = books.departure.reason or books.departure.why
@@ -125,3 +133,12 @@ def _forward(
         books.processes.send(process, message)
     elif not isinstance(message, ReportAck):
         worker.hold(message)
+
+
+def _dump(books: AgentBooks, message: DumpStacks) -> None:
+    """Have a worker's process write its stacks, unless it is on its way out."""
+    worker = books.workers.get(message.worker_id)
+    process = books.processes.get(worker.process_id) if worker is not None else None
+    if worker is not None and process is not None and process.phase is ProcessPhase.ASSIGNED:
+        books.note(worker, "stacks_asked_for", pid=process.pid, reason=message.reason)
+        books.out.append(ShowStacks(process.process_id))

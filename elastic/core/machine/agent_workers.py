@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from elastic.core.config import JobSpec
 from elastic.core.machine.transitions import WORKER_SEEN, check_move
-from elastic.core.messages import Announce, Assign, LeaveGroup
+from elastic.core.messages import Announce, Assign, LeaveGroup, StartWorker
 from elastic.core.world import MILLI, ExitCause, WorkerId, WorkerPhase, WorkerReport
 
 GPU = "GPU"
@@ -23,6 +23,7 @@ class Worker:
 
     Attributes:
         report: all that is known, as it is told to the coordinator.
+        ahead: it is to call its train function before it has a group.
         devices: accelerators it has, by position; empty on CPU and once it exited.
         device_milli: thousandths that it takes of each of them.
         process_id: its process, None while it waits for one, and after the exit.
@@ -31,6 +32,7 @@ class Worker:
 
     spec: JobSpec
     report: WorkerReport
+    ahead: bool = False
     devices: tuple[int, ...] = ()
     device_milli: int = 0
     process_id: int | None = None
@@ -129,10 +131,10 @@ class Workers:
         """Return whether none lives."""
         return all(worker.has_exited() for worker in self._book.values())
 
-    def enter(self, worker_id: WorkerId, spec: JobSpec) -> Worker:
+    def enter(self, order: StartWorker) -> Worker:
         """Take a worker into the book; its fate will be told."""
-        report = WorkerReport(worker_id, spec.job_id, WorkerPhase.STARTING)
-        worker = self._book[worker_id] = Worker(spec, report)
+        report = WorkerReport(order.worker_id, order.spec.job_id, WorkerPhase.STARTING)
+        worker = self._book[order.worker_id] = Worker(order.spec, report, order.ahead)
         self.tell(worker)
         return worker
 
@@ -151,7 +153,7 @@ class Workers:
         worker.report = replace(worker.report, pid=pid)
         self.tell(worker)
         devices = self.devices.names(worker.devices)
-        return Assign(worker.worker_id, worker.spec, host, devices)
+        return Assign(worker.worker_id, worker.spec, host, devices, ahead=worker.ahead)
 
     def hear(self, worker: Worker, said: WorkerReport) -> bool:
         """Merge what the worker says of itself; False if it cannot be true.
@@ -170,6 +172,7 @@ class Workers:
             store_address=said.store_address,
             failure=said.failure or known.failure,
             result=said.result,
+            in_place=said.in_place,
         )
         if worker.report != known:
             self.tell(worker)

@@ -24,10 +24,11 @@ from elastic.core.events.coordinator import (
     SubmitRequested,
 )
 from elastic.core.events.shared import Tick
-from elastic.core.machine import intake, invariants, settle
+from elastic.core.machine import intake, invariants, settle, suspicion
 from elastic.core.machine.jobs import Cluster, JobState, restore
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.story import Story
+from elastic.core.messages import ProbeAck, Progress, Pulse
 from elastic.core.policy import placement
 from elastic.core.view import ClusterView
 from elastic.core.world import JobPhase, Node, NodeId, NodePhase
@@ -72,15 +73,19 @@ class CoordinatorMachine:
         check(now_ns >= cluster.now_ns, f"time fell from {cluster.now_ns} to {now_ns}")
         cluster.now_ns = now_ns
         cluster.effects = []
-        self._story.tell(now_ns, event)
+        if not _is_chatter(event):
+            self._story.tell(now_ns, event)
         try:
             check(
                 self._recovered or isinstance(event, Recovered),
                 f"the first event must be Recovered, got {type(event).__name__}",
             )
+            suspicion.forgive_own_sleep(cluster)
             self._take(event)
+            suspicion.look(cluster)
             self._come_to_rest()
             invariants.check_cluster(cluster)
+            suspicion.plan_look(cluster)
         except InvariantViolation as violation:
             raise InvariantViolation(str(violation), self._story.lines()) from violation
         return tuple(cluster.effects)
@@ -91,6 +96,8 @@ class CoordinatorMachine:
         node = self._cluster.book.next_deadline_ns()
         if node is not None:
             moments.append(node)
+        if self._cluster.look_by_ns is not None:
+            moments.append(self._cluster.look_by_ns)
         return min(moments, default=None)
 
     def view(self, now_ns: int) -> ClusterView:
@@ -107,6 +114,8 @@ class CoordinatorMachine:
             intake.on_said(cluster, event)
         elif isinstance(event, Tick):
             self._touch_due()
+            for state, reason in suspicion.silent(cluster):
+                intake.give_up(cluster, state, reason)
         elif isinstance(event, AgentConnected):
             intake.on_connected(cluster, event)
         elif isinstance(event, AgentDisconnected):
@@ -248,3 +257,10 @@ class CoordinatorMachine:
         else:
             intake.start_drain(self._cluster, state, event.reason, event.timeout_ns)
             self._cluster.do(Reply(event.request_id, "", event.node_id))
+
+
+def _is_chatter(event: CoordinatorEvent) -> bool:
+    """Return whether an event comes all the time and tells no story."""
+    if isinstance(event, AgentSaid):
+        return isinstance(event.message, (Progress, Pulse, ProbeAck))
+    return isinstance(event, Tick)

@@ -16,6 +16,7 @@ from elastic.core.events.coordinator import (
     Persist,
     SendAgent,
 )
+from elastic.core.machine import suspicion
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.settle import announcement, end_job, forgive, tell
@@ -27,6 +28,7 @@ from elastic.core.messages import (
     Hello,
     LeaveGroup,
     Progress,
+    Pulse,
     Refusal,
     Release,
     Report,
@@ -56,8 +58,9 @@ from elastic.core.world import (
 )
 
 UNCONFIRMED_GRACE_S = 2.0
-"""After a restart, when a group is known to be broken, its silent nodes are given up after this:
-their agents may be about to come back, and cannot all be the culprit."""
+"""After a restart, when a group is known to be broken or short of a member, its silent nodes are
+given up after this: their agents may be about to come back, and cannot all be the culprit. Until
+then the group is not replaced, because they may bring reports of it."""
 
 
 # ---------------------------------------------------------------- connections
@@ -133,6 +136,8 @@ def _enter(cluster: Cluster, event: AgentConnected) -> NodeState:
     state.unconfirmed = False
     state.lost_at_ns = None
     book.bind(state, event.session)
+    state.reports_due = max(0, event.hello.reports_due)
+    suspicion.heard(cluster, state)
     phase = NodePhase.DRAINING if state.draining else NodePhase.READY
     state.move(phase, cluster.now_ns, state.reason if state.draining else "")
     return state
@@ -147,7 +152,7 @@ def _compare(cluster: Cluster, state: NodeState, hello: Hello) -> None:
             continue
         unheard = worker.report.phase is WorkerPhase.STARTING and worker.report.pid == 0
         if unheard and worker.stop_cause is None and not job.has_ended():
-            tell(cluster, worker, StartWorker(worker_id, job.spec))
+            tell(cluster, worker, StartWorker(worker_id, job.spec, ahead=job.is_in_place()))
         else:
             cause = ExitCause(ExitKind.LOST, detail="its agent does not know it any more")
             lose_worker(cluster, job, worker_id, cause)
@@ -200,6 +205,14 @@ def on_disconnected(cluster: Cluster, event: AgentDisconnected) -> None:
         _check_broken_groups(cluster, state)
     cluster.book.settle(state)
     cluster.touch_active()
+
+
+def give_up(cluster: Cluster, state: NodeState, reason: str) -> None:
+    """A node does not answer: take it for lost now, as its stream will tell in the end."""
+    if state.session is not None:
+        cluster.do(CloseSession(state.session, reason))
+        on_disconnected(cluster, AgentDisconnected(state.session, reason))
+        state.lost_at_ns = cluster.now_ns
 
 
 def _check_broken_groups(cluster: Cluster, state: NodeState) -> None:
@@ -278,13 +291,20 @@ def on_said(cluster: Cluster, event: AgentSaid) -> None:
     state = cluster.book.of_session(event.session)
     if state is None:
         return
+    suspicion.heard(cluster, state)
     message = event.message
     if isinstance(message, WorkerUpdate):
         take_report(cluster, state, message.report)
     elif isinstance(message, Reported):
         _take_metrics(cluster, event.session, message.report)
+        if state.reports_due:
+            state.reports_due -= 1
+            if not state.reports_due:
+                cluster.touch_active()
     elif isinstance(message, Progress):
         _take_progress(cluster, message)
+    elif isinstance(message, Pulse):
+        suspicion.take_pulse(cluster, state, message)
     elif isinstance(message, DrainNotice):
         start_drain(cluster, state, message.reason, message.timeout_ns)
 
@@ -295,6 +315,7 @@ def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> Non
     known = job is not None and report.worker_id in job.workers
     if report.phase is WorkerPhase.EXITED:
         if job is not None and known:
+            job.workers[report.worker_id].update(report, cluster.now_ns)
             cause = report.exit or ExitCause(ExitKind.LOST, detail="its agent gave no cause")
             lose_worker(cluster, job, report.worker_id, cause, failure=report.failure)
         _answer(cluster, state, ForgetWorker(report.worker_id))
@@ -312,6 +333,8 @@ def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> Non
         cluster.note("worker_adopted", job.job_id, worker=report.worker_id)
     worker = job.workers[report.worker_id]
     worker.update(report, cluster.now_ns)
+    if report.phase is WorkerPhase.FINISHED and report.generation == job.generation:
+        job.finished[report.worker_id] = report.result
     cluster.touch(job)
     if _is_broken(job, worker) and job.is_open:
         _blame_silent_nodes(cluster, job)
@@ -322,12 +345,14 @@ def _answer(cluster: Cluster, state: NodeState, message: ForgetWorker | StopWork
         cluster.do(SendAgent(state.session, message))
 
 
-def _blame_silent_nodes(cluster: Cluster, job: JobState) -> None:
-    """A member says that the group broke: a node that is silent at this moment is the cause."""
+def _blame_silent_nodes(cluster: Cluster, job: JobState, *, only_unconfirmed: bool = False) -> None:
+    """The group is known to be broken: a node that is silent at this moment is the cause."""
     for worker_id in job.member_ids():
         worker = job.workers.get(worker_id)
         node = cluster.node_of(worker) if worker else None
         if node is None or node.phase is not NodePhase.DISCONNECTED or node.lost_at_ns is None:
+            continue
+        if only_unconfirmed and not node.unconfirmed:
             continue
         grace = ns(UNCONFIRMED_GRACE_S) if node.unconfirmed else 0
         node.lost_at_ns = min(node.lost_at_ns, cluster.now_ns + grace)
@@ -345,6 +370,8 @@ def lose_worker(
     """Strike a worker that is gone, and let the failure policy say what that means."""
     rank = job.rank_of(worker_id)
     worker = cluster.remove_worker(job, worker_id)
+    if rank >= 0 and job.is_open:
+        _blame_silent_nodes(cluster, job, only_unconfirmed=True)
     what = failure_policy.describe(worker.stop_cause or cause)
     cluster.note("worker_gone", job.job_id, worker=worker_id, rank=rank, cause=what)
     if job.has_ended() or not charge:
@@ -411,14 +438,16 @@ def _take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
         record = CheckpointRecord(
             report.checkpoint, report.generation, report.index, report.metrics
         )
+        # In order of reports, not of arrival: one that is told again, or late, is not the newest.
         job.checkpoints = retention.keep(
-            (*job.checkpoints, record),
+            sorted((*job.checkpoints, record), key=lambda c: (c.generation, c.index)),
             num_to_keep=job.spec.num_to_keep,
             score_attribute=job.spec.score_attribute,
             score_order=job.spec.score_order,
         )
-        cluster.do(Persist((job.record(),)))
-        cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)
+        if record in job.checkpoints:
+            cluster.do(Persist((job.record(),)))
+            cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)
     cluster.do(
         SendAgent(session, ReportAck(report.worker_id, report.generation, report.index, True))
     )

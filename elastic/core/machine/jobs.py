@@ -15,6 +15,7 @@ from elastic.core.machine.nodes import NodeBook, NodeState
 from elastic.core.machine.story import note
 from elastic.core.machine.transitions import JOB, check_move
 from elastic.core.policy.failure import History
+from elastic.core.policy.hang import Sight
 from elastic.core.policy.membership import Candidate, Current
 from elastic.core.view import JobView, WorkerView
 from elastic.core.world import (
@@ -39,6 +40,7 @@ class WorkerState:
 
     Attributes:
         stop_cause: set once it was told to end; what its exit will then count as.
+        sight: what it said of its main thread last, None if it never had anything to say.
     """
 
     report: WorkerReport
@@ -46,13 +48,15 @@ class WorkerState:
     since_ns: int
     steps: int = 0
     stop_cause: ExitCause | None = None
+    sight: Sight | None = None
 
     def update(self, report: WorkerReport, now_ns: int) -> None:
         """Take over a newer report."""
         moved = (report.phase, report.generation) != (self.report.phase, self.report.generation)
         if moved:
             self.since_ns = now_ns
-        self.report = report
+        # An exception once told stays told: the agent knows only how the process ended.
+        self.report = replace(report, failure=report.failure or self.report.failure)
 
 
 @dataclass
@@ -62,14 +66,17 @@ class JobState:
     Attributes:
         is_open: the members of `group` were announced and not told to leave at once.
         asked: they were asked to leave at a boundary.
-        announced_ns: when `group` was announced in this coordinator's life.
+        announced_ns: when `group` was announced, or told to leave, in this coordinator's life.
         training_since_ns: when the last member of `group` began to train, None before.
         waits_for: what keeps the next group from forming, "" while there is one.
         restart_at_ns: no worker is started before (back-off).
         wake_ns: when this job must be looked at again.
         first_steps: wall clock at the end of each member's first step in this generation.
+        finished: what the train function returned, of each member that finished this generation;
+            kept when its process dies afterwards.
         failure_generation, loss_generation: the newest ones that were charged for a failure of
             user code and for a lost worker; each is charged once.
+        hung: members that are about to be killed as hung, and since when their stacks are written.
     """
 
     spec: JobSpec
@@ -96,6 +103,8 @@ class JobState:
     restart_at_ns: int = 0
     wake_ns: int | None = None
     first_steps: dict[WorkerId, int] = field(default_factory=dict)
+    finished: dict[WorkerId, str] = field(default_factory=dict)
+    hung: dict[WorkerId, int] = field(default_factory=dict)
 
     @property
     def job_id(self) -> JobId:
@@ -126,6 +135,11 @@ class JobState:
         """Return the newest group as the membership policy sees it."""
         return Current(self.generation, self.member_ids(), self.is_open, self.asked)
 
+    def is_in_place(self) -> bool:
+        """Return whether its group trains in a loop that newcomers can enter."""
+        members = [self.workers.get(worker_id) for worker_id in self.member_ids()]
+        return self.is_open and any(w is not None and w.report.in_place for w in members)
+
     def candidate(self, worker_id: WorkerId, book: NodeBook) -> Candidate:
         """Return one worker as the membership policy sees it."""
         worker = self.workers[worker_id]
@@ -138,6 +152,7 @@ class JobState:
             since_ns=worker.since_ns,
             present=node.is_present() and worker.stop_cause is None,
             reachable=node.is_live(),
+            awaited=node.is_awaited(),
             leaving=node.draining,
             leave_by_ns=node.leave_by_ns if node.draining else None,
         )
@@ -180,6 +195,9 @@ class JobState:
 
 def restore(record: JobRecord, now_ns: int) -> JobState:
     """Return the state that a journal record stands for; its workers are not known yet."""
+    # A group is replaced only after what ended it was charged: more of that may still be told.
+    is_open = record.phase is JobPhase.RUNNING
+    charged = max(NO_GENERATION, record.generation - 1) if is_open else record.generation
     return JobState(
         spec=record.spec,
         sequence=record.sequence,
@@ -187,7 +205,9 @@ def restore(record: JobRecord, now_ns: int) -> JobState:
         since_ns=now_ns,
         generation=record.generation,
         group=record.group,
-        is_open=record.phase is JobPhase.RUNNING,
+        is_open=is_open,
+        failure_generation=charged if record.failures else NO_GENERATION,
+        loss_generation=charged if record.losses else NO_GENERATION,
         history=History(record.failures, record.losses),
         checkpoints=record.checkpoints,
         reason=record.reason,
@@ -208,6 +228,10 @@ class Cluster:
         dirty: jobs that must be looked at before the step ends, in order of first mention.
         first_serial: workers of a node are numbered from here on; a later term begins higher, so
             that an id is not given again by a coordinator that has forgotten it.
+        looks: jobs whose members wait for each other, and when to look at each again.
+        probes: nodes that were asked for a sign of life and have not given one, and since when.
+        num_probes: asked so far.
+        look_by_ns: when the machine has asked to be called for a look or a probe, None for never.
         hold_until_ns: after a restart no worker is started before, so that agents can report
             what runs already.
     """
@@ -218,6 +242,10 @@ class Cluster:
     jobs: dict[JobId, JobState] = field(default_factory=dict)
     owner: dict[WorkerId, JobId] = field(default_factory=dict)
     dirty: dict[JobId, None] = field(default_factory=dict)
+    looks: dict[JobId, int] = field(default_factory=dict)
+    probes: dict[NodeId, int] = field(default_factory=dict)
+    num_probes: int = 0
+    look_by_ns: int | None = None
     sequence: int = 0
     first_serial: int = 0
     hold_until_ns: int = 0

@@ -25,6 +25,8 @@ class NodeState:
         lost_at_ns: when a disconnected node is given up.
         leave_by_ns: when a draining node's workers must be out of their groups.
         unconfirmed: known only from the journal; its agent has not come back yet.
+        reports_due: reports that its agent announced in its hello and that have not come yet.
+        heard_ns: when its agent last said anything.
         released: its agent was told that it may end.
         last_serial: of the workers started here, in any life of the agent.
     """
@@ -37,6 +39,8 @@ class NodeState:
     lost_at_ns: int | None = None
     leave_by_ns: int | None = None
     draining: bool = False
+    reports_due: int = 0
+    heard_ns: int = 0
     released: bool = False
     unconfirmed: bool = False
     reason: str = ""
@@ -64,6 +68,10 @@ class NodeState:
     def is_live(self) -> bool:
         """Return whether its stream stands."""
         return self.phase in LIVE
+
+    def is_awaited(self) -> bool:
+        """Return whether its agent is about to tell more of what happened while it was away."""
+        return self.unconfirmed or self.reports_due > 0
 
     def is_present(self) -> bool:
         """Return whether its workers still count as living."""
@@ -121,6 +129,7 @@ class NodeBook:
         if state.session is not None:
             self.sessions.pop(state.session, None)
             state.session = None
+        state.reports_due = 0
 
     def ordered(self) -> list[NodeState]:
         """Return all nodes by id."""

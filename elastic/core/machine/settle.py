@@ -11,7 +11,7 @@ from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist, SendAgent
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.messages import Announce, CoordinatorMessage, LeaveGroup, StartWorker, StopWorker
-from elastic.core.policy import membership, placement
+from elastic.core.policy import failure, membership, placement
 from elastic.core.policy.membership import Act, Plan
 from elastic.core.policy.ranks import assign_ranks
 from elastic.core.world import (
@@ -47,6 +47,8 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
             break
     else:
         check(False, f"job {job.job_id} does not come to rest: {job.reason}")
+    if job.has_ended():
+        return
     _stop_leavers(cluster, job)
     _stop_surplus(cluster, job)
     if _start_workers(cluster, job):
@@ -62,9 +64,7 @@ def end_job(cluster: Cluster, job: JobState, phase: JobPhase, reason: str) -> No
     job.reason = reason
     if phase is JobPhase.SUCCEEDED:
         job.failure, job.failed_worker = None, ""
-        leader = job.workers.get(job.member_ids()[0])
-        finished = [w for w in job.workers.values() if w.report.phase is WorkerPhase.FINISHED]
-        job.result = (leader or finished[0]).report.result
+        job.result = job.finished[job.member_ids()[0]]
     cluster.do(Persist((job.record(),)))
     cluster.note("job_ended", job.job_id, phase=phase.value, reason=reason)
     cluster.touch(job)
@@ -126,6 +126,8 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
     _wake(job, decision.wake_ns)
     plan = decision.value
     if plan.act is Act.FORM:
+        if plan.cause == "broken" and _fails_by_break(cluster, job):
+            return False
         _form(cluster, job, plan, decision.reason)
         return True
     if plan.act is Act.ASK:
@@ -138,6 +140,15 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
     if not job.waits_for:
         job.reason = decision.reason
     return False
+
+
+def _fails_by_break(cluster: Cluster, job: JobState) -> bool:
+    """Charge a group that broke without a loss; return whether the job has ended for it."""
+    decision = failure.judge_break(job.history, cluster.config)
+    job.history = decision.value.history
+    if decision.value.job_fails:
+        end_job(cluster, job, JobPhase.FAILED, decision.reason)
+    return decision.value.job_fails
 
 
 def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
@@ -156,7 +167,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     )
     job.is_open, job.asked = True, False
     job.announced_ns, job.training_since_ns = cluster.now_ns, None
-    job.first_steps = {}
+    job.first_steps, job.finished = {}, {}
     job.reason = reason
     job.move(JobPhase.RUNNING, cluster.now_ns)
     cluster.do(Persist((job.record(),)))
@@ -192,6 +203,7 @@ def _ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
 def _suspend(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     """Let the members leave at once; they keep their state and wait."""
     job.is_open, job.asked = False, False
+    job.announced_ns = cluster.now_ns
     job.reason = reason
     job.move(JobPhase.PENDING, cluster.now_ns)
     cluster.do(Persist((job.record(),)))
@@ -211,8 +223,14 @@ def _say_why_waiting(cluster: Cluster, job: JobState) -> None:
 
 
 def _is_complete(job: JobState) -> bool:
-    """Return whether every member that is left has finished this generation."""
-    if not job.is_open:
+    """Return whether every member that is left has finished this generation.
+
+    That is not enough when the leader was lost before it finished, which writes what remains of a
+    run as a rule; nor when user code raised in a member after others had returned.
+    """
+    if not job.is_open or job.member_ids()[0] not in job.finished:
+        return False
+    if job.failure_generation == job.generation:
         return False
     left = [job.workers[w] for w in job.member_ids() if w in job.workers]
     return bool(left) and all(
@@ -222,25 +240,45 @@ def _is_complete(job: JobState) -> bool:
 
 
 def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
-    """Kill members that were announced into the group and never came to train."""
-    if not job.is_open:
-        return
-    until = job.announced_ns + ns(cluster.config.form_timeout_s)
-    for worker_id in job.member_ids():
+    """Kill members that never came to train, and others that were told to leave and did not."""
+    members = job.member_ids() if job.is_open else ()
+    for worker_id in [*members, *sorted(set(job.workers) - set(members))]:
         worker = job.workers.get(worker_id)
-        if worker is None or worker.stop_cause is not None:
+        if worker is None or worker.stop_cause is not None or not cluster.node_of(worker).is_live():
             continue
-        behind = worker.report.generation < job.generation
-        if not behind and worker.report.phase is not WorkerPhase.FORMING:
+        report, since_ns = worker.report, job.announced_ns
+        behind = report.generation < job.generation
+        if worker_id in members:
+            is_stuck = behind or report.phase is WorkerPhase.FORMING
+            what = f"join generation {job.generation}"
+        else:
+            is_stuck = report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)
+            since_ns = max(since_ns, worker.since_ns)
+            what = f"leave generation {report.generation}"
+        if not is_stuck:
             continue
-        if not cluster.node_of(worker).is_live():
-            continue
+        limit_s = _patience_s(cluster, job, worker)
+        until = since_ns + ns(limit_s)
         if cluster.now_ns < until:
             _wake(job, until)
             continue
-        limit = f"{cluster.config.form_timeout_s:g} s"
-        detail = f"did not join generation {job.generation} within {limit}"
+        detail = f"did not {what} within {limit_s:g} s"
         stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
+
+
+def _patience_s(cluster: Cluster, job: JobState, worker: WorkerState) -> float:
+    """Return how long a worker may take to come out of the group that it is in, or into one."""
+    report, sight = worker.report, worker.sight
+    limit_s = cluster.config.form_timeout_s
+    if not report.in_place or report.phase is not WorkerPhase.TRAINING:
+        return limit_s
+    # Its loop leaves by itself, at its next micro-batch: user code between epochs may take.
+    limit_s = max(limit_s, job.spec.collective_timeout_s)
+    hang_s = job.spec.hang_timeout_s
+    if hang_s and sight and sight.stands(report.generation, cluster.now_ns):
+        stood_ns = cluster.now_ns - (sight.still_since_ns or 0)
+        return min(limit_s, hang_s) if stood_ns >= ns(hang_s) else limit_s
+    return limit_s
 
 
 # ---------------------------------------------------------------- workers
@@ -273,7 +311,7 @@ def _start_workers(cluster: Cluster, job: JobState) -> bool:
         worker_id = state.next_worker_id()
         report = WorkerReport(worker_id, job.job_id, WorkerPhase.STARTING, NO_GENERATION)
         worker = cluster.add_worker(job, state, report)
-        tell(cluster, worker, StartWorker(worker_id, job.spec))
+        tell(cluster, worker, StartWorker(worker_id, job.spec, ahead=job.is_in_place()))
         cluster.note("worker_starting", job.job_id, worker=worker_id, node=node_id)
     if (
         not decision.value
@@ -335,7 +373,14 @@ def _watch_health(cluster: Cluster, job: JobState) -> None:
         cluster.note("group_training", job.job_id, generation=job.generation, took_ms=took_ms)
     if job.training_since_ns is not None and job.history.losses:
         until = job.training_since_ns + ns(cluster.config.healthy_after_s)
-        if cluster.now_ns >= until:
+        # A group that stands still is not healthy however long it does, or a hang that comes again
+        # in every group would never end the job.
+        stands = any(
+            w and w.sight and w.sight.waits(job.generation, cluster.now_ns) for w in members
+        )
+        if stands and cluster.now_ns >= until:
+            _wake(job, cluster.now_ns + ns(1.0))
+        elif cluster.now_ns >= until:
             forgive(job)
         else:
             _wake(job, until)

@@ -16,6 +16,8 @@ from elastic.core.events.worker import (
     GroupFailed,
     GroupFormed,
     InterruptTrain,
+    Looked,
+    LoopMoved,
     PipeClosed,
     ResolveReport,
     SendPipe,
@@ -33,6 +35,7 @@ from elastic.core.events.worker import (
 )
 from elastic.core.machine.story import Story, note
 from elastic.core.machine.transitions import MAIN, WORKER, MainPhase, check_move
+from elastic.core.machine.worker_pulse import PulseWatch
 from elastic.core.messages import (
     Announce,
     Assign,
@@ -40,6 +43,7 @@ from elastic.core.messages import (
     Ping,
     PipeToWorker,
     Pong,
+    Pulse,
     Report,
     ReportAck,
     Reported,
@@ -95,6 +99,8 @@ class WorkerMachine:
         self._unanswered: dict[int, None] = {}
         self._failure: Failure | None = None
         self._result = ""
+        self._pulses = PulseWatch()
+        self._in_place = False
 
     def step(self, event: WorkerEvent, now_ns: int) -> tuple[WorkerEffect, ...]:
         """Take one event.
@@ -112,7 +118,8 @@ class WorkerMachine:
         if self._main is MainPhase.OVER:
             return ()
         self._out = []
-        self._story.tell(now_ns, event)
+        if not isinstance(event, Looked):
+            self._story.tell(now_ns, event)
         try:
             check(now_ns >= self._now_ns, f"time fell from {self._now_ns} to {now_ns}")
             self._now_ns = now_ns
@@ -122,8 +129,11 @@ class WorkerMachine:
         return tuple(self._out)
 
     def next_deadline_ns(self) -> int | None:
-        """Return None: a worker waits for its agent and its main thread, never for time."""
-        return None
+        """Return when to step with `Looked`: a worker that trains is looked at again and again.
+
+        None otherwise: for all else it waits for its agent and its main thread, never for time.
+        """
+        return self._pulses.look_at_ns if self._main is MainPhase.TRAINING else None
 
     def _take(self, event: WorkerEvent) -> None:
         if isinstance(event, AgentTold):
@@ -136,6 +146,8 @@ class WorkerMachine:
             self._opened(event)
         elif isinstance(event, SetupFailed):
             self._setup_failed(event)
+        elif isinstance(event, LoopMoved):
+            self._loop_moved(event)
         elif isinstance(event, (GroupFormed, GroupFailed)):
             if self._is_at(MainPhase.FORMING, event.generation):
                 self._formed(event)
@@ -144,6 +156,8 @@ class WorkerMachine:
                 self._left_train(event)
         elif isinstance(event, UserReported) and self._is_at(MainPhase.TRAINING, event.generation):
             self._reported(event)
+        elif isinstance(event, Looked) and self._main is MainPhase.TRAINING:
+            self._looked(event)
 
     # ------------------------------------------------------------ what the agent tells
 
@@ -210,7 +224,7 @@ class WorkerMachine:
             return
         self._stop = stop
         if self._main in (MainPhase.FORMING, MainPhase.TRAINING):
-            self._cut(stop.reason)
+            self._cut(stop.reason, final=True)
         else:
             self._exit(EXIT_DONE, stop.reason)
 
@@ -241,6 +255,13 @@ class WorkerMachine:
     def _setup_failed(self, event: SetupFailed) -> None:
         if self._main is MainPhase.SETTING_UP:
             self._fail(event.failure, EXIT_FAILED)
+
+    def _loop_moved(self, event: LoopMoved) -> None:
+        """Remember, and tell, how the next group is to be entered."""
+        if event.inside != self._in_place:
+            self._in_place = event.inside
+            if self._main is MainPhase.TRAINING:
+                self._update()
 
     def _formed(self, event: GroupFormed | GroupFailed) -> None:
         """The group stands, or does not; a group that nobody wants any more is dropped."""
@@ -305,6 +326,18 @@ class WorkerMachine:
         self._num_reports += 1
         self._out.append(SendPipe(Reported(report)))
 
+    def _looked(self, event: Looked) -> None:
+        found = self._pulses.look(event, self._now_ns)
+        if found is not None and self._assign is not None:
+            pulse = Pulse(
+                self._assign.worker_id,
+                self._generation(),
+                *found,
+                epoch=event.epoch,
+                step=event.step,
+            )
+            self._out.append(SendPipe(pulse))
+
     # ------------------------------------------------------------ moves
 
     def _begin(self) -> None:
@@ -331,16 +364,17 @@ class WorkerMachine:
         else:
             self._become(WorkerPhase.READY if self._must_leave_now() else otherwise)
 
-    def _cut(self, reason: str) -> None:
-        """Free the main thread from the group it is in; once is enough."""
-        if self._is_cut:
+    def _cut(self, reason: str, *, final: bool = False) -> None:
+        """Free the main thread from the group it is in: once, and once more if it is to end."""
+        if self._is_cut and not final:
             return
-        self._is_cut = True
+        was_cut, self._is_cut = self._is_cut, True
         # Interrupted first: after its abort an NCCL collective may return garbage without an error,
         # and user code must not get to see it.
         if self._main is MainPhase.TRAINING:
-            self._out.append(InterruptTrain(self._generation(), reason))
-        self._out.append(AbortGroup(self._generation()))
+            self._out.append(InterruptTrain(self._generation(), reason, final))
+        if not was_cut:
+            self._out.append(AbortGroup(self._generation()))
 
     def _wish(self) -> None:
         """Ask once for the next boundary to be the last, if that is ordered and we train."""
@@ -370,6 +404,8 @@ class WorkerMachine:
     def _set_main(self, phase: MainPhase) -> None:
         check_move(MAIN, f"main thread of {self._name()}", self._main, phase)
         self._main = phase
+        if phase is MainPhase.TRAINING:
+            self._pulses.begin(self._now_ns)
 
     # ------------------------------------------------------------ facts
 
@@ -412,6 +448,7 @@ class WorkerMachine:
             pid=self._pid,
             failure=self._failure,
             result=self._result,
+            in_place=self._in_place,
         )
         self._out.append(SendPipe(WorkerUpdate(report)))
 

@@ -4,6 +4,11 @@ Rule: what user code does (raises, exits with a code, crashes natively) is charg
 `max_failures`; what happens to a machine (a kill, a lost node, a hang) is not, but a row of such
 losses without any progress ends the job instead of burning the cluster for ever. A drain is
 neither.
+
+A hang is charged as a loss although user code may be its cause: nobody can tell a deadlock from a
+dead link or a stuck driver, and a run with `max_failures=0` should outlive those. One that comes
+again in every group is ended by the limit on losses in a row, because a group that stands still
+makes no progress and is not taken for healthy either.
 """
 
 from __future__ import annotations
@@ -82,6 +87,24 @@ def judge_exit(
     doubled = FIRST_DELAY_S * 2 ** min(over - 1, DOUBLINGS_MAX)
     delay_s = min(config.restart_delay_s_max, doubled) if over > 0 else 0.0
     return Decision(Judgement(False, after, ns(delay_s)), what)
+
+
+def judge_break(history: History, config: CoordinatorConfig) -> Decision[Judgement]:
+    """Decide what it means that a group broke and no member was lost.
+
+    Once that is bad luck. When every group breaks, something is wrong that a next one does not
+    mend, such as a collective that user code calls with tensors of different shapes.
+    """
+    losses = history.losses + 1
+    after = History(history.failures, losses, history.last)
+    if losses <= config.crash_loop_limit:
+        return Decision(Judgement(False, after), "the group broke, no member is lost")
+    return Decision(
+        Judgement(True, after),
+        f"{losses} groups in a row broke without progress, and no member was lost in the last "
+        f"one: look for the first error in the logs of its workers; the limit is "
+        f"crash_loop_limit={config.crash_loop_limit}",
+    )
 
 
 def is_users_fault(cause: ExitCause) -> bool:

@@ -55,6 +55,7 @@ class Candidate:
         since_ns: when it entered the phase.
         present: its process lives as far as we know, and nobody has told it to end.
         reachable: its node's stream stands, so that it can be told something.
+        awaited: its agent is about to come back, or to send reports that it kept.
         leaving: its node drains.
         leave_by_ns: by when it must be out of the group, None if not leaving.
     """
@@ -66,6 +67,7 @@ class Candidate:
     since_ns: int
     present: bool = True
     reachable: bool = True
+    awaited: bool = False
     leaving: bool = False
     leave_by_ns: int | None = None
 
@@ -151,8 +153,13 @@ def _decide_open(
     """A group is out there: is it whole, is it over, should it change?"""
     members = [by_id[w] for w in current.members if w in by_id and by_id[w].present]
     lost = [w for w in current.members if w not in by_id or not by_id[w].present]
+    # Replaced too early, a group takes along what its members have reported meanwhile.
+    awaited = [c.worker_id for c in members if c.awaited]
     if lost:
-        return _replace(spec, current, by_id, "lost", f"lost {', '.join(lost)}")
+        why = f"lost {', '.join(lost)}"
+        if awaited:
+            return Decision(Plan(Act.KEEP), f"{why}; waiting for word of {', '.join(awaited)}")
+        return _replace(spec, current, by_id, "lost", why)
     overdue = [c for c in members if c.leave_by_ns is not None and c.leave_by_ns <= now_ns]
     if overdue:
         names = ", ".join(c.worker_id for c in overdue)
@@ -165,6 +172,9 @@ def _decide_open(
     broken = [c for c in here if c.phase is WorkerPhase.BROKEN]
     if broken:
         until = min(c.since_ns for c in broken) + ns(config.broken_grace_s)
+        if awaited:
+            why = f"the group broke; waiting for word of {', '.join(awaited)}"
+            return Decision(Plan(Act.KEEP), why, min(wake, default=None))
         if now_ns >= until:
             return _replace(spec, current, by_id, "broken", "the group broke, no member is lost")
         return Decision(

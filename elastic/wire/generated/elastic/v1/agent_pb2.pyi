@@ -8,23 +8,27 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AgentToCoordinator(_message.Message):
-    __slots__ = ("hello", "worker_update", "reported", "drain_notice", "progress", "log_lines")
+    __slots__ = ("hello", "worker_update", "reported", "drain_notice", "progress", "log_lines", "pulse", "probe_ack")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WORKER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
     DRAIN_NOTICE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     LOG_LINES_FIELD_NUMBER: _ClassVar[int]
+    PULSE_FIELD_NUMBER: _ClassVar[int]
+    PROBE_ACK_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     worker_update: _worker_pb2.WorkerUpdate
     reported: _worker_pb2.Reported
     drain_notice: DrainNotice
     progress: _worker_pb2.Progress
     log_lines: LogLines
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., worker_update: _Optional[_Union[_worker_pb2.WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[_worker_pb2.Reported, _Mapping]] = ..., drain_notice: _Optional[_Union[DrainNotice, _Mapping]] = ..., progress: _Optional[_Union[_worker_pb2.Progress, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ...) -> None: ...
+    pulse: _worker_pb2.Pulse
+    probe_ack: ProbeAck
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., worker_update: _Optional[_Union[_worker_pb2.WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[_worker_pb2.Reported, _Mapping]] = ..., drain_notice: _Optional[_Union[DrainNotice, _Mapping]] = ..., progress: _Optional[_Union[_worker_pb2.Progress, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., pulse: _Optional[_Union[_worker_pb2.Pulse, _Mapping]] = ..., probe_ack: _Optional[_Union[ProbeAck, _Mapping]] = ...) -> None: ...
 
 class CoordinatorToAgent(_message.Message):
-    __slots__ = ("welcome", "refusal", "start_worker", "stop_worker", "forget_worker", "announce", "leave_group", "report_ack", "release", "follow_logs")
+    __slots__ = ("welcome", "refusal", "start_worker", "stop_worker", "forget_worker", "announce", "leave_group", "report_ack", "release", "follow_logs", "probe", "dump_stacks")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     START_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +39,8 @@ class CoordinatorToAgent(_message.Message):
     REPORT_ACK_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_LOGS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    DUMP_STACKS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     start_worker: StartWorker
@@ -45,10 +51,12 @@ class CoordinatorToAgent(_message.Message):
     report_ack: _worker_pb2.ReportAck
     release: Release
     follow_logs: FollowLogs
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ...) -> None: ...
+    probe: Probe
+    dump_stacks: DumpStacks
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., dump_stacks: _Optional[_Union[DumpStacks, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("node", "workers", "draining", "drain_reason", "drain_timeout_ns", "protocol_major", "protocol_minor")
+    __slots__ = ("node", "workers", "draining", "drain_reason", "drain_timeout_ns", "protocol_major", "protocol_minor", "reports_due")
     NODE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +64,7 @@ class Hello(_message.Message):
     DRAIN_TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_DUE_FIELD_NUMBER: _ClassVar[int]
     node: _facts_pb2.Node
     workers: _containers.RepeatedCompositeFieldContainer[_facts_pb2.WorkerReport]
     draining: bool
@@ -63,7 +72,8 @@ class Hello(_message.Message):
     drain_timeout_ns: int
     protocol_major: int
     protocol_minor: int
-    def __init__(self, node: _Optional[_Union[_facts_pb2.Node, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_facts_pb2.WorkerReport, _Mapping]]] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., drain_timeout_ns: _Optional[int] = ..., protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ...) -> None: ...
+    reports_due: int
+    def __init__(self, node: _Optional[_Union[_facts_pb2.Node, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_facts_pb2.WorkerReport, _Mapping]]] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., drain_timeout_ns: _Optional[int] = ..., protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., reports_due: _Optional[int] = ...) -> None: ...
 
 class DrainNotice(_message.Message):
     __slots__ = ("reason", "timeout_ns")
@@ -72,6 +82,12 @@ class DrainNotice(_message.Message):
     reason: str
     timeout_ns: int
     def __init__(self, reason: _Optional[str] = ..., timeout_ns: _Optional[int] = ...) -> None: ...
+
+class ProbeAck(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class LogLines(_message.Message):
     __slots__ = ("follow_id", "worker_id", "text", "end")
@@ -100,12 +116,14 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., final: bool = ...) -> None: ...
 
 class StartWorker(_message.Message):
-    __slots__ = ("worker_id", "spec")
+    __slots__ = ("worker_id", "spec", "ahead")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     spec: _facts_pb2.JobSpec
-    def __init__(self, worker_id: _Optional[str] = ..., spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ...) -> None: ...
+    ahead: bool
+    def __init__(self, worker_id: _Optional[str] = ..., spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., ahead: bool = ...) -> None: ...
 
 class StopWorker(_message.Message):
     __slots__ = ("worker_id", "grace_ns", "reason")
@@ -142,3 +160,17 @@ class FollowLogs(_message.Message):
     follow: bool
     stop: bool
     def __init__(self, follow_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., tail_lines: _Optional[int] = ..., follow: bool = ..., stop: bool = ...) -> None: ...
+
+class Probe(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class DumpStacks(_message.Message):
+    __slots__ = ("worker_id", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -23,32 +23,36 @@ class PipeToWorker(_message.Message):
     def __init__(self, assign: _Optional[_Union[Assign, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., leave_group: _Optional[_Union[LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class PipeToAgent(_message.Message):
-    __slots__ = ("warm", "worker_update", "reported", "progress", "pong")
+    __slots__ = ("warm", "worker_update", "reported", "progress", "pong", "pulse")
     WARM_FIELD_NUMBER: _ClassVar[int]
     WORKER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
+    PULSE_FIELD_NUMBER: _ClassVar[int]
     warm: Warm
     worker_update: WorkerUpdate
     reported: Reported
     progress: Progress
     pong: Pong
-    def __init__(self, warm: _Optional[_Union[Warm, _Mapping]] = ..., worker_update: _Optional[_Union[WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[Reported, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+    pulse: Pulse
+    def __init__(self, warm: _Optional[_Union[Warm, _Mapping]] = ..., worker_update: _Optional[_Union[WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[Reported, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ...) -> None: ...
 
 class Assign(_message.Message):
-    __slots__ = ("worker_id", "spec", "host", "devices", "log_dir")
+    __slots__ = ("worker_id", "spec", "host", "devices", "log_dir", "ahead")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     LOG_DIR_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     spec: _facts_pb2.JobSpec
     host: str
     devices: _containers.RepeatedScalarFieldContainer[str]
     log_dir: str
-    def __init__(self, worker_id: _Optional[str] = ..., spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., log_dir: _Optional[str] = ...) -> None: ...
+    ahead: bool
+    def __init__(self, worker_id: _Optional[str] = ..., spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., log_dir: _Optional[str] = ..., ahead: bool = ...) -> None: ...
 
 class Announce(_message.Message):
     __slots__ = ("assignment",)
@@ -149,3 +153,19 @@ class Progress(_message.Message):
     steps: int
     first_step_unix_ns: int
     def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., first_step_unix_ns: _Optional[int] = ...) -> None: ...
+
+class Pulse(_message.Message):
+    __slots__ = ("worker_id", "generation", "waiting_ns", "still_ns", "epoch", "step")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WAITING_NS_FIELD_NUMBER: _ClassVar[int]
+    STILL_NS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    generation: int
+    waiting_ns: int
+    still_ns: int
+    epoch: int
+    step: int
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., waiting_ns: _Optional[int] = ..., still_ns: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...

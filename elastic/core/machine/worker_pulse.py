@@ -1,0 +1,68 @@
+"""When a worker has something to say of its main thread.
+
+Rule: a main thread that moves is not mentioned. One that waits for its peers, or stands still, is
+mentioned again and again until it moves, and then once more.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import NS_PER_S
+from elastic.core.events.worker import Looked
+
+LOOK_NS = NS_PER_S // 10
+LATE_NS = 3 * LOOK_NS
+WAITING_NS = NS_PER_S // 4
+"""Waiting for peers is worth a word after this: ranks of a healthy run differ by less."""
+STILL_NS = NS_PER_S
+"""Standing still is worth a word after this."""
+WAITING_AGAIN_NS = NS_PER_S // 2
+STILL_AGAIN_NS = NS_PER_S
+
+
+class PulseWatch:
+    """Looks at the main thread of a worker that trains, ten times a second.
+
+    Attributes:
+        look_at_ns: when to look next.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing seen."""
+        self.look_at_ns = 0
+        self._beats = -1
+        self._moved_ns = 0
+        self._told = (False, False)
+        self._told_ns = 0
+
+    def begin(self, now_ns: int) -> None:
+        """Another generation trains: what was said in the one before is forgotten."""
+        self.look_at_ns = now_ns + LOOK_NS
+        self._beats, self._moved_ns = -1, now_ns
+        self._told = (False, False)
+
+    def look(self, seen: Looked, now_ns: int) -> tuple[int, int] | None:
+        """Take one look.
+
+        Returns:
+            What to say: how long it has waited, and how long it has stood still, in nanoseconds;
+            None for nothing.
+        """
+        late_ns = now_ns - self.look_at_ns
+        if late_ns > LATE_NS:
+            # The process was stopped, or code that holds the interpreter's lock ran: nobody could
+            # see whether the main thread moved.
+            self._moved_ns += late_ns
+        self.look_at_ns = now_ns + LOOK_NS
+        if seen.beats != self._beats:
+            self._beats, self._moved_ns = seen.beats, now_ns
+        waits = seen.waiting_ns >= WAITING_NS
+        still_ns = now_ns - self._moved_ns
+        # Before the training loop is seen, user code loads data and builds models in its own time.
+        stands = seen.beats > 0 and not seen.waiting_ns and still_ns >= STILL_NS
+        found = (waits, stands)
+        again_ns = WAITING_AGAIN_NS if waits else STILL_AGAIN_NS
+        is_due = any(found) and now_ns - self._told_ns >= again_ns
+        if found == self._told and not is_due:
+            return None
+        self._told, self._told_ns = found, now_ns
+        return (seen.waiting_ns if waits else 0, still_ns if stands else 0)

@@ -1,0 +1,262 @@
+"""What the coordinator does while members wait for each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastic.core.events.coordinator import CloseSession
+from elastic.core.events.shared import Tick
+from elastic.core.messages import DumpStacks, Probe, ProbeAck, Pulse, StopWorker
+from elastic.core.world import JobId, JobPhase, NodePhase, WorkerId, WorkerPhase
+from tests.unit.coordinator_under_test import CONFIG, MS, Coordinator, running
+
+
+def quiet(nodes: int = 3, seconds: float = 20, **changes: object) -> Coordinator:
+    """A job that trains, and of which nothing was heard for a while."""
+    coordinator = running(nodes=nodes, **changes)
+    coordinator.advance(seconds)
+    return coordinator
+
+
+def all_wait_but_one(coordinator: Coordinator, seconds: float) -> None:
+    coordinator.pulse("n1/1", waits=seconds)
+    coordinator.pulse("n3/1", waits=seconds)
+    coordinator.pulse("n2/1", stands=seconds)
+
+
+# ---------------------------------------------------------------- silent nodes
+
+
+def test_nobody_is_probed_while_nobody_waits() -> None:
+    coordinator = quiet()
+    assert coordinator.machine.next_deadline_ns() is None
+    coordinator.pulse("n1/1", stands=5)
+    coordinator.pulse("n1/1")
+    assert coordinator.sent(Probe) == []
+    assert coordinator.machine.next_deadline_ns() is None
+
+
+def test_a_silent_node_is_lost_as_soon_as_its_probe_is_over() -> None:
+    coordinator = quiet()
+    coordinator.pulse("n1/1", waits=0.3)
+    assert [probe.number for probe in coordinator.sent(Probe)] == [1, 2]
+    coordinator.says("n2", ProbeAck(1))
+    coordinator.advance(0.59)
+    assert coordinator.node("n3").phase is NodePhase.READY
+    coordinator.says("n1", ProbeAck(0))
+    coordinator.says("n2", ProbeAck(0))
+    coordinator.advance(0.01)
+    assert coordinator.node("n3").phase is NodePhase.LOST
+    assert coordinator.members("a") == "g2: n1/1 n2/1"
+    assert [effect.reason for effect in coordinator.of(CloseSession)] == [
+        "its agent did not answer a probe within 0.6 s while members waited"
+    ]
+
+
+@pytest.mark.parametrize("sign", ["ack", "progress", "pulse", "report", "update"])
+def test_any_word_of_an_agent_is_an_answer(sign: str) -> None:
+    coordinator = quiet(nodes=2)
+    coordinator.pulse("n1/1", waits=0.3)
+    assert len(coordinator.sent(Probe)) == 1
+    coordinator.advance(0.5)
+    if sign == "ack":
+        coordinator.says("n2", ProbeAck(1))
+    elif sign == "progress":
+        coordinator.steps("n2/1", 5)
+    elif sign == "pulse":
+        coordinator.pulse("n2/1")
+    elif sign == "report":
+        coordinator.reports("n2/1", 0)
+    else:
+        coordinator.training("n2/1")
+    coordinator.advance(0.3)
+    assert coordinator.node("n2").phase is NodePhase.READY
+
+
+def test_who_answers_is_asked_again_every_half_second_as_long_as_somebody_waits() -> None:
+    coordinator = quiet(nodes=2)
+    asked_s = []
+    for tenth in range(20):
+        coordinator.pulse("n1/1", waits=0.3 + tenth / 10)
+        probes = coordinator.sent(Probe)
+        coordinator.advance(0.1)
+        probes += coordinator.sent(Probe)
+        for probe in probes:
+            asked_s.append(tenth / 10)
+            coordinator.says("n2", ProbeAck(probe.number))
+    assert asked_s == [0.0, 0.5, 1.0, 1.5]
+    assert coordinator.node("n2").phase is NodePhase.READY
+
+
+def test_looks_end_when_nobody_waits_any_more() -> None:
+    coordinator = quiet(nodes=2)
+    coordinator.pulse("n1/1", waits=0.3)
+    coordinator.says("n2", ProbeAck(1))
+    coordinator.pulse("n1/1")
+    coordinator.advance(0.2)
+    assert coordinator.machine.next_deadline_ns() is None
+
+
+def test_looks_end_when_the_one_that_waited_is_not_heard_of_any_more() -> None:
+    coordinator = quiet(nodes=2)
+    coordinator.pulse("n1/1", waits=0.3)
+    coordinator.disconnect("n1")
+    coordinator.agent("n1")
+    for _ in range(40):
+        for name in ("n1", "n2"):
+            coordinator.says(name, ProbeAck(0))
+        coordinator.advance(0.1)
+    assert coordinator.machine.next_deadline_ns() is None
+    assert coordinator.members("a") == "g1: n1/1 n2/1"
+
+
+@pytest.mark.parametrize("event", ["tick", "other"])
+def test_a_coordinator_that_was_slow_itself_blames_nobody(event: str) -> None:
+    coordinator = quiet()
+    coordinator.pulse("n1/1", waits=0.3)
+    # A store that takes two seconds for a record: the answers wait in the queue.
+    coordinator.now_ns += 2000 * MS
+    if event == "tick":
+        coordinator.step(Tick())
+    else:
+        coordinator.steps("n1/1", 5)
+    coordinator.says("n2", ProbeAck(1))
+    coordinator.says("n3", ProbeAck(2))
+    assert {n: coordinator.node(n).phase for n in ("n2", "n3")} == {
+        "n2": NodePhase.READY,
+        "n3": NodePhase.READY,
+    }
+
+
+def test_a_node_that_was_probed_and_broke_its_stream_has_the_grace_of_every_other() -> None:
+    coordinator = quiet(nodes=2)
+    coordinator.pulse("n1/1", waits=0.3)
+    coordinator.disconnect("n2")
+    coordinator.advance(0.1)
+    coordinator.agent("n2")
+    coordinator.advance(0.3)
+    coordinator.says("n2", ProbeAck(0))
+    coordinator.advance(0.2)
+    assert coordinator.node("n2").phase is NodePhase.READY
+
+
+# ---------------------------------------------------------------- hung members
+
+
+def hang_for(coordinator: Coordinator, since: float, until: float) -> list[object]:
+    """Let all wait for n2/1 from `since` to `until` seconds; return what was sent meanwhile."""
+    sent: list[object] = []
+    for tenth in range(round(since * 10), round(until * 10)):
+        all_wait_but_one(coordinator, tenth / 10)
+        coordinator.advance(0.1)
+        sent += coordinator.sent(object)
+    return [message for message in sent if isinstance(message, (DumpStacks, StopWorker))]
+
+
+def test_a_hung_worker_is_killed_after_all_stacks_are_written() -> None:
+    coordinator = quiet(hang_timeout_s=5)
+    assert hang_for(coordinator, 0.3, 4.9) == []
+    sent = hang_for(coordinator, 4.9, 5.6)
+    assert [type(message).__name__ for message in sent] == ["DumpStacks"] * 3 + ["StopWorker"]
+    (note,) = coordinator.noted("worker_hung")
+    assert (note["worker"], note["node"], note["rank"]) == ("n2/1", "n2", "1")
+    assert 5.0 <= float(note["seconds"]) <= 5.2
+    assert coordinator.members("a") == "g2: n1/1 n3/1"
+    coordinator.exits("n2/1")
+    assert "killed because it hung" in coordinator.noted("worker_gone")[-1]["cause"]
+    assert coordinator.job("a").record.phase is JobPhase.RUNNING
+    assert coordinator.job("a").record.failures == 0
+
+
+def test_who_moves_after_its_stacks_were_written_lives() -> None:
+    coordinator = quiet(hang_timeout_s=5)
+    hang_for(coordinator, 0.3, 5.1)
+    assert len(coordinator.noted("worker_hung")) == 1
+    coordinator.pulse("n2/1")
+    coordinator.advance(0.5)
+    assert coordinator.members("a") == "g1: n1/1 n2/1 n3/1"
+    # A later hang is judged from its own beginning.
+    hang_for(coordinator, 0.3, 4.9)
+    assert len(coordinator.noted("worker_hung")) == 1
+
+
+def test_a_slow_worker_is_never_killed() -> None:
+    coordinator = quiet(hang_timeout_s=1)
+    for tenth in range(3, 300):
+        coordinator.pulse("n1/1", waits=tenth / 10)
+        coordinator.pulse("n3/1", waits=tenth / 10)
+        coordinator.says("n2", ProbeAck(0))
+        coordinator.advance(0.1)
+    assert coordinator.noted("worker_hung") == []
+    assert coordinator.members("a") == "g1: n1/1 n2/1 n3/1"
+
+
+def test_with_a_timeout_of_zero_nobody_is_killed() -> None:
+    coordinator = quiet(hang_timeout_s=0)
+    assert hang_for(coordinator, 0.3, 60) == []
+
+
+@pytest.mark.parametrize(
+    ("worker", "generation"), [("n1/1", 0), ("n1/1", 9), ("n2/1", 1), ("n9/1", 1)]
+)
+def test_pulses_of_other_groups_and_of_other_nodes_count_for_nothing(
+    worker: str, generation: int
+) -> None:
+    coordinator = quiet(hang_timeout_s=1)
+    coordinator.says("n1", Pulse(WorkerId(worker), generation, 300 * MS, 0))
+    assert coordinator.sent(Probe) == []
+    assert coordinator.machine.next_deadline_ns() is None
+
+
+def test_a_hang_that_comes_again_in_every_group_ends_the_job() -> None:
+    config = replace(CONFIG, crash_loop_limit=2, restart_delay_s_max=0)
+    coordinator = running(nodes=4, hang_timeout_s=40, config=config)
+    # Each group stands still for longer than what counts as a healthy period.
+    for hung in ("n4/1", "n3/1", "n2/1"):
+        assert coordinator.job("a").record.phase is JobPhase.RUNNING
+        members = coordinator.members("a").split()[1:]
+        coordinator.training(*members)
+        for tenth in range(3, 410):
+            if coordinator.members("a").split()[1:] != members:
+                break
+            for worker in members:
+                what = "stands" if worker == hung else "waits"
+                coordinator.pulse(worker, **{what: tenth / 10})
+            coordinator.advance(0.1)
+        coordinator.exits(hung)
+    record = coordinator.store[JobId("a")]
+    assert record.phase is JobPhase.FAILED
+    assert "3 workers lost in a row without progress" in record.reason
+    assert record.failures == 0
+
+
+def test_a_worker_that_does_not_leave_its_group_is_killed() -> None:
+    coordinator = running(nodes=2, low=2)
+    coordinator.exits("n1/1")
+    assert coordinator.job("a").record.phase is JobPhase.PENDING
+    coordinator.advance(19.9)
+    assert "n2/1" in {w.report.worker_id for w in coordinator.job("a").workers}
+    coordinator.advance(0.2)
+    assert [m.worker_id for m in coordinator.sent(StopWorker)] == ["n2/1"]
+
+
+def test_a_loop_that_goes_on_in_place_is_given_time_unless_it_stands_still() -> None:
+    coordinator = running(nodes=3, hang_timeout_s=30)
+    for name in ("n1", "n2"):
+        coordinator.update(f"{name}/1", WorkerPhase.TRAINING, in_place=True)
+    coordinator.exits("n3/1")
+    assert coordinator.members("a").startswith("g2: n1/1 n2/1")
+    coordinator.update("n1/1", WorkerPhase.FORMING)
+    coordinator.training("n1/1")
+    # n2/1 is in user code between two epochs: longer than forming takes, and it says nothing.
+    coordinator.advance(25)
+    assert coordinator.sent(StopWorker) == []
+    stopped = []
+    for second in range(25, 40):
+        coordinator.pulse("n2/1", stands=second)
+        stopped += [(second, m.worker_id) for m in coordinator.sent(StopWorker)]
+        coordinator.advance(1)
+        stopped += [(second, m.worker_id) for m in coordinator.sent(StopWorker)]
+    assert stopped == [(30, "n2/1")]

@@ -1,0 +1,154 @@
+"""Who hangs: the rule about members that stand still, and when a worker says that it does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core.config import NS_PER_S, ns
+from elastic.core.events.worker import Looked
+from elastic.core.machine.worker_pulse import PulseWatch
+from elastic.core.policy import hang
+from elastic.core.policy.hang import FRESH_NS, Sight, Watched
+from elastic.core.world import WorkerId
+
+NOW_NS = 1000 * NS_PER_S
+TIMEOUT_NS = 30 * NS_PER_S
+GENERATION = 7
+
+
+def sight(
+    *,
+    waits: float | None = None,
+    stands: float | None = None,
+    said: float = 0.1,
+    generation: int = 7,
+) -> Sight:
+    """What a member said `said` seconds ago; it waits or stands for so many seconds by now."""
+    return Sight(
+        generation,
+        NOW_NS - ns(said),
+        NOW_NS - ns(waits) if waits is not None else None,
+        NOW_NS - ns(stands) if stands is not None else None,
+    )
+
+
+def members(*sights: Sight | None, out: int = -1) -> list[Watched]:
+    return [Watched(WorkerId(f"n{rank}/1"), rank != out, one) for rank, one in enumerate(sights)]
+
+
+WAITS, STANDS, MOVES = sight(waits=40), sight(stands=40), sight()
+
+
+@pytest.mark.parametrize(
+    ("watched", "culprits", "reason"),
+    [
+        (members(WAITS, STANDS, WAITS), ["n1/1"], "2 members wait for n1/1"),
+        (members(STANDS, STANDS, WAITS), ["n0/1", "n1/1"], "1 members wait for n0/1, n1/1"),
+        (members(WAITS, WAITS), [], "all wait"),
+        (members(STANDS, STANDS), [], "nobody waits"),
+        (members(STANDS), [], "nobody waits"),
+        (members(WAITS, STANDS, MOVES), [], "n2/1 moves"),
+        (members(WAITS, STANDS, None), [], "n2/1 says nothing of itself"),
+        (members(WAITS, STANDS, WAITS, out=0), [], "n0/1 says nothing of itself"),
+        (members(WAITS, sight(stands=40, said=3.1)), [], "n1/1 moves"),
+        (members(WAITS, sight(stands=40, generation=6)), [], "n1/1 moves"),
+        (members(sight(waits=29.9), STANDS), [], "waiting for n1/1"),
+        (members(WAITS, sight(stands=29.9)), [], "waiting for n1/1"),
+        (members(sight(waits=30), sight(stands=30)), ["n1/1"], "1 members wait for n1/1"),
+        (members(), [], "nobody waits"),
+    ],
+)
+def test_who_hangs(watched: list[Watched], culprits: list[str], reason: str) -> None:
+    decision = hang.judge(GENERATION, watched, NOW_NS, TIMEOUT_NS)
+    assert (list(decision.value.culprits), decision.reason) == (culprits, reason)
+
+
+def test_time_counts_from_the_last_of_all_movements() -> None:
+    watched = members(sight(waits=90), sight(stands=60), sight(waits=45))
+    assert hang.judge(GENERATION, watched, NOW_NS, TIMEOUT_NS).value.since_ns == NOW_NS - ns(45)
+
+
+def test_a_timeout_of_zero_accuses_nobody() -> None:
+    assert not hang.judge(GENERATION, members(WAITS, STANDS), NOW_NS, 0).value.culprits
+
+
+SIGHTS = (
+    st.none()
+    | st.builds(
+        sight,
+        waits=st.none() | st.floats(0, 100),
+        said=st.floats(0, 5),
+        generation=st.sampled_from([6, 7]),
+    )
+    | st.builds(sight, stands=st.none() | st.floats(0, 100), said=st.floats(0, 5))
+)
+
+
+@given(st.lists(SIGHTS, max_size=6), st.integers(0, 40))
+def test_nobody_is_accused_who_moved_in_time_or_waits(
+    sights: list[Sight | None], timeout_s: int
+) -> None:
+    watched = members(*sights)
+    found = hang.judge(GENERATION, watched, NOW_NS, timeout_s * NS_PER_S).value
+    for member in watched:
+        if member.worker_id in found.culprits:
+            assert member.sight is not None
+            assert member.sight.still_since_ns is not None
+            assert NOW_NS - member.sight.still_since_ns >= timeout_s * NS_PER_S
+            assert NOW_NS - member.sight.said_ns <= FRESH_NS
+
+
+# ---------------------------------------------------------------- what a worker says
+
+
+def said(
+    looks: list[tuple[int, float]], *, every_s: float = 0.1
+) -> list[tuple[float, float, float]]:
+    """Look at (beats, seconds of waiting); return (moment, waiting, standing) of what is said."""
+    watch, found = PulseWatch(), []
+    watch.begin(0)
+    for index, (beats, waiting_s) in enumerate(looks, start=1):
+        now_ns = ns(index * every_s)
+        pulse = watch.look(Looked(beats, ns(waiting_s)), now_ns)
+        if pulse is not None:
+            found.append((now_ns / NS_PER_S, pulse[0] / NS_PER_S, pulse[1] / NS_PER_S))
+    return found
+
+
+def test_a_main_thread_that_moves_is_not_mentioned() -> None:
+    assert said([(beats, 0) for beats in range(1, 100)]) == []
+
+
+def test_a_main_thread_that_waits_a_little_at_each_step_is_not_mentioned() -> None:
+    assert said([(beats // 3, 0.1 * (beats % 3)) for beats in range(3, 100)]) == []
+
+
+def test_before_the_training_loop_is_seen_nothing_is_said() -> None:
+    assert said([(0, 0)] * 100) == []
+
+
+def test_waiting_is_said_every_half_second_until_it_is_over() -> None:
+    looks = [(5, round(0.1 * i, 1)) for i in range(1, 14)] + [(6, 0.0)] * 3
+    assert said(looks) == [(0.3, 0.3, 0), (0.8, 0.8, 0), (1.3, 1.3, 0), (1.4, 0, 0)]
+
+
+def test_standing_still_is_said_every_second_until_it_is_over() -> None:
+    looks = [(5, 0.0)] * 25 + [(6, 0.0)] * 3
+    assert said(looks) == [(1.1, 0, 1.0), (2.1, 0, 2.0), (2.6, 0, 0)]
+
+
+def test_who_stands_still_after_waiting_says_so() -> None:
+    looks = [(5, 0.3), (6, 0.0), *[(6, 0.0)] * 10]
+    assert said(looks) == [(0.1, 0.3, 0), (0.2, 0, 0), (1.2, 0, 1.0)]
+
+
+def test_time_in_which_nobody_could_look_is_not_held_against_the_main_thread() -> None:
+    watch = PulseWatch()
+    watch.begin(0)
+    assert watch.look(Looked(5), ns(0.1)) is None
+    assert watch.look(Looked(5), ns(60)) is None
+    found = [watch.look(Looked(5), ns(60 + tenth / 10)) for tenth in range(1, 12)]
+    # It was seen for the first time at 0.1 s, and 59.8 s were slept away.
+    assert [round(one[1] / NS_PER_S, 1) for one in found if one] == [1.0]
