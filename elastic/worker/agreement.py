@@ -31,6 +31,9 @@ POLL_S_MIN = 0.0005
 POLL_S_MAX = 0.01
 WARN_INTERVAL_S = 30.0
 
+Index = int | str
+"""Which report: its number in this generation, or its place in the run."""
+
 
 @dataclass(frozen=True)
 class Vote:
@@ -135,18 +138,18 @@ class Agreement:
         self._world_size = world_size
         self._watch = watch
 
-    def claim(self, index: int, relative: str) -> bool:
+    def claim(self, index: Index, relative: str) -> bool:
         """Return whether this member is the one that writes a file which others may have too."""
         mine = str(self._rank)
         held = self._store.compare_set(_key(index, f"claim/{relative}"), "", mine)
         return bytes(held).decode() == mine
 
-    def add_part(self, index: int, part: Part) -> None:
+    def add_part(self, index: Index, part: Part) -> None:
         """Tell the others what we stored; comes before our vote."""
         line = json.dumps([part.rank, part.name, part.files, part.error])
         self._store.append(_key(index, "parts"), line + "\n")  # type: ignore[attr-defined]
 
-    def parts(self, index: int) -> tuple[Part, ...]:
+    def parts(self, index: Index) -> tuple[Part, ...]:
         """Return all parts by rank; complete once the report is closed."""
         lines = bytes(self._store.get(_key(index, "parts"))).decode().splitlines()
         parts = []
@@ -155,23 +158,29 @@ class Agreement:
             parts.append(Part(rank, name, tuple((path, size) for path, size in files), error))
         return tuple(sorted(parts, key=lambda part: part.rank))
 
-    def vote(self, index: int, vote: Vote) -> None:
-        """Vote on report `index`; every member does so once for 0, 1, 2 and so on."""
-        mine = Tally(1, int(vote.waits), int(vote.wishes), int(vote.has_checkpoint))
-        self._count(index, mine.number())
+    def vote(self, index: Index, vote: Vote, *, voters: int | None = None) -> None:
+        """Vote on a report; every member does so once for 0, 1, 2 and so on, or by name.
 
-    def _count(self, index: int, number: int) -> Tally:
+        Args:
+            index: of the report.
+            vote: ours.
+            voters: how many will vote, if not all members.
+        """
+        mine = Tally(1, int(vote.waits), int(vote.wishes), int(vote.has_checkpoint))
+        self._count(index, mine.number(), voters or self._world_size)
+
+    def _count(self, index: Index, number: int, voters: int) -> Tally:
         tally = Tally.of(self._store.add(_key(index, "votes"), number))
         is_vote = number & WORLD_SIZE_MAX  # Not the withdrawal of a promise to wait.
-        if is_vote and tally.votes == self._world_size:
+        if is_vote and tally.votes == voters:
             self._store.set(_key(index, "closed"), str(tally.number()))
-            if index > 0:
+            if isinstance(index, int) and index > 0:
                 # All are here, so nobody looks at the report before any more.
                 for what in ("votes", "closed", "parts", "outcome"):
                     self._store.delete_key(_key(index - 1, what))
         return tally
 
-    def wait_closed(self, index: int, *, patience_s: float | None = None) -> Tally:
+    def wait_closed(self, index: Index, *, patience_s: float | None = None) -> Tally:
         """Wait until everyone has voted on `index`.
 
         Args:
@@ -184,13 +193,13 @@ class Agreement:
         """
         closed = self._await(index, "closed", patience_s)
         if closed is None:
-            so_far = self._count(index, -Tally(waiting=1).number())
+            so_far = self._count(index, -Tally(waiting=1).number(), self._world_size)
             if so_far.votes < self._world_size:
                 return Tally()
             closed = self._await(index, "closed", None)
         return Tally.of(int(closed or b"0"))
 
-    def tell_outcome(self, index: int, outcome: Outcome, claimed: tuple[str, ...]) -> None:
+    def tell_outcome(self, index: Index, outcome: Outcome, claimed: tuple[str, ...]) -> None:
         """Let the others go on; only the lead does this, once.
 
         Args:
@@ -203,13 +212,13 @@ class Agreement:
         for relative in claimed:
             self._store.delete_key(_key(index, f"claim/{relative}"))
 
-    def wait_outcome(self, index: int) -> Outcome:
+    def wait_outcome(self, index: Index) -> Outcome:
         """Wait for what the lead tells."""
         text = self._await(index, "outcome", None)
         path, error, leaves = json.loads(text or b'["", "", false]')
         return Outcome(path, error, leaves)
 
-    def _await(self, index: int, what: str, patience_s: float | None) -> bytes | None:
+    def _await(self, index: Index, what: str, patience_s: float | None) -> bytes | None:
         """Look for a key until it is there; None if patience ends first.
 
         Looking again and again, instead of one blocking `wait`, keeps this thread in Python,
@@ -238,14 +247,14 @@ class Agreement:
             pause_s = min(pause_s * 1.5, POLL_S_MAX)
         return bytes(self._store.get(key))
 
-    def _warn(self, index: int, what: str, waited_s: float) -> None:
+    def _warn(self, index: Index, what: str, waited_s: float) -> None:
         votes = Tally.of(self._store.add(_key(index, "votes"), 0)).votes
         log.warning(
-            "report_waits index=%d for=%s seconds=%.0f: %d of %d ranks have made report %d; every "
+            "report_waits index=%s for=%s seconds=%.0f: %d of %d ranks have made report %s; every "
             "rank must call train.report equally often, with or without a checkpoint",
             index, what, waited_s, votes, self._world_size, index,
         )  # fmt: skip
 
 
-def _key(index: int, what: str) -> str:
+def _key(index: Index, what: str) -> str:
     return f"report/{index}/{what}"

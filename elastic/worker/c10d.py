@@ -294,6 +294,11 @@ def any_nccl_error(groups: list[Any]) -> bool:
     return False
 
 
+def has_nccl(group: Any) -> bool:
+    """Return whether a group carries tensors of a device by NCCL."""
+    return _nccl_backend(group) is not None
+
+
 def _nccl_backend(group: Any) -> Any:
     try:
         backend = group._get_backend(torch.device("cuda"))
@@ -313,3 +318,44 @@ def _abort_one(backend: Any) -> None:
         backend.abort()
     except Exception as error:  # the communicator may never have been made
         log.info("nccl_abort_failed error=%r", str(error))
+
+
+# --------------------------------------------------------------------------------------- backward
+
+
+def around_backward(surround: Callable[[], Any]) -> Callable[[], None]:
+    """Have every outermost backward call of this process surrounded by a context manager.
+
+    Reentrant checkpointing calls backward within backward; only the outer call is surrounded.
+
+    Args:
+        surround: returns a new context manager.
+
+    Returns:
+        A function that ends this.
+
+    Raises:
+        GroupError: this torch lacks the place.
+    """
+    real = _part(torch.autograd, "_engine_run_backward")
+    depth = threading.local()
+
+    @functools.wraps(real)
+    def run(*args: Any, **named: Any) -> Any:
+        # Without a call to accumulate into, as torch.autograd.grad, no gradient is ours.
+        if getattr(depth, "value", 0) or not named.get("accumulate_grad", True):
+            return real(*args, **named)
+        depth.value = 1
+        try:
+            with surround():
+                return real(*args, **named)
+        finally:
+            depth.value = 0
+
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        if torch.autograd._engine_run_backward is run:  # type: ignore[attr-defined]
+            torch.autograd._engine_run_backward = real  # type: ignore[attr-defined]
+
+    return undo

@@ -6,13 +6,18 @@ Rule: there is one context per call of the train function, also in a process wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from elastic.core.world import Generation, JobId, WorkerId
+from elastic.errors import check
+from elastic.worker.activity import Activity
 from elastic.worker.progress import StepCounter
 from elastic.worker.reporting import Link, Reporter
+
+if TYPE_CHECKING:
+    from elastic.worker.step import StepEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +35,14 @@ class WorkerContext:
         node_rank, num_nodes: of this node among the group's nodes.
         device: "cpu", or the first accelerator that this process sees, such as "cuda:0".
         num_devices: accelerators that this process may use, 0 on CPU.
+        max_workers: the largest group that the job may have.
         config: what the user gave to the train function; None for scripts.
         options: what the library passed along with the train function.
+        activity: what the control thread can see of the training loop.
         is_local: there is no agent; the train function runs in the user's own process.
+        engine: of this call's training loop.
+        join: puts a worker that runs ahead of its group into it, and returns the context there;
+            None for one that has its place. Until then rank and world size say nothing.
     """
 
     job_id: JobId
@@ -49,17 +59,21 @@ class WorkerContext:
     num_nodes: int
     device: str
     num_devices: int = 0
+    max_workers: int = 1
     config: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_local: bool = False
-    reporter: Reporter = field(repr=False)
+    reporter: Reporter | None = field(repr=False)
     step_counter: StepCounter = field(repr=False)
     link: Link = field(repr=False)
+    activity: Activity = field(default_factory=Activity, repr=False)
+    engine: StepEngine | None = field(default=None, repr=False)
+    join: Callable[[], WorkerContext] | None = field(default=None, repr=False)
 
     @property
     def newest_checkpoint(self) -> str:
         """Return the path of the newest committed checkpoint, "" if there is none."""
-        return self.reporter.newest_checkpoint
+        return self.the_reporter().newest_checkpoint
 
     def report(
         self, metrics: str, checkpoint: str | None = None, *, name: str | None = None
@@ -75,7 +89,15 @@ class WorkerContext:
             StorageError: the checkpoint or the metrics could not be stored.
             GroupChanged: all members leave the group here.
         """
-        self.reporter.report(metrics, checkpoint, name)
+        if self.engine is not None and self.engine.has_begun:
+            self.engine.report(metrics, checkpoint, name)
+        else:
+            self.the_reporter().report(metrics, checkpoint, name)
+
+    def the_reporter(self) -> Reporter:
+        """Return the reporter of a worker that has its place."""
+        check(self.reporter is not None, "a worker without a place in a group reports")
+        return cast("Reporter", self.reporter)
 
     def note_step(self) -> None:
         """Count one iteration of the training loop that is over."""

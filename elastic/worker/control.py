@@ -24,6 +24,7 @@ from elastic.core.events.worker import (
     ExitWorker,
     FormGroup,
     InterruptTrain,
+    Looked,
     PipeClosed,
     ResolveReport,
     SendPipe,
@@ -104,6 +105,15 @@ class ControlThread:
                 self._step(item)
         if self._pipe.fileno() in readable:
             self._hear()
+        if deadline_ns is not None and self._clock.monotonic_ns() >= deadline_ns:
+            self._step(self._look())
+
+    def _look(self) -> Looked:
+        """Return what can be seen of the main thread."""
+        seen = self._exchange.activity
+        # The beats last: a wait that ends meanwhile is then seen as a movement, not as standing.
+        waiting_ns = seen.waiting_ns(self._clock.monotonic_ns())
+        return Looked(seen.beats, waiting_ns, seen.epoch, seen.step)
 
     def _hear(self) -> None:
         try:
@@ -143,7 +153,7 @@ class ControlThread:
             self._exchange.set_aborted(effect.generation)
             self._groups.abort(effect.generation)
         elif isinstance(effect, InterruptTrain):
-            self._interrupter.interrupt(effect.generation, effect.reason)
+            self._interrupter.interrupt(effect.generation, effect.reason, final=effect.final)
         elif isinstance(effect, WishBoundary):
             self._exchange.set_wish(effect)
         elif isinstance(effect, ResolveReport):

@@ -111,22 +111,34 @@ def call_with_config(function: Callable[..., Any], config: Any) -> Any:
     Raises:
         UsageError: it needs more than one argument.
     """
-    parameters = inspect.signature(function).parameters.values()
+    if not takes_config(function):
+        return function()
+    return function({} if config is None else config)
+
+
+def takes_config(function: Callable[..., Any]) -> bool:
+    """Return whether a train function is called with its config, rather than with nothing.
+
+    Raises:
+        UsageError: it needs more than one argument.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return True  # Some functions in C do not say.
     positional = [
         parameter
         for parameter in parameters
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     needed = [p.name for p in positional if p.default is p.empty]
-    if len(needed) > 1:
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if len(needed) > 1 or keywords:
         raise UsageError(
-            f"the train function takes {', '.join(needed)}: expected one argument, the config, or "
-            f"none; put all of them into train_loop_config"
+            f"the train function takes {', '.join(needed + keywords)}: expected one argument, the "
+            f"config, or none; put all of them into train_loop_config"
         )
-    takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
-    if not positional and not takes_any:
-        return function()
-    return function({} if config is None else config)
+    return bool(positional) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def _script_path(entry: Entry) -> str:

@@ -21,6 +21,7 @@ from elastic.core.events.worker import (
 )
 from elastic.core.messages import Progress
 from elastic.core.world import NO_GENERATION, Generation
+from elastic.worker.activity import Activity
 
 Order = Setup | FormGroup | EnterTrain
 """What the main thread can be told to do; it does one at a time."""
@@ -48,10 +49,15 @@ class Answer:
 
 
 class Exchange:
-    """Mailboxes in both directions; every method may be called by any thread."""
+    """Mailboxes in both directions; every method may be called by any thread.
+
+    Attributes:
+        activity: what the main thread shows of itself.
+    """
 
     def __init__(self) -> None:
         """Open the descriptor that wakes the control thread."""
+        self.activity = Activity()
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._posted: queue.SimpleQueue[WorkerEvent | Progress] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

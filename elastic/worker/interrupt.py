@@ -71,6 +71,8 @@ class Interrupter:
         # Each is written by one thread only, or by the main thread between two bytecodes.
         self._running = NEVER
         self._shields = 0
+        self._deferred = False
+        self._final = False
         self._over = NEVER
         self._reason = ""
         self._raised: weakref.ref[GroupChanged] | None = None
@@ -102,6 +104,7 @@ class Interrupter:
             raise UsageError("Interrupter.run must be called on the main thread of the process")
         # The last call's exception may still be alive in its caller; it says nothing of this call.
         self._raised = None
+        self._deferred = False
         with self._hooked():
             # Twice, because the exception may be raised inside the inner `finally` itself. There
             # is no third: it is not raised again while the first one is on its way.
@@ -114,6 +117,21 @@ class Interrupter:
                     self._running = NEVER
             finally:
                 self._running = NEVER
+
+    def defer(self, on: bool) -> None:
+        """While on, raise only a final `GroupChanged`: the call looks at `is_over` itself."""
+        self._deferred = on
+        if not on:
+            with self._wake:
+                self._wake.notify()
+
+    def move(self, generation: int) -> None:
+        """The call that runs goes on in another group."""
+        self._running = generation
+
+    def is_over(self, generation: int) -> bool:
+        """Return whether the group of this generation is to be left."""
+        return generation <= self._over
 
     def check(self) -> None:
         """Raise `GroupChanged` here if it is due; cheap enough for every step."""
@@ -139,12 +157,18 @@ class Interrupter:
 
     # ------------------------------------------------------------------------------- any thread
 
-    def interrupt(self, generation: int, reason: str) -> None:
+    def interrupt(self, generation: int, reason: str, *, final: bool = False) -> None:
         """Make the call that trains in this generation, or an earlier one, end soon.
 
         Returns at once. Without such a call nothing happens, now or later.
+
+        Args:
+            generation: the group that is over.
+            reason: why, for people.
+            final: the process is to end, so that nothing defers it.
         """
         with self._wake:
+            self._final = self._final or final
             if generation > self._over:
                 # The reason first: the main thread reads them without the lock.
                 self._reason = reason
@@ -160,7 +184,8 @@ class Interrupter:
     # ------------------------------------------------------------------------------------ inside
 
     def _is_due(self) -> bool:
-        return NEVER < self._running <= self._over and not self._shields
+        is_deferred = self._deferred and not self._final
+        return NEVER < self._running <= self._over and not self._shields and not is_deferred
 
     def _raise(self) -> None:
         error = GroupChanged(self._reason, self._running)

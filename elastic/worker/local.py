@@ -9,30 +9,44 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from elastic.core.config import JobSpec
 from elastic.core.events.worker import UserReported, WorkerEvent
 from elastic.core.messages import Progress
-from elastic.core.world import CheckpointRecord, Generation, JobId, WorkerId
-from elastic.errors import UsageError
+from elastic.core.world import (
+    CheckpointRecord,
+    Entry,
+    EntryKind,
+    Generation,
+    JobId,
+    WorkerId,
+)
+from elastic.errors import ElasticError, GroupError, UsageError
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.worker.agreement import Agreement
 from elastic.worker.context import WorkerContext, set_current
 from elastic.worker.entry import call_with_config
 from elastic.worker.exchange import Answer
-from elastic.worker.outcome import result_json
+from elastic.worker.outcome import NO_RESULT, exit_code_of, result_json
 from elastic.worker.progress import StepCounter
+from elastic.worker.pruning import Pruner
 from elastic.worker.reporting import Place, Reporter
+from elastic.worker.seeding import seed_everything
+from elastic.worker.step import StepEngine
 from elastic.worker.storage import RunDirectory
 
+FIRST_SEED = 0
+"""As in a worker: what is random before the first step is seeded with this."""
 FACTS_KEY = "facts"
+CHOICE_KEY = "choice"
 
 
 @dataclass(frozen=True)
@@ -56,76 +70,63 @@ class LocalRun:
         job_name: of the run.
         run_path: the run directory, "" for none.
         config: for the train function.
+        options: what the user chose of the step engine.
         use_gpu: train on this process's accelerator.
         backend: "gloo", "nccl" or "auto".
         timeout_s: of collectives.
+        num_to_keep, score_attribute, score_order: which checkpoints are kept, as in `JobSpec`.
+        on_report: called with what rank 0 has reported, on rank 0.
     """
 
     job_name: str
     run_path: str = ""
     config: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     use_gpu: bool = False
     backend: str = "auto"
     timeout_s: float = 1800.0
+    num_to_keep: int = -1
+    score_attribute: str = ""
+    score_order: str = "max"
+    on_report: Callable[[dict[str, Any]], None] | None = None
 
 
-def run_local(
-    function: Callable[..., Any],
-    config: Any,
-    *,
-    job_name: str,
-    run_path: str,
-    use_gpu: bool = False,
-    backend: str = "auto",
-    timeout_s: float = 1800.0,
-) -> LocalOutcome:
-    """Call a train function here; what it raises is raised.
+def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
+    """Call a train function here; what it raises is raised, except for `sys.exit(0)`.
 
     Args:
         function: takes the config, or nothing.
-        config: its argument.
-        job_name: of the run.
-        run_path: the run directory, "" for none.
-        use_gpu: train on this process's accelerator.
-        backend: "gloo", "nccl" or "auto".
-        timeout_s: of collectives.
+        run: everything else.
 
     Raises:
         UsageError: an accelerator is asked for and there is none.
         StorageError: the run directory cannot be read or written.
     """
-    run = LocalRun(
-        job_name=job_name,
-        run_path=run_path,
-        config=config,
-        use_gpu=use_gpu,
-        backend=backend,
-        timeout_s=timeout_s,
-    )
-    link = NoCoordinator()
-    with local_context(run, link):
-        result = call_with_config(function, config)
-    return LocalOutcome(result_json(result), link.checkpoints())
+    with local_context(run) as context:
+        try:
+            result = result_json(call_with_config(function, run.config))
+        except SystemExit as error:
+            if exit_code_of(error):
+                raise
+            result = NO_RESULT
+        context.the_reporter().finish()
+    kept: tuple[CheckpointRecord, ...] = ()
+    if run.run_path:
+        kept = RunDirectory(run.run_path).records(context.job_id)
+    return LocalOutcome(result, kept)
 
 
 class NoCoordinator:
     """Stands where a worker has its agent: nothing is planned here, every report is taken."""
 
-    def __init__(self) -> None:
-        """Begin before the first report."""
-        self._num_reports = 0
-        self._checkpoints: list[CheckpointRecord] = []
+    def __init__(self, on_report: Callable[[dict[str, Any]], None] | None = None) -> None:
+        """Tell this function of rank 0's reports."""
+        self._on_report = on_report
 
     def post(self, item: WorkerEvent | Progress) -> None:
-        """Keep checkpoints; nobody is there for the rest."""
-        if not isinstance(item, UserReported):
-            return
-        if item.checkpoint:
-            record = CheckpointRecord(
-                item.checkpoint, item.generation, self._num_reports, item.metrics
-            )
-            self._checkpoints.append(record)
-        self._num_reports += 1
+        """Pass reports on; nobody is there for the rest."""
+        if isinstance(item, UserReported) and item.rank == 0 and self._on_report is not None:
+            self._on_report(json.loads(item.metrics))
 
     def wish(self, generation: Generation) -> str:
         """Return "": nothing ever changes."""
@@ -137,31 +138,100 @@ class NoCoordinator:
         answer.ready.set()
         return answer
 
-    def checkpoints(self) -> tuple[CheckpointRecord, ...]:
-        """Return those that this process committed, oldest first."""
-        return tuple(self._checkpoints)
+
+class NoNextGroup:
+    """Stands where a worker gets its groups from: here there is one, and nothing after it."""
+
+    def rejoin(self, generation: int, error: BaseException | None, at_boundary: bool) -> Any:
+        """Raise what broke the group.
+
+        Raises:
+            GroupError: it broke; torchrun, if it started us, starts all processes again.
+        """
+        del at_boundary
+        raise GroupError(f"generation {generation} is over: {error}") from error
+
+    def is_called_back(self, generation: int) -> bool:
+        """Return False: nobody orders anything here."""
+        del generation
+        return False
+
+    def defer(self, on: bool) -> None:
+        """Nothing interrupts the train function here."""
+        del on
 
 
 @contextmanager
-def local_context(run: LocalRun, link: NoCoordinator | None = None) -> Iterator[WorkerContext]:
+def local_context(run: LocalRun) -> Iterator[WorkerContext]:
     """Be the context of this process for the time of the `with` block.
+
+    Raises:
+        UsageError: an accelerator is asked for and there is none.
+        StorageError: the run directory cannot be read.
+    """
+    with local_group(run):
+        engine = StepEngine(NoNextGroup())
+        engine.configure(run.options)
+        try:
+            context = _context(run, NoCoordinator(run.on_report), SystemClock(), engine)
+            engine.enter(context)
+            set_current(context)
+            seed_everything(FIRST_SEED)
+            yield context
+        finally:
+            engine.close()
+            set_current(None)
+
+
+@contextmanager
+def local_group(run: LocalRun) -> Iterator[None]:
+    """Have a default group for the time of the `with` block.
 
     Forms a group of one if the process is in none, so that code with `torch.distributed` works,
     and takes it down again; under torchrun joins torchrun's group, and leaves it standing.
 
     Raises:
         UsageError: an accelerator is asked for and there is none.
-        StorageError: the run directory cannot be read.
     """
     formed = _form(run)
     try:
-        context = _context(run, link or NoCoordinator(), SystemClock())
-        set_current(context)
-        yield context
+        yield
     finally:
-        set_current(None)
         if formed and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def torchrun_rank() -> int | None:
+    """Return this process's rank if torchrun started it, None if nobody did."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"])
+    return None
+
+
+def is_restart() -> bool:
+    """Return whether torchrun has started this process in place of an earlier one."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def from_rank_zero(choose: Callable[[], str]) -> str:
+    """Return what `choose` returns on rank 0; every member of the group must call this.
+
+    Raises:
+        ElasticError: what `choose` raised; a `UsageError` with its text on the other ranks.
+    """
+    store = _own_keys()
+    if dist.get_rank() != 0:
+        value, problem = json.loads(store.get(CHOICE_KEY))
+        if problem:
+            raise UsageError(f"rank 0: {problem}")
+        return str(value)
+    try:
+        chosen = choose()
+    except ElasticError as error:
+        store.set(CHOICE_KEY, json.dumps(["", str(error)]))
+        raise
+    store.set(CHOICE_KEY, json.dumps([chosen, ""]))
+    return chosen
 
 
 def _form(run: LocalRun) -> bool:
@@ -177,14 +247,14 @@ def _form(run: LocalRun) -> bool:
     if backend == "auto":
         backend = "nccl" if run.use_gpu else "gloo"
     timeout = datetime.timedelta(seconds=run.timeout_s)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if torchrun_rank() is not None:
         dist.init_process_group(backend, timeout=timeout)
         return False
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     return True
 
 
-def _context(run: LocalRun, link: NoCoordinator, clock: Clock) -> WorkerContext:
+def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngine) -> WorkerContext:
     environ = os.environ
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generation = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
@@ -213,8 +283,10 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock) -> WorkerContext:
         num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
         device=device,
         num_devices=1 if run.use_gpu else 0,
+        max_workers=world_size,
         config=run.config,
         is_local=True,
+        engine=engine,
         reporter=Reporter(
             place,
             directory,
@@ -222,9 +294,24 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock) -> WorkerContext:
             link=link,
             clock=clock,
             newest_checkpoint=newest,
+            pruner=Pruner(directory, _retention(run, place.job_id), newest) if directory else None,
         ),
         step_counter=StepCounter(worker_id, generation, tell=link.post, clock=clock),
         link=link,
+    )
+
+
+def _retention(run: LocalRun, job_id: JobId) -> JobSpec:
+    """Return the run as the pruner knows it."""
+    return JobSpec(
+        job_id=job_id,
+        name=run.job_name,
+        entry=Entry(EntryKind.FUNCTION, "local"),
+        min_workers=1,
+        max_workers=1,
+        num_to_keep=run.num_to_keep,
+        score_attribute=run.score_attribute,
+        score_order=run.score_order,
     )
 
 
@@ -248,6 +335,9 @@ def _shared_facts(
     """Return a job id and the newest checkpoint, both as rank 0 sees them."""
     if rank == 0:
         newest = directory.newest_checkpoint() if directory else ""
-        store.set(FACTS_KEY, json.dumps([f"local-{clock.unix_ns() // 1_000_000}", newest]))
+        # The same after a restart by torchrun, and never the same in two runs.
+        launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        unique = launch if launch.isalnum() and launch != "none" else clock.unix_ns() // 1_000_000
+        store.set(FACTS_KEY, json.dumps([f"local-{unique}", newest]))
     job_id, newest = json.loads(store.get(FACTS_KEY))
     return job_id, newest

@@ -23,7 +23,7 @@ TRACEBACK_CHARS_MAX = 32_000
 CHAIN_MAX = 20
 NO_RESULT = "null"
 
-OUR_PACKAGE = "elastic.worker"
+OUR_PACKAGES = ("elastic.worker", "elastic.train.trainer")
 OURS = ("runpy",)
 """Modules that stand between the runner and the user's first frame."""
 
@@ -79,7 +79,7 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         module = str(trace.tb_frame.f_globals.get("__name__", ""))
         filename = trace.tb_frame.f_code.co_filename
-        is_ours = module in OURS or module.startswith(OUR_PACKAGE) or filename == "<frozen runpy>"
+        is_ours = module in OURS or module.startswith(OUR_PACKAGES) or filename == "<frozen runpy>"
         if not is_ours:
             return trace
         trace = trace.tb_next

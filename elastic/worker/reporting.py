@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+import torch.distributed as dist
+
 from elastic.core.events.worker import UserReported, WorkerEvent
 from elastic.core.messages import Progress
 from elastic.core.world import Generation, JobId
-from elastic.errors import StorageError, UsageError
+from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import Clock
-from elastic.worker.agreement import Agreement, Outcome, Part, Tally, Vote
+from elastic.worker.agreement import Agreement, Index, Outcome, Part, Tally, Vote
 from elastic.worker.exchange import Answer
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.pruning import Pruner
@@ -107,6 +109,7 @@ class Reporter:
         self._link = link
         self._clock = clock
         self._index = 0
+        self._posted = 0
         self._unanswered: Answer | None = None
         self._thread = (os.getpid(), threading.get_ident())
 
@@ -142,7 +145,51 @@ class Reporter:
         if tally.with_checkpoint == 0:
             self._post(metrics, "")
         else:
-            self._conclude(index, metrics, tally, has_part=checkpoint is not None)
+            self._conclude(index, index, metrics, tally, has_part=checkpoint is not None)
+        if problem:
+            raise problem
+
+    def report_in_place(
+        self,
+        metrics: str,
+        checkpoint: str | None = None,
+        name: str | None = None,
+        *,
+        where: str,
+        voters: int,
+    ) -> None:
+        """Do as `report`, in a loop that goes on when the group changes.
+
+        Nobody leaves here, because such a loop leaves between steps. When the group breaks while
+        its members wait for each other, the checkpoint is given up, and training goes on.
+
+        Args:
+            metrics: JSON object.
+            checkpoint: local directory with this member's files; None if it has none.
+            name: of the checkpoint's directory.
+            where: names the report, the same on all members: its place in the run.
+            voters: how many members of this group will make it; others have made it before.
+        """
+        self._check_call(metrics, checkpoint)
+        index, self._index = self._index, self._index + 1
+        self.reports_since += 1
+        problem = self._keep_metrics(index, metrics)
+        name = name or f"checkpoint-{self._place.job_id}-g{self._place.generation:06d}-{where}"
+        try:
+            if checkpoint is not None:
+                self._agreement.add_part(where, self._store(where, name, Path(checkpoint)))
+            vote = Vote(checkpoint is not None, False, checkpoint is not None)
+            self._agreement.vote(where, vote, voters=voters)
+            if checkpoint is None:
+                self._post(metrics, "")
+            else:
+                tally = self._agreement.wait_closed(where)
+                self._conclude(where, index, metrics, tally, has_part=True)
+        except (GroupError, dist.DistError) as error:
+            if not self._has_posted(index):
+                self._post(metrics, "")
+            if checkpoint is not None:
+                log.warning("checkpoint_given_up name=%s: the group changed: %s", name, error)
         if problem:
             raise problem
 
@@ -198,29 +245,39 @@ class Reporter:
             return error
         return None
 
-    def _store(self, index: int, name: str, source: Path) -> Part:
+    def _store(self, key: Index, name: str, source: Path) -> Part:
         """Copy this member's files; a failure is told to all, not raised here."""
         run, rank = self._run, self._place.rank
         if run is None:
             return Part(rank, name, error="the job has no run directory")
         try:
-            files = run.upload(source, name, claim=lambda path: self._agreement.claim(index, path))
+            files = run.upload(source, name, claim=lambda path: self._agreement.claim(key, path))
         except StorageError as error:
             return Part(rank, name, error=str(error))
         return Part(rank, name, files)
 
     # ------------------------------------------------------------ all together
 
-    def _conclude(self, index: int, metrics: str, tally: Tally, *, has_part: bool) -> None:
-        """Commit as the lead, or hear from it what became of the checkpoint."""
-        parts = self._agreement.parts(index) if has_part else ()
+    def _conclude(
+        self, key: Index, index: int, metrics: str, tally: Tally, *, has_part: bool
+    ) -> None:
+        """Commit as the lead, or hear from it what became of the checkpoint.
+
+        Args:
+            key: of the report in the group's store.
+            index: of the report in what the coordinator is told.
+            metrics: of the report.
+            tally: how the members voted.
+            has_part: we brought files.
+        """
+        parts = self._agreement.parts(key) if has_part else ()
         if parts and parts[0].rank == self._place.rank:
             outcome = self._commit(index, metrics, parts, leaves=tally.leaves())
             claimed = {relative for part in parts for relative, _ in part.files}
-            self._agreement.tell_outcome(index, outcome, tuple(sorted(claimed)))
+            self._agreement.tell_outcome(key, outcome, tuple(sorted(claimed)))
         else:
             self._post(metrics, "")
-            outcome = self._agreement.wait_outcome(index)
+            outcome = self._agreement.wait_outcome(key)
         if outcome.error:
             raise StorageError(outcome.error)
         self.newest_checkpoint = outcome.path
@@ -300,8 +357,12 @@ class Reporter:
         generation = self._place.generation
         raise GroupChanged(self._link.wish(generation), generation)
 
+    def _has_posted(self, index: int) -> bool:
+        return self._posted > index
+
     def _post(self, metrics: str, checkpoint: str) -> None:
         place = self._place
+        self._posted += 1
         self._link.post(UserReported(place.generation, place.rank, metrics, checkpoint))
 
 

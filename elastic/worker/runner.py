@@ -14,28 +14,34 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 
 from elastic.core.events.worker import (
+    EnterTrain,
     FormGroup,
     GroupFailed,
     GroupFormed,
+    LoopMoved,
     Setup,
     SetupFailed,
     StoreOpened,
     TrainLeft,
     TrainRaised,
     TrainReturned,
+    WorkerEvent,
 )
 from elastic.core.messages import Assign
-from elastic.core.world import Assignment
-from elastic.errors import GroupError, InvariantViolation
+from elastic.core.world import NO_GENERATION, Assignment
+from elastic.errors import GroupError, InvariantViolation, UsageError
 from elastic.runtime.clock import Clock
 from elastic.worker import entry, environment, outcome
 from elastic.worker.agreement import Agreement
-from elastic.worker.context import WorkerContext, set_current
+from elastic.worker.ahead import joining_on_demand
+from elastic.worker.context import WorkerContext, current, set_current
 from elastic.worker.control import flush_output
 from elastic.worker.exchange import Exchange
 from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
@@ -43,6 +49,9 @@ from elastic.worker.interrupt import GroupChanged, Interrupter
 from elastic.worker.progress import StepCounter
 from elastic.worker.pruning import Pruner
 from elastic.worker.reporting import Place, Reporter
+from elastic.worker.rungs import Carry, Reenter
+from elastic.worker.seeding import seed_everything
+from elastic.worker.step import StepEngine
 from elastic.worker.storage import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -51,6 +60,9 @@ LOOK_INTERVAL_NS = 50_000_000
 """How often a member that waits in a report looks whether its peers are still connected."""
 BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
 """With accelerators: tensors may be on either side, and gloo's connections show a lost peer."""
+
+FIRST_SEED = 0
+"""What is random before the first step is seeded with this, unless the train function does."""
 
 TrainEvent = TrainReturned | TrainLeft | TrainRaised
 
@@ -85,13 +97,24 @@ class Runner:
         self._server: StoreServer | None = None
         self._prepare: Callable[[], entry.Call] | None = None
         self._run_directory: RunDirectory | None = None
+        # Of the call of the train function that runs now; `rejoin` moves it to other groups.
+        self._called: entry.Call | None = None
+        self._assignment: Assignment | None = None
+        self._reporter: Reporter | None = None
+        self._engine: StepEngine | None = None
+        self._carry: Carry | None = None
+        self._is_ahead = False
+        self._put_back: Callable[[], None] = lambda: None
 
     def run(self) -> NoReturn:
         """Do what is ordered until the control thread ends the process."""
         while True:
             order = self._exchange.wait_for_order()
             if isinstance(order, Setup):
-                self._exchange.post(self._set_up(order.assign))
+                event: WorkerEvent = self._set_up(order.assign)
+                if order.assign.ahead and isinstance(event, StoreOpened):
+                    event = self._run_ahead(order.assign)
+                self._exchange.post(event)
             elif isinstance(order, FormGroup):
                 self._exchange.post(self._form(order.assignment))
             else:
@@ -117,6 +140,36 @@ class Runner:
         gc.freeze()
         log.info("worker_set_up worker=%s store=%s", assign.worker_id, self._server.address)
         return StoreOpened(self._server.address)
+
+    def _run_ahead(self, assign: Assign) -> SetupFailed | TrainEvent:
+        """Call the train function while its group-to-be trains; it joins when it needs the group.
+
+        Until then it is set-up as far as anyone can tell, and what it raises is its failure.
+        """
+        self._is_ahead = True
+        event = self._call(assign, None)
+        if not self._is_ahead:
+            return self._after_call(event)
+        if isinstance(event, TrainRaised):
+            return SetupFailed(event.failure)
+        self.join()  # It returned without ever asking; that counts in the group.
+        if isinstance(event, TrainReturned):
+            return replace(event, generation=self._place.generation)
+        return TrainLeft(self._place.generation, at_boundary=False)
+
+    def join(self) -> WorkerContext:
+        """Be in a group from here on; does nothing for a train function that is in one."""
+        context = current()
+        if self._is_ahead:
+            self._is_ahead = False
+            self._put_back()
+            if self._server is None:
+                raise InvariantViolation("told to join before set-up")
+            self._exchange.post(StoreOpened(self._server.address))
+            context = self._await_group()
+        if context is None:
+            raise InvariantViolation("no train function runs")
+        return context
 
     def _form(self, assignment: Assignment) -> GroupFormed | GroupFailed:
         assign = self._assigned()
@@ -144,44 +197,88 @@ class Runner:
     def _train(self, assignment: Assignment) -> TrainEvent:
         """Call the train function in the group that stands, and leave nothing of it behind."""
         assign = self._assigned()
-        os.environ.update(environment.for_generation(assign, assignment, self._started_with))
         threads = environment.num_threads(
             assignment, dict(assign.spec.entry.env), self._started_with
         )
         if threads is not None:
             torch.set_num_threads(threads)
-        event = self._call(assign, assignment)
+        return self._after_call(self._call(assign, assignment))
+
+    def _after_call(self, event: TrainEvent) -> TrainEvent:
         flush_output()
         if not isinstance(event, TrainReturned):
             self._drop()
         gc.collect()
         return event
 
-    def _call(self, assign: Assign, assignment: Assignment) -> TrainEvent:
+    def _call(self, assign: Assign, assignment: Assignment | None) -> TrainEvent:
         """Call user code and say how it ended."""
-        generation = assignment.generation
-        reporter: Reporter | None = None
+        self._place = _place_of(assign, assignment)
+        self._reporter = None
         try:
-            prepare = self._prepare
-            if prepare is None:
-                raise InvariantViolation("told to train before set-up")
-            reporter = self._reporter(assign, assignment)
-            call = prepare()
-            set_current(self._context(assign, assignment, call, reporter))
-            result = self._interrupter.run(generation, call.run)
-            reporter.finish()
-            return TrainReturned(generation, outcome.result_json(result))
+            result = self._call_again(assign, assignment)
+            if self._reporter is not None:
+                self._reporter.finish()
+            return TrainReturned(self._place.generation, outcome.result_json(result))
         except BaseException as error:
-            event = self._ended_early(generation, error, reporter)
+            event = self._ended_early(self._place.generation, error)
+            event = self._recovered_by(event)
+            self._leave_engine()
             outcome.forget_frames(error)
             return event
         finally:
+            self._leave_engine()
             set_current(None)
 
-    def _ended_early(
-        self, generation: int, error: BaseException, reporter: Reporter | None
-    ) -> TrainEvent:
+    def _call_again(self, assign: Assign, assignment: Assignment | None) -> Any:
+        """Call user code until it needs no other place in its own code to go on from."""
+        prepare = self._prepare
+        if prepare is None:
+            raise InvariantViolation("told to train before set-up")
+        while True:
+            call = prepare()
+            self._called = call
+            engine = StepEngine(self, carry=self._carry)
+            self._engine, self._carry = engine, None
+            engine.configure(call.options)
+            context = self._enter(assign, assignment)
+            # Weights that a train function draws are then the same in every run of it.
+            seed_everything(FIRST_SEED)
+            self._exchange.activity.reset()
+            try:
+                with ExitStack() as stack:
+                    if assignment is None:
+                        self._put_back = stack.enter_context(joining_on_demand(self.join))
+                    return self._interrupter.run(context.generation, call.run)
+            except Reenter as again:
+                log.info("recovers rung=reenter reason=%r", again.reason)
+                assignment = self._assignment or assignment
+                self._leave_engine(in_this_group=True)
+                outcome.forget_frames(again)
+
+    def _enter(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
+        """Let user code find itself in the group that stands; None while there is none."""
+        self._assignment = assignment
+        self._place = _place_of(assign, assignment)
+        if assignment is not None:
+            os.environ.update(environment.for_generation(assign, assignment, self._started_with))
+            self._reporter = self._make_reporter(assign, assignment)
+        context = self._context(assign, assignment)
+        if self._engine is not None:
+            self._engine.enter(context)
+        set_current(context)
+        return context
+
+    def _leave_engine(self, *, in_this_group: bool = False) -> None:
+        """The call is over; what its loop has reached is kept for the next one."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._carry = engine.carry(in_this_group=in_this_group)
+            engine.close()
+
+    def _ended_early(self, generation: int, error: BaseException) -> TrainEvent:
         """Say what an exception out of user code means, and print it if it is user code's."""
+        reporter = self._reporter
         if isinstance(error, GroupChanged):
             at_boundary = reporter is not None and reporter.has_left
             log.info("train_left generation=%d at_boundary=%s", generation, at_boundary)
@@ -201,6 +298,64 @@ class Runner:
             print(failure.traceback, file=sys.stderr)
         return TrainRaised(generation, failure, group_broken=is_broken, exit_code=exit_code)
 
+    def _recovered_by(self, event: TrainEvent) -> TrainEvent:
+        """Say by which rung of the recovery ladder this worker goes on, if it may."""
+        is_broken = isinstance(event, TrainRaised) and event.group_broken
+        if self._engine is None or not (is_broken or isinstance(event, TrainLeft)):
+            return event
+        recovery = self._engine.recovery
+        why = "the train function was left" + (": its group broke" if is_broken else "")
+        if recovery == "in_place":
+            text = (
+                f"FailureConfig(recovery='in_place'), but {why} outside of what train.epochs() "
+                f"and prepared objects can repair; use recovery='auto'"
+            )
+            failure = outcome.failure_of(UsageError(text))
+            return TrainRaised(event.generation, failure, group_broken=False)
+        rung = "restart" if recovery == "restart" else "reenter"
+        log.info("recovers rung=%s generation=%d reason=%r", rung, event.generation, why)
+        if rung == "restart":
+            flush_output()
+            os.kill(os.getpid(), signal.SIGKILL)  # A spare takes the place.
+        return event
+
+    # ------------------------------------------------------------ groups that change under a loop
+
+    def rejoin(
+        self, generation: int, error: BaseException | None, at_boundary: bool
+    ) -> WorkerContext:
+        """Leave a group for a loop that goes on, and return where it is in the next one.
+
+        Called on the main thread, deep inside user code, which stays where it is meanwhile.
+        """
+        if error is None:
+            self._exchange.post(TrainLeft(generation, at_boundary))
+        else:
+            failure = outcome.failure_of(error)
+            self._exchange.post(TrainRaised(generation, failure, group_broken=True))
+        return self._await_group()
+
+    def _await_group(self) -> WorkerContext:
+        """Form what is announced, until a group stands; the main loop of a worker that is busy."""
+        while True:
+            order = self._exchange.wait_for_order()
+            if isinstance(order, FormGroup):
+                self._exchange.post(self._form(order.assignment))
+            elif isinstance(order, EnterTrain):
+                self._interrupter.move(order.assignment.generation)
+                return self._enter(self._assigned(), order.assignment)
+            else:
+                raise InvariantViolation("told to set up in the middle of a loop")
+
+    def is_called_back(self, generation: int) -> bool:
+        """Return whether this group is over by order."""
+        return self._interrupter.is_over(generation) or self._exchange.was_aborted(generation)
+
+    def defer(self, on: bool) -> None:
+        """While on, do not interrupt the train function for a new group: it will ask."""
+        self._interrupter.defer(on)
+        self._exchange.post(LoopMoved(on))
+
     def _drop(self) -> None:
         """Cut our connections, so that members who still wait for us in the group go on too."""
         try:
@@ -217,7 +372,7 @@ class Runner:
         run = self._run_directory
         return Pruner(run, assign.spec, assignment.checkpoint) if run is not None else None
 
-    def _reporter(self, assign: Assign, assignment: Assignment) -> Reporter:
+    def _make_reporter(self, assign: Assign, assignment: Assignment) -> Reporter:
         place = Place(
             assignment.job_id, assignment.generation, assignment.rank, assignment.world_size
         )
@@ -250,38 +405,47 @@ class Runner:
 
         return look
 
-    def _context(
-        self, assign: Assign, assignment: Assignment, call: entry.Call, reporter: Reporter
-    ) -> WorkerContext:
+    def _context(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
         spec = assign.spec
+        call = self._called or entry.Call(lambda: None)
+        place = assignment or Assignment(
+            spec.job_id, assign.worker_id, NO_GENERATION, 0, 0, 0, 0, 0, 0, leader_address=""
+        )
         return WorkerContext(
             job_id=spec.job_id,
             job_name=spec.name,
             run_path=spec.run_path,
             worker_id=assign.worker_id,
-            generation=assignment.generation,
-            cause=assignment.cause,
-            world_rank=assignment.rank,
-            world_size=assignment.world_size,
-            local_rank=assignment.local_rank,
-            local_world_size=assignment.local_world_size,
-            node_rank=assignment.node_rank,
-            num_nodes=assignment.num_nodes,
+            generation=place.generation,
+            cause=place.cause,
+            world_rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            node_rank=place.node_rank,
+            num_nodes=place.num_nodes,
             device="cuda:0" if assign.devices else "cpu",
             num_devices=len(assign.devices),
+            max_workers=spec.max_workers,
             config=call.config,
             options=call.options,
-            reporter=reporter,
+            reporter=self._reporter,
             step_counter=StepCounter(
-                assign.worker_id,
-                assignment.generation,
-                tell=self._exchange.post,
-                clock=self._clock,
+                assign.worker_id, place.generation, tell=self._exchange.post, clock=self._clock
             ),
             link=self._exchange,
+            activity=self._exchange.activity,
+            engine=self._engine,
+            join=self.join if assignment is None else None,
         )
 
     def _assigned(self) -> Assign:
         if self._assign is None:
             raise InvariantViolation("told to form a group before set-up")
         return self._assign
+
+
+def _place_of(assign: Assign, assignment: Assignment | None) -> Place:
+    if assignment is None:
+        return Place(assign.spec.job_id, NO_GENERATION, 0, 0)
+    return Place(assignment.job_id, assignment.generation, assignment.rank, assignment.world_size)

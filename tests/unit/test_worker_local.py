@@ -43,12 +43,12 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
 def test_a_train_function_runs_here_with_reports_and_collectives(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     config = {"parts": str(tmp_path / "parts")}
-    first = run_local(train, config, job_name="here", run_path=run)
+    first = run_local(train, LocalRun(job_name="here", run_path=run, config=config))
     assert json.loads(first.result) == {"begun_with": "", "total": 1.0, "local": True}
     (record,) = first.checkpoints
     assert (Path(record.path) / "part0").read_text() == "x"
     assert (record.index, json.loads(record.metrics)) == (1, {"loss": 0.25})
-    second = run_local(train, config, job_name="here", run_path=run)
+    second = run_local(train, LocalRun(job_name="here", run_path=run, config=config))
     assert json.loads(second.result)["begun_with"] == record.path
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 4
     assert current() is None
@@ -60,7 +60,7 @@ def test_what_a_train_function_raises_is_raised_and_leaves_nothing_behind() -> N
         raise ValueError("step 7")
 
     with pytest.raises(ValueError, match="step 7"):
-        run_local(fail, None, job_name="here", run_path="")
+        run_local(fail, LocalRun(job_name="here"))
     assert current() is None
     assert not dist.is_initialized()
 
@@ -75,15 +75,16 @@ def test_without_a_run_directory_metrics_are_taken_and_checkpoints_refused(tmp_p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
 def test_an_accelerator_that_is_not_there_is_refused() -> None:
     with pytest.raises(UsageError, match="no accelerator"):
-        run_local(train, {}, job_name="here", run_path="", use_gpu=True)
+        run_local(train, LocalRun(job_name="here", use_gpu=True))
 
 
 TORCHRUN_SCRIPT = """
 import sys
 from tests.unit.test_worker_local import train
-from elastic.worker.local import run_local
+from elastic.worker.local import LocalRun, run_local
 
-outcome = run_local(train, {"parts": sys.argv[1]}, job_name="here", run_path=sys.argv[2])
+config = {"parts": sys.argv[1]}
+outcome = run_local(train, LocalRun(job_name="here", run_path=sys.argv[2], config=config))
 print(outcome.result, len(outcome.checkpoints))
 """
 

@@ -1,0 +1,63 @@
+"""What the control thread can see of the main thread: that it moves, or waits for its peers.
+
+Rule: the main thread writes, the control thread reads, and neither takes a lock: each field is one
+assignment, and a look that comes between two of them is put right by the next one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Activity:
+    """The signs of life of a training loop.
+
+    Code that trains says `activity.beats += 1` wherever it gets further (a batch was loaded, a
+    gradient arrived, an optimizer stepped): some 50 ns each. It may be called by several threads:
+    a beat that is lost between two of them is no loss.
+
+    Attributes:
+        beats: grows whenever the main thread gets further; 0 until the training loop is first
+            seen, and until then nobody judges its silence.
+        waiting_since_ns: `time.monotonic_ns()` at which it began to wait for its peers, 0 if it
+            does not.
+        epoch, step: where it is, for people.
+    """
+
+    __slots__ = ("beats", "epoch", "step", "waiting_since_ns")
+
+    def __init__(self) -> None:
+        """Begin unseen."""
+        self.beats = 0
+        self.waiting_since_ns = 0
+        self.epoch = 0
+        self.step = 0
+
+    def reset(self) -> None:
+        """The train function is called anew: unseen until it trains."""
+        self.waiting_since_ns = 0
+        self.beats = 0
+        self.epoch = self.step = 0
+
+    def at(self, epoch: int, step: int) -> None:
+        """The main thread begins a step."""
+        self.epoch, self.step = epoch, step
+        self.beats += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Say that what happens in this block is waiting for peers, and nothing else."""
+        self.waiting_since_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            # First that it moves: between the two it must not look as if it stood still.
+            self.beats += 1
+            self.waiting_since_ns = 0
+
+    def waiting_ns(self, now_ns: int) -> int:
+        """Return how long it has waited for its peers by now, 0 if it does not."""
+        since_ns = self.waiting_since_ns
+        return max(1, now_ns - since_ns) if since_ns else 0

@@ -1,0 +1,96 @@
+"""Running a train function before there is a group, up to where it needs one.
+
+A worker that joins a running group builds its model and opens its data while the others train.
+Whatever asks for its place in the group (rank, world size, a collective, torchrun's environment
+variables) makes it join first.
+
+Rule: what user code sees of its place is never made up; it waits instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+PLACE = frozenset(
+    (
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
+        "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+        "TORCHELASTIC_RESTART_COUNT", "ELASTIC_GENERATION",
+    )
+)  # fmt: skip
+"""Environment variables that tell a process its place in its group."""
+
+_join: Callable[[], Any] | None = None
+
+
+class _Environ(os._Environ):  # type: ignore[type-arg]
+    """`os.environ` of a process without a place."""
+
+    def __getitem__(self, key: str) -> str:
+        if key in PLACE:
+            _join_first()
+        return str(super().__getitem__(key))
+
+    def __contains__(self, key: object) -> bool:
+        if key in PLACE:
+            _join_first()
+        return super().__contains__(key)
+
+
+def _join_first() -> None:
+    if _join is not None:
+        _join()
+
+
+@contextmanager
+def joining_on_demand(join: Callable[[], Any]) -> Iterator[Callable[[], None]]:
+    """Have torch.distributed and the environment join a group before they say anything of it.
+
+    Args:
+        join: called at the first question; calls what is yielded before it does anything.
+
+    Yields:
+        A function that puts everything back; done at the end in any case.
+    """
+    global _join
+    places: list[tuple[Any, str, Any]] = []
+
+    def put(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def asked(*args: Any, **named: Any) -> Any:
+            _join_first()
+            return real(*args, **named)
+
+        places.append((owner, name, real))
+        setattr(owner, name, asked)
+
+    plain = os.environ.__class__
+
+    def undo() -> None:
+        global _join
+        _join = None
+        os.environ.__class__ = plain
+        while places:
+            setattr(*places.pop())
+
+    for owner, name in (
+        (distributed_c10d, "_get_default_group"),
+        (distributed_c10d, "is_initialized"),
+        (dist, "is_initialized"),
+        (distributed_c10d, "init_process_group"),
+        (dist, "init_process_group"),
+    ):
+        put(owner, name)
+    os.environ.__class__ = _Environ
+    _join = join
+    try:
+        yield undo
+    finally:
+        undo()

@@ -1,0 +1,419 @@
+"""Micro-batches out of the user's DataLoader, by number: from anywhere, in the order asked for.
+
+One inner DataLoader reads them, as long as this one lives. Its batch sampler never ends: whenever
+torch wants something to prefetch, it gets what will be wanted next and was not asked for yet.
+
+Rule: what a batch is, is never concluded from when it comes alone. It carries the tag of its
+request, and an inner DataLoader whose answers do not match the requests is begun anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from elastic.core.policy.cursor import Cursor, Epochs, Permutation, derive, shuffle_seed
+from elastic.core.policy.microbatch import Span
+from elastic.errors import UsageError, check
+from elastic.worker.seeding import Request, SeededCollate, SeededDataset, WorkerStart
+
+log = logging.getLogger(__name__)
+
+BLOCK_SAMPLES = 1024
+BLOCK_PIECES = 64
+"""Sample ids are computed for this much at once: NumPy's calls cost more than the numbers."""
+WORKER_PROCESSES = 3
+"""Purpose of the seed of worker processes, beside those in cursor.py."""
+
+Key = tuple[int, int, int]
+"""Epoch, step, micro-batch. In the order of keys a rank computes."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch.
+
+    Attributes:
+        cursor: the step that it belongs to.
+        micro_batch: its number in the step, 0 to V - 1.
+        count: its samples. 0 in a ragged last step that has none left for it: `value` is then
+            the step's first sample, so that there is something to compute with.
+        value: as the user's collate_fn gave it.
+    """
+
+    cursor: Cursor
+    micro_batch: int
+    count: int
+    value: Any
+
+
+class MicroBatchLoader:
+    """Yields the micro-batches that a rank holds, step after step, over the ends of epochs.
+
+    What was prefetched before a deal and is wanted after it is kept. What was handed out already,
+    and is wanted again because its step is done again, is read again: the training loop may have
+    changed its tensors.
+
+    Attributes:
+        epochs: how the data is cut into steps and micro-batches.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, num_micro_batches: int, seed: int) -> None:
+        """Take over what the user's loader does; nothing is started before the first `next`.
+
+        Its arguments are kept. Two have nothing left to say: batches come in order whatever
+        `in_order` is, and worker processes persist whatever `persistent_workers` is.
+
+        Args:
+            loader: the user's; it is not read itself.
+            num_micro_batches: V, of a step.
+            seed: of the shuffle and of augmentation; 0 <= seed < 2**63.
+
+        Raises:
+            UsageError: its samples cannot be asked for by number, or there are none.
+        """
+        size, shuffle, self._sampler = _order_of(loader)
+        self._users = loader
+        self.epochs = Epochs(
+            num_samples=size,
+            micro_batch=int(loader.batch_size or 0),
+            num_micro_batches=num_micro_batches,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=loader.drop_last,
+        )
+        self._order: _Order | None = None
+        self._ahead: Iterator[_Piece] = iter(())
+        # In the order in which the inner loader answers.
+        self._asked: dict[Key, int] = {}
+        self._ready: dict[Key, Any] = {}
+        self._inner: Any = None
+        self._is_suspect = False
+        self._num_asked = 0
+        self._is_closed = False
+
+    def deal(self, cursor: Cursor, held: Span) -> None:
+        """Let `next` go on here: these micro-batches of this step, then those of the next step.
+
+        Args:
+            cursor: any step of any epoch, also one before the present.
+            held: the micro-batches of each step; at least one.
+        """
+        check(0 <= cursor.step < self.epochs.steps, f"{cursor} of {self.epochs.steps} steps")
+        check(
+            0 <= held[0] < held[1] <= self.epochs.num_micro_batches,
+            f"micro-batches {held} of {self.epochs.num_micro_batches}",
+        )
+        if self._order is not None and self._order.is_at(cursor, held):
+            return  # As at the beginning of each epoch.
+        self._order = order = _Order(self.epochs, cursor, held)
+        self._ready = {key: value for key, value in self._ready.items() if order.wants(key)}
+        self._look_ahead()
+
+    def next(self) -> Batch:
+        """Return the next micro-batch; there always is one.
+
+        The process's random state is anything afterwards if there are no worker processes: seed
+        it, as the step engine does.
+
+        Raises:
+            Exception: what the dataset or the collate_fn raised, as DataLoader raises it. The
+                next call tries the same micro-batch once more.
+        """
+        check(not self._is_closed, "a loader was read after it was closed")
+        order = self._the_order()
+        key = order.key
+        while key not in self._ready:
+            self._receive(key)
+            if key not in self._ready and key not in self._asked:
+                self._look_ahead()  # It had come, and an interrupt or an error took it away.
+        value = self._ready.pop(key)
+        order.advance()
+        epoch, step, number = key
+        first, last = self.epochs.positions(step, number)
+        return Batch(Cursor(epoch, step), number, last - first, value)
+
+    def close(self) -> None:
+        """End the worker processes and forget what they read; again is no harm."""
+        self._is_closed = True
+        self._ready = {}
+        self._stop()
+
+    # ------------------------------------------------------------------- the inner loader
+
+    def _receive(self, wanted: Key) -> None:
+        """Take one answer of the inner loader, and keep it if it is still wanted."""
+        if self._inner is None or self._is_suspect:
+            self._start()
+        order = self._the_order()
+        before = self._num_asked
+        # Until the answer is complete: an interrupt, a signal's exception, a dead process, a
+        # timeout leave us not knowing what was answered.
+        self._is_suspect = True
+        try:
+            tag, value = next(self._inner)
+        except Exception as error:
+            # Torch asks for more as soon as an answer is there, and only then.
+            if self._num_asked == before:
+                raise
+            failed = self._answered()[0]
+            self._look_ahead()
+            self._is_suspect = False
+            if failed == wanted:
+                raise
+            log.debug("sample_error_ignored micro_batch=%s wanted=%s %r", failed, wanted, error)
+            return
+        key, expected = self._answered()
+        if tag != expected:
+            log.warning("loader_out_of_step micro_batch=%s; its processes start anew", key)
+            return
+        if order.wants(key):
+            self._ready[key] = value
+        self._is_suspect = False
+
+    def _answered(self) -> tuple[Key, int]:
+        check(self._asked, "the inner loader answers what was not asked")
+        key = next(iter(self._asked))
+        return key, self._asked.pop(key)
+
+    def _ask(self) -> Request:
+        """Return what is wanted next and neither there nor on its way; torch calls this."""
+        now = self._the_order().key
+        piece = next(self._ahead)
+        # What was ready at a deal may have been handed out since.
+        while piece.key < now or piece.key in self._asked or piece.key in self._ready:
+            piece = next(self._ahead)
+        numbers = piece.numbers
+        indices = numbers if self._sampler is None else [self._sampler[place] for place in numbers]
+        self._num_asked += 1
+        self._asked[piece.key] = self._num_asked
+        return Request(self._num_asked, piece.key[0], indices, numbers)
+
+    def _look_ahead(self) -> None:
+        """Begin again to look for what to ask for: what is there or on its way is passed over."""
+        order = self._the_order()
+        self._ahead = order.pieces(order.key)
+
+    def _start(self) -> None:
+        self._stop()
+        users, seed = self._users, self.epochs.seed
+        kept: dict[str, Any] = {"num_workers": users.num_workers, "timeout": users.timeout}
+        if users.num_workers:
+            kept["prefetch_factor"] = users.prefetch_factor
+            kept["multiprocessing_context"] = users.multiprocessing_context
+            kept["worker_init_fn"] = WorkerStart(users.worker_init_fn)
+        if users.pin_memory and torch.accelerator.is_available():
+            kept["pin_memory"] = True
+            if users.pin_memory_device:
+                kept["pin_memory_device"] = users.pin_memory_device
+        # Torch draws the worker processes' seed from it: not from the training's random state.
+        own = torch.Generator().manual_seed(derive(seed, WORKER_PROCESSES))
+        self._look_ahead()
+        self._inner = iter(
+            DataLoader(
+                SeededDataset(users.dataset, seed),  # type: ignore[arg-type]
+                batch_sampler=_Endless(self._ask),  # type: ignore[arg-type]
+                collate_fn=SeededCollate(users.collate_fn, seed),  # type: ignore[arg-type]
+                generator=users.generator if users.generator is not None else own,
+                **kept,
+            )
+        )
+        self._is_suspect = False
+
+    def _stop(self) -> None:
+        inner, self._inner = self._inner, None
+        self._asked = {}
+        # Tracebacks may hold the iterator, so that letting go of it is not enough.
+        end = getattr(inner, "_shutdown_workers", None)
+        if end is not None:
+            end()
+
+    def _the_order(self) -> _Order:
+        check(self._order is not None, "a loader was read before micro-batches were dealt")
+        return self._order  # type: ignore[return-value]
+
+
+class _Endless:
+    """A batch sampler that asks what is next; unlike a generator it survives exceptions."""
+
+    def __init__(self, ask: Callable[[], Request]) -> None:
+        self._ask = ask
+
+    def __iter__(self) -> _Endless:
+        return self
+
+    def __next__(self) -> Request:
+        return self._ask()
+
+
+# --------------------------------------------------------------------------- what is wanted
+
+
+class _Piece(NamedTuple):
+    """A micro-batch to be read."""
+
+    key: Key
+    numbers: list[int]
+    """Sample ids; places in the sampler if the user has one."""
+
+
+class _Order:
+    """The endless order in which one deal wants micro-batches.
+
+    Attributes:
+        key: the one that is wanted now.
+    """
+
+    def __init__(self, epochs: Epochs, cursor: Cursor, held: Span) -> None:
+        self._epochs = epochs
+        self._held = held
+        self.key: Key = (cursor.epoch, cursor.step, held[0])
+
+    def is_at(self, cursor: Cursor, held: Span) -> bool:
+        """Return whether this is the order of such a deal, as it is now."""
+        return self._held == held and self.key == (cursor.epoch, cursor.step, held[0])
+
+    def wants(self, key: Key) -> bool:
+        """Return whether a micro-batch is wanted, now or later."""
+        return self._held[0] <= key[2] < self._held[1] and key >= self.key
+
+    def advance(self) -> None:
+        """The present micro-batch was handed out."""
+        self.key = self._after(self.key)
+
+    def _after(self, key: Key) -> Key:
+        epoch, step, number = key
+        if number + 1 < self._held[1]:
+            return epoch, step, number + 1
+        if step + 1 < self._epochs.steps:
+            return epoch, step + 1, self._held[0]
+        return epoch + 1, 0, self._held[0]
+
+    def pieces(self, key: Key) -> Iterator[_Piece]:
+        """Yield what is wanted from a micro-batch on, with its sample ids."""
+        while True:
+            keys: list[Key] = []
+            places: list[range] = []
+            epoch, size = key[0], 0
+            while key[0] == epoch and len(keys) < BLOCK_PIECES and size < BLOCK_SAMPLES:
+                keys.append(key)
+                places.append(self._places(key))
+                size += len(places[-1])
+                key = self._after(key)
+            numbers = self._numbers(epoch, places)
+            end = 0
+            for one, place in zip(keys, places, strict=True):
+                begin, end = end, end + len(place)
+                yield _Piece(one, numbers[begin:end])
+
+    def _places(self, key: Key) -> range:
+        _, step, number = key
+        first, last = self._epochs.positions(step, number)
+        if first == last:
+            first = step * self._epochs.global_batch
+            last = first + 1
+        return range(first, last)
+
+    def _numbers(self, epoch: int, places: Sequence[range]) -> list[int]:
+        """Return the sample ids at these places of an epoch's order."""
+        if not self._epochs.shuffle:
+            return [place for some in places for place in some]
+        positions = np.concatenate([np.arange(one.start, one.stop) for one in places])
+        seed = shuffle_seed(self._epochs.seed, epoch)
+        permutation = Permutation(self._epochs.num_samples, seed)
+        numbers: list[int] = permuted(permutation, positions.astype(np.uint64)).tolist()
+        return numbers
+
+
+def permuted(permutation: Permutation, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the numbers at many positions at once: for each the same as `permutation.at`."""
+    numbers: NDArray[np.uint64] = permutation.encipher(positions)
+    outside = np.flatnonzero(numbers >= permutation.size)
+    while outside.size:
+        numbers[outside] = permutation.encipher(numbers[outside])
+        outside = outside[numbers[outside] >= permutation.size]
+    return numbers
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+def _order_of(loader: DataLoader[Any]) -> tuple[int, bool, Any]:
+    """Return the length of an epoch, whether we shuffle, and the user's sampler if we index it.
+
+    Raises:
+        UsageError: the loader's samples have no numbers, or no order that we could know.
+    """
+    _check_batches(loader)
+    if loader.num_workers and not loader.prefetch_factor:
+        raise UsageError(
+            f"prepare_data_loader: prefetch_factor={loader.prefetch_factor} with "
+            f"num_workers={loader.num_workers} reads nothing at all; expected 1 or more"
+        )
+    sampler: Any = loader.sampler
+    own = _is_indexed(sampler)
+    size = len(sampler) if own else _length_of(loader.dataset)
+    if size < 1:
+        what = f"sampler ({type(sampler).__name__})" if own else "dataset"
+        raise UsageError(
+            f"prepare_data_loader: the {what} is empty, there is nothing to train on; expected "
+            f"at least 1 sample"
+        )
+    if own:
+        return size, False, sampler
+    shuffles = type(sampler) is RandomSampler and not sampler.replacement
+    if not (shuffles or type(sampler) is SequentialSampler) or len(sampler) != size:
+        raise UsageError(
+            f"prepare_data_loader: the loader has its own sampler ({type(sampler).__name__}), "
+            f"whose order cannot be known ahead; use shuffle=True, or a sampler with __getitem__ "
+            f"and __len__ (a list of indices is one), or torch.utils.data.Subset for a part"
+        )
+    return size, shuffles, None
+
+
+def _check_batches(loader: DataLoader[Any]) -> None:
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            f"prepare_data_loader: {type(loader.dataset).__name__} is an IterableDataset, whose "
+            f"samples cannot be asked for by number; use a dataset with __getitem__ and __len__"
+        )
+    if loader.batch_sampler is None:
+        raise UsageError(
+            "prepare_data_loader: the loader has batch_size=None; give it the size of a "
+            "micro-batch, the samples that one worker computes at a time"
+        )
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise UsageError(
+            f"prepare_data_loader: the loader has its own batch_sampler "
+            f"({type(loader.batch_sampler).__name__}), whose batches cannot be dealt out; use "
+            f"batch_size with shuffle=True, or with a sampler that has __getitem__ and __len__"
+        )
+
+
+def _is_indexed(sampler: Any) -> bool:
+    kind = type(sampler)
+    is_sized = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+    return is_sized and not isinstance(sampler, Mapping)
+
+
+def _length_of(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise UsageError(
+            f"prepare_data_loader: the dataset ({type(dataset).__name__}) does not know its "
+            f"length, which the steps of an epoch follow from; give it __len__"
+        ) from error

@@ -1,0 +1,97 @@
+"""`train.log`: values of a training loop, averaged over whole steps whatever the world size.
+
+Rule: a rank's values of a step travel with the next step's gradients, and with the last ones at
+the end of an epoch; nothing waits for them, and no value is counted twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+VALUES_MAX = 28
+"""Names that can be logged; they share a message of fixed size with what else travels there."""
+
+
+class Logbook:
+    """Values of the step at hand, of the one before, and their averages over all ranks.
+
+    Attributes:
+        latest: averages of the newest step that all ranks have told of; the same on all of them.
+    """
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self._sums: dict[str, tuple[Any, float]] = {}
+        self._done: dict[str, tuple[float, float]] = {}
+        self._averages: dict[str, tuple[float, float]] = {}
+        self._warned = False
+        self.latest: dict[str, float] = {}
+
+    def add(self, values: Mapping[str, Any], weight: float) -> None:
+        """Note values of one micro-batch.
+
+        Args:
+            values: names to numbers, or tensors of one element; those are read a step later, so
+                that nothing waits for a device.
+            weight: samples of the micro-batch.
+        """
+        for name, value in values.items():
+            value = value.detach() if hasattr(value, "detach") else value
+            total, weights = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = (total + value * weight, weights + weight)
+
+    def forget_step(self) -> None:
+        """The step at hand is done again: drop its values."""
+        self._sums = {}
+
+    def commit_step(self) -> None:
+        """The step at hand counts: its values are to travel with the next message."""
+        self._done = {name: (float(s), w) for name, (s, w) in self._sums.items()}
+        self._sums = {}
+
+    def row(self) -> list[float]:
+        """Return what the others must know of our last committed step: names, sums, weights."""
+        names = sorted(self._done)[:VALUES_MAX]
+        if not names:
+            return [0.0, 0.0]
+        weight = max(w for _, w in self._done.values())
+        return [_fingerprint(names), weight, *(self._done[name][0] for name in names)]
+
+    def take_rows(self, rows: Sequence[Sequence[float]]) -> None:
+        """Average what all ranks said of the last step; ranks that were not there say nothing."""
+        # One that has just joined knows the names from the others.
+        names = sorted(self._done or self.latest)[:VALUES_MAX]
+        self._done = {}
+        mine = _fingerprint(names)
+        said = [row for row in rows if len(row) > 1 and row[1] > 0]
+        if not names or not said:
+            return
+        if any(row[0] != mine for row in said):
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "log_ignored names=%s: the ranks log different names in the same step",
+                    ",".join(names),
+                )
+            return
+        weight = sum(row[1] for row in said)
+        for number, name in enumerate(names):
+            total = sum(row[2 + number] for row in said)
+            self.latest[name] = total / weight
+            so_far, weights = self._averages.get(name, (0.0, 0.0))
+            self._averages[name] = (so_far + total, weights + weight)
+
+    def take_averages(self) -> dict[str, float]:
+        """Return averages over all steps since the last call."""
+        averages = {name: total / weight for name, (total, weight) in self._averages.items()}
+        self._averages = {}
+        return averages
+
+
+def _fingerprint(names: Sequence[str]) -> float:
+    return float(zlib.crc32("\0".join(names).encode()))

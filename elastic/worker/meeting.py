@@ -1,0 +1,175 @@
+"""What the members of a new group tell each other before they train: who they are, how far.
+
+Rule: everyone hears the same and decides alike, so that members who cannot train together all
+say so, and nobody waits for one that has given up.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.core.policy.cursor import Cursor, Epochs, derive
+from elastic.core.policy.recovery import Standing, plan_transfers
+from elastic.errors import UsageError
+from elastic.worker.reduce import Unit
+from elastic.worker.transfer import transfer
+
+ROW = 32
+"""Numbers in a row of `tell_rows`."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """What came of a meeting.
+
+    Attributes:
+        state: what we received, None if we needed nothing.
+        cursors: where each member stands now, by rank.
+        num_bytes: of state that we sent or received.
+    """
+
+    state: Any
+    cursors: tuple[Cursor, ...]
+    num_bytes: int
+
+
+def default_group() -> Any:
+    """Return the process group that stands."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def meet(
+    group: Any,
+    standing: Standing,
+    units: Sequence[Unit],
+    epochs: Epochs | None,
+    take: Callable[[], Any],
+) -> Met:
+    """Find out who is how far, and send state to those who need it.
+
+    Args:
+        group: the process group that stands.
+        standing: how far we are.
+        units: the parameters that we have prepared.
+        epochs: how our data is cut, None if we do not know it yet.
+        take: returns our state, called only if it is sent.
+
+    Raises:
+        RuntimeError: the group broke; nothing of ours has changed.
+        UsageError: members cannot train together; all of them raise it.
+    """
+    threads = torch.get_num_threads()
+    told = tell_all(group, Told(standing, _model_print(units), _data_print(epochs), threads))
+    check_alike(told)
+    plan = plan_transfers([one.standing for one in told]).value
+    state, num_bytes = transfer(group, plan, take)
+    source = plan.source_of(group.rank())
+    if source is not None and told[source].threads != threads:
+        torch.set_num_threads(told[source].threads)
+    return Met(state, plan.cursors, num_bytes)
+
+
+def tell_rows(group: Any, values: Sequence[float]) -> list[list[float]]:
+    """Exchange a few numbers, and return everyone's by rank.
+
+    Args:
+        group: the process group that stands.
+        values: at most `ROW`; the rest is zeros.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    row = torch.zeros(ROW, dtype=torch.float64)
+    row[: len(values)] = torch.tensor(list(values), dtype=torch.float64)
+    rows = [row]
+    if group.size() > 1:
+        rows = [torch.empty_like(row) for _ in range(group.size())]
+        dist.all_gather(rows, row, group=group)
+    return [one.tolist() for one in rows]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a member tells of itself when a group meets.
+
+    Attributes:
+        standing: how far it is.
+        model: fingerprint of what it prepared, 0 <= it < 2**63.
+        data: fingerprint of its data and batch, 0 if it does not know them yet.
+        threads: CPU threads of one operation; their number can change the last bit of a sum.
+    """
+
+    standing: Standing
+    model: int
+    data: int
+    threads: int
+
+
+def tell_all(group: Any, mine: Told) -> list[Told]:
+    """Exchange what everyone tells of itself; returns it by rank.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    if group.size() == 1:
+        return [mine]
+    standing = mine.standing
+    row = torch.tensor(
+        [
+            int(standing.has_state), standing.cursor.epoch, standing.cursor.step, standing.steps,
+            mine.model, mine.data, mine.threads,
+        ],
+        dtype=torch.int64,
+    )  # fmt: skip
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    dist.all_gather(rows, row, group=group)
+    told = []
+    for has_state, epoch, step, steps, model, data, threads in (r.tolist() for r in rows):
+        standing = Standing(bool(has_state), Cursor(epoch, step), steps)
+        told.append(Told(standing, model, data, threads))
+    return told
+
+
+def _model_print(units: Sequence[Unit]) -> int:
+    """Return a number that is equal where the same parameters were prepared."""
+    parts = []
+    for unit in units:
+        for name, parameter in unit.parameters:
+            parts += [zlib.crc32(name.encode()), *parameter.shape]
+    return derive(len(parts), *parts)
+
+
+def _data_print(epochs: Epochs | None) -> int:
+    """Return a number that is equal where the same data is cut in the same way; 0 for unknown."""
+    if epochs is None:
+        return 0
+    flags = int(epochs.shuffle) + 2 * int(epochs.drop_last)
+    sizes = (epochs.num_samples, epochs.micro_batch, epochs.num_micro_batches)
+    return derive(epochs.seed, *sizes, flags) | 1
+
+
+def check_alike(told: Sequence[Told]) -> None:
+    """Refuse members that cannot train together.
+
+    Raises:
+        UsageError: they have prepared different parameters or data.
+    """
+    for rank, one in enumerate(told):
+        if one.model != told[0].model:
+            raise UsageError(
+                f"rank {rank} has prepared other parameters than rank 0 (their names or shapes "
+                f"differ): every worker must build the same model from the same config"
+            )
+    known = {one.data: rank for rank, one in enumerate(told) if one.data}
+    if len(known) > 1:
+        raise UsageError(
+            f"ranks {', '.join(map(str, sorted(known.values())))} have data sets of different "
+            f"length, or other batch sizes, seeds or shuffling: every worker must prepare the same "
+            f"loader from the same data"
+        )

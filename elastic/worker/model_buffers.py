@@ -1,0 +1,139 @@
+"""Buffers that forward changes, such as BatchNorm's running statistics.
+
+Rule: each micro-batch begins with the buffers of the step's beginning. After the step a buffer is
+the mean of what its micro-batches made of it, added in the order of the tree; one of integers is
+what micro-batch 0 made of it. So it depends neither on the number of ranks nor on who computed
+what. Buffers that nothing changes cost one look at their version; torch's normalization layers
+change theirs without a new version, and are always taken to have done so while they train.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from elastic.core.policy.microbatch import Span, additions_in
+from elastic.worker.tree_exchange import Deal, TreeExchange
+
+NUMBER = 10_000
+"""Where the buckets' numbers end; tags are made of them."""
+
+
+@dataclass
+class _Kept:
+    """A buffer, and its value at the step's beginning."""
+
+    name: str
+    owner: nn.Module
+    buffer: torch.Tensor
+    base: torch.Tensor
+    version: int
+
+    def has_changed(self) -> bool:
+        """Return whether it may differ from its value at the step's beginning."""
+        if self.buffer._version != self.version:
+            return True
+        return isinstance(self.owner, _NormBase) and self.owner.training
+
+
+class ModelBuffers:
+    """The buffers of all prepared modules."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        """Take a copy of each."""
+        self._kept = [
+            _Kept(f"{number}.{path}.{name}", part, buffer, buffer.detach().clone(), buffer._version)
+            for number, module in enumerate(modules)
+            for path, part in module.named_modules()
+            for name, buffer in part.named_buffers(recurse=False)
+        ]
+        self._changed: dict[str, _Kept] = {}
+        self._leaves: dict[int, torch.Tensor] = {}
+        self._is_open = False
+
+    def begin_step(self) -> None:
+        """What the buffers are now is where each micro-batch begins."""
+        for kept in self._kept:
+            if kept.has_changed():
+                kept.base.copy_(kept.buffer)
+                kept.version = kept.buffer._version
+        self._changed, self._leaves = {}, {}
+        self._is_open = True
+
+    def restore(self) -> None:
+        """Put the buffers back to the step's beginning; does nothing between steps."""
+        if not self._is_open:
+            return
+        with torch.no_grad():
+            for kept in self._kept:
+                if kept.has_changed():
+                    kept.buffer.copy_(kept.base)
+                    kept.version = kept.buffer._version
+
+    def look(self) -> float:
+        """Note what forward has changed; return a number that is equal where it is the same."""
+        for kept in self._kept:
+            if kept.has_changed():
+                self._changed[kept.name] = kept
+        names = sorted(self._changed)
+        return float(zlib.crc32("\\0".join(names).encode())) if names else 0.0
+
+    def end_micro_batch(self, number: int, count: int) -> None:
+        """Keep what a micro-batch made of the buffers.
+
+        Args:
+            number: of the micro-batch.
+            count: its samples; it counts by them.
+        """
+        if not self._kept:
+            return
+        self.look()
+        parts = []
+        for name in sorted(self._changed):
+            value = self._changed[name].buffer.detach().reshape(-1).to(torch.float64)
+            is_mean = self._changed[name].buffer.is_floating_point()
+            parts.append(value * (count if is_mean else float(number == 0)))
+        if parts:
+            self._leaves[number] = torch.cat(parts)
+
+    def settle(self, deal: Deal, samples: int, group: Any) -> None:
+        """Make the buffers what they are after the step.
+
+        Args:
+            deal: who held which micro-batches.
+            samples: of the step.
+            group: the process group, None for a group of one.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        if self._changed:
+            sums = {part: self._sum(part) for part in deal.mine}
+            exchange = TreeExchange(deal, NUMBER, next(iter(sums.values())), group)
+            exchange.start(sums)
+            exchange.add(sums, divisor=1.0, factor=1.0)
+            exchange.finish()
+            self._put(exchange.total, samples)
+        self._is_open = False
+
+    def _sum(self, tree: Span) -> torch.Tensor:
+        values = {(number, number + 1): leaf for number, leaf in self._leaves.items()}
+        for one in additions_in(tree):
+            values[one.total] = values[one.left] + values[one.right]
+        return values[tree]
+
+    def _put(self, total: torch.Tensor, samples: int) -> None:
+        start = 0
+        with torch.no_grad():
+            for name in sorted(self._changed):
+                buffer = self._changed[name].buffer
+                end = start + buffer.numel()
+                value = total[start:end].reshape(buffer.shape)
+                buffer.copy_(value / samples if buffer.is_floating_point() else value)
+                start = end

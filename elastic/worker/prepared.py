@@ -1,0 +1,253 @@
+"""What plain training loops hold in their hands: optimizers and the like that know of steps.
+
+Rule: a prepared object is the user's own, of the same class, with the calls replaced that happen
+once per step in a plain loop. Within a step that is not complete they do nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from elastic.errors import UsageError
+
+
+class Phase(Enum):
+    """What the iteration of the loop that runs now is worth."""
+
+    OUTSIDE = "outside"
+    """No micro-batch is at hand: the loop has not begun, or its epoch is over."""
+    GATHERING = "gathering"
+    """This rank has more micro-batches in this step: nothing happens yet but gradients."""
+    DUE = "due"
+    """The last one: gradients are reduced, and the step is committed."""
+    COMMITTED = "committed"
+    VOID = "void"
+    """The group broke: the rest of this iteration does nothing, the step is done again."""
+
+
+class Steps(Protocol):
+    """The engine, as prepared objects see it."""
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> None:
+        """Do the step, or note that it is due, or nothing."""
+        ...
+
+    def is_due(self) -> bool:
+        """Return whether what happens once per step happens now.
+
+        That is outside of steps, and when all gradients of one are there.
+        """
+        ...
+
+    def has_stepped(self) -> bool:
+        """Return whether what follows an optimizer step happens now.
+
+        That is outside of steps, and once one is committed.
+        """
+        ...
+
+    def optimizer_skipped(self, optimizer: Any) -> None:
+        """Count a step that a scaler left out, because gradients overflowed."""
+        ...
+
+    def is_prepared(self, optimizer: Any) -> bool:
+        """Return whether this optimizer takes part."""
+        ...
+
+    def add_scaler(self, scaler: Any) -> None:
+        """Let a scaler's state be part of the run's."""
+        ...
+
+
+MARK = "_elastic_prepared"
+
+
+def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
+    """Replace `step` of this very optimizer; schedulers may be made before or after.
+
+    Raises:
+        UsageError: it is prepared already.
+    """
+    if getattr(optimizer, MARK, False):
+        raise UsageError("prepare_optimizer: this optimizer is prepared already")
+    real = optimizer.step
+
+    @functools.wraps(type(optimizer).step)
+    def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+        if closure is not None:
+            raise UsageError(
+                f"{type(self).__name__}.step(closure): a prepared optimizer takes no closure, "
+                f"because the gradients of a step come from many workers; call loss.backward() "
+                f"and then step()"
+            )
+        steps.optimizer_step(self, real)
+
+    # Bound, because torch's schedulers look for the function behind the method.
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    setattr(optimizer, MARK, True)
+
+
+def adopt_scheduler(scheduler: Any, steps: Steps) -> None:
+    """Replace `step` of this very scheduler, by giving it a class of its own.
+
+    Raises:
+        UsageError: it is no scheduler, or prepared already.
+    """
+    if not all(hasattr(scheduler, name) for name in ("step", "state_dict", "load_state_dict")):
+        raise UsageError(
+            f"prepare_scheduler: a {type(scheduler).__name__} has no step, state_dict and "
+            f"load_state_dict; pass one of torch.optim.lr_scheduler"
+        )
+    if getattr(scheduler, MARK, False):
+        raise UsageError("prepare_scheduler: this scheduler is prepared already")
+    cls = type(scheduler)
+
+    @functools.wraps(cls.step)
+    def step(self: Any, *args: Any, **named: Any) -> Any:
+        return cls.step(self, *args, **named) if steps.has_stepped() else None
+
+    # A class of its own, because a scheduler's attributes are its state.
+    scheduler.__class__ = type(cls.__name__, (cls,), {"step": step, MARK: True})
+
+
+@contextmanager
+def scalers_know(steps: Steps) -> Iterator[None]:
+    """Let every `GradScaler` leave prepared optimizers alone until their gradients are there.
+
+    A plain loop calls `unscale_`, `step` and `update` in every iteration, and a scaler that finds
+    no gradients raises. Scalers are never handed to the library, hence their class is changed,
+    for as long as the train function trains.
+    """
+    cls = torch.amp.GradScaler
+    unscale, step, update = cls.unscale_, cls.step, cls.update
+
+    @functools.wraps(unscale)
+    def unscale_(self: Any, optimizer: Any) -> None:
+        if not steps.is_prepared(optimizer) or steps.is_due():
+            unscale(self, optimizer)
+
+    @functools.wraps(step)
+    def step_(self: Any, optimizer: Any, *args: Any, **named: Any) -> Any:
+        if not steps.is_prepared(optimizer):
+            return step(self, optimizer, *args, **named)
+        steps.add_scaler(self)
+        # Whether gradients overflowed is found in those of the whole step, the same on all ranks.
+        if not steps.is_due():
+            return None
+        result = step(self, optimizer, *args, **named)
+        steps.optimizer_skipped(optimizer)
+        return result
+
+    @functools.wraps(update)
+    def update_(self: Any, *args: Any, **named: Any) -> None:
+        if steps.has_stepped():
+            update(self, *args, **named)
+
+    cls.unscale_, cls.step, cls.update = unscale_, step_, update_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        cls.unscale_, cls.step, cls.update = unscale, step, update  # type: ignore[method-assign]
+
+
+class DueSteps:
+    """Optimizers that were asked to step and have to wait for others of the same step.
+
+    Steps of one global batch all start from the same weights: otherwise what the second optimizer
+    of a GAN does would depend on how many micro-batches a rank computes.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._due: dict[int, tuple[Callable[[], Any], list[torch.nn.Parameter]]] = {}
+        self._gradients: dict[int, list[torch.Tensor | None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def __contains__(self, optimizer: object) -> bool:
+        return id(optimizer) in self._due
+
+    def add(
+        self,
+        optimizer: torch.optim.Optimizer,
+        real: Callable[[], Any],
+        parameters: list[torch.nn.Parameter],
+    ) -> None:
+        """Remember that this step is due, with the gradients as they are now."""
+        self._due[id(optimizer)] = (real, parameters)
+
+    def hold_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put its gradients away, where `zero_grad` and later backward calls do not reach them."""
+        _, parameters = self._due[id(optimizer)]
+        self._gradients[id(optimizer)] = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def do(self) -> None:
+        """Step, in the order in which they were asked."""
+        for key, (real, parameters) in self._due.items():
+            held = self._gradients.get(key)
+            if held is not None:
+                for parameter, gradient in zip(parameters, held, strict=True):
+                    parameter.grad = gradient
+            real()
+        self.forget()
+
+    def forget(self) -> None:
+        """None is due any more."""
+        self._due, self._gradients = {}, {}
+
+
+class Prepared(torch.nn.Module):
+    """The user's model as `module`; gradients are the engine's business while it trains.
+
+    Without `train.epochs`, as in scripts written for Ray Train, forward goes through torch's
+    DistributedDataParallel instead. Either way the keys of `state_dict` begin with "module.", at
+    every world size.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, wrap: Callable[[torch.nn.Module], torch.nn.Module]
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            module: the user's.
+            wrap: makes the DistributedDataParallel, when it is first needed.
+        """
+        super().__init__()
+        self.module = module
+        # Not as attributes of a module, which would make them part of its state.
+        self.__dict__["_wrap"] = wrap
+        self.__dict__["_plain"] = None
+        self.__dict__["_is_ours"] = lambda: False
+
+    def trains_in_steps(self, is_ours: Callable[[], bool]) -> None:
+        """Ask this, at each forward, whether the engine takes the gradients."""
+        self.__dict__["_is_ours"] = is_ours
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Call the user's model."""
+        if self.__dict__["_is_ours"]() or not torch.is_grad_enabled():
+            return self.module(*args, **named)
+        if self.__dict__["_plain"] is None:
+            self.__dict__["_plain"] = self.__dict__["_wrap"](self.module)
+        return self.__dict__["_plain"](*args, **named)
+
+    def no_sync(self) -> Any:
+        """Do as DistributedDataParallel's, where that is in use."""
+        plain = self.__dict__["_plain"]
+        return plain.no_sync() if plain is not None else _nothing()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -1,0 +1,439 @@
+"""The gradient engine: takes gradients as backward makes them, and adds them over all ranks.
+
+Hooks on the parameters take gradients out of `p.grad`, so that a loop that clips, steps and
+zeroes in every iteration finds nothing to do until a step is complete. On a rank's last
+micro-batch full buckets are sent off while backward goes on; when it is over, `p.grad` is the
+gradient of the whole step, a mean over its samples.
+
+Rule: every rank does the same exchanges in the same order, whatever its gradients are. A group
+that breaks leaves an error in `broken` and no exception: the step is void, and is done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.core.policy.microbatch import Span, additions_in
+from elastic.errors import InvariantViolation, UsageError, check
+from elastic.worker import c10d
+from elastic.worker.activity import Activity
+from elastic.worker.buckets import BUCKET_BYTES, Bucket, Flat, Unit, lay_out
+from elastic.worker.model_buffers import ModelBuffers
+from elastic.worker.rows import CONTROL_MAX, RowExchange
+from elastic.worker.share import Share
+from elastic.worker.tree_exchange import Deal, Exchange, SumExchange, TreeExchange
+
+__all__ = ["CONTROL_MAX", "Reducer", "Share", "Unit"]
+
+
+class Sums:
+    """What one rank has added up of one bucket: whole subtrees, as they become complete."""
+
+    def __init__(self, bucket: Bucket, deal: Deal) -> None:
+        """Begin with nothing."""
+        self._bucket = bucket
+        self._flats: dict[Span, Flat] = {}
+        self._before: dict[Span, Flat] | None = None
+        self._additions: dict[int, list[tuple[Span, Span, Span]]] = {}
+        for part in deal.mine:
+            for one in additions_in(part):
+                after = self._additions.setdefault(one.right[1] - 1, [])
+                after.append((one.left, one.right, one.total))
+
+    def put(self, number: int, leaf: Flat) -> None:
+        """Add a micro-batch's gradients, in the order of the tree; the leaf is used up."""
+        self._flats[number, number + 1] = leaf
+        for left, right, total in self._additions.get(number, ()):
+            into, other = self._flats.pop(left), self._flats.pop(right)
+            into.tensor.add_(other.tensor)
+            self._bucket.free(other)
+            self._flats[total] = into
+
+    def put_for_now(self, number: int, leaf: Flat) -> None:
+        """Do the same in memory of its own; putting this number again takes it back first."""
+        self.take_back()
+        self._before = dict(self._flats)
+        self._flats[number, number + 1] = leaf
+        for left, right, total in self._additions.get(number, ()):
+            one, other = self._flats.pop(left), self._flats.pop(right)
+            into = self._bucket.flat()
+            torch.add(one.tensor, other.tensor, out=into.tensor)
+            self._flats[total] = into
+
+    def take_back(self) -> None:
+        """Be as before what was put for now."""
+        if self._before is not None:
+            self._flats, self._before = self._before, None
+
+    def tensors(self) -> dict[Span, torch.Tensor]:
+        """Return the sums by subtree."""
+        return {part: flat.tensor for part, flat in self._flats.items()}
+
+    def clear(self) -> None:
+        """Give all buffers back."""
+        for flat in self._flats.values():
+            self._bucket.free(flat)
+        self._flats, self._before = {}, None
+
+
+class Reducer:
+    """Reduces the gradients of one train function's parameters.
+
+    Attributes:
+        broken: why this step cannot be completed, None while it can.
+        rows: what each rank gave to `begin_step`, by rank; valid once a unit has settled.
+        bytes_sent: gradients sent to other ranks in this group.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        modules: Sequence[nn.Module] = (),
+        *,
+        consistency: str = "bitwise",
+        bucket_bytes: int = BUCKET_BYTES,
+        activity: Activity | None = None,
+    ) -> None:
+        """Put hooks on the parameters; nothing else changes until a step begins.
+
+        Args:
+            units: what each optimizer steps.
+            modules: whose buffers (BatchNorm) are averaged over a step.
+            consistency: "bitwise", or "samples" for an order of addition that is torch's.
+            bucket_bytes: size of the pieces that are sent.
+            activity: told when we wait for others.
+        """
+        self.broken: BaseException | None = None
+        self.rows: list[tuple[float, ...]] = []
+        self._make: type[Exchange] = TreeExchange if consistency == "bitwise" else SumExchange
+        self._activity = activity or Activity()
+        self._buffers = ModelBuffers(modules)
+        self._number_of = {id(unit): number for number, unit in enumerate(units)}
+        self._buckets = lay_out(units, bucket_bytes)
+        self._of_unit = [
+            [b for b in self._buckets if b.unit == number] for number in range(len(units))
+        ]
+        self._group: Any = None
+        self._deal: Deal | None = None
+        self._share: Share | None = None
+        self._control: Sequence[float] = ()
+        self._row: RowExchange | None = None
+        self._has_sent_row = False
+        self._exchanges: list[Exchange] = []
+        self._sums: list[Sums] = []
+        self._leaves: list[Flat | None] = [None] * len(self._buckets)
+        self._graveyard: list[Any] = []
+        # How many backward calls reach a unit in one micro-batch is learned in the first step.
+        self._keeps_leaves = True
+        self._calls_several = False
+        self._number: int | None = None
+        self._is_on = self._is_last = self._is_void = False
+        self._reached = [False] * len(units)
+        self._stepped = [False] * len(units)
+        self._reduced = [False] * len(units)
+        self._sent = [False] * len(self._buckets)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket, place))
+            for bucket in self._buckets
+            for place, parameter in enumerate(bucket.parameters)
+        ]
+        self._undo = c10d.around_backward(self._around_backward)
+
+    # ------------------------------------------------------------------------- life
+
+    def attach(self, group: Any) -> None:
+        """Go on in another group; None for none. What was under way in the old one is forgotten."""
+        self.abandon()
+        if self._exchanges:
+            # The old group may write to their memory until its works are gone: not used again.
+            self._graveyard = [self._exchanges, self._row, self._sums, self._leaves]
+            for bucket in self._buckets:
+                bucket.pool = []
+            self._leaves = [None] * len(self._buckets)
+        self._exchanges, self._sums, self._row = [], [], None
+        self._group = group if group is not None and group.size() > 1 else None
+        self._deal = self._share = None
+        self._keeps_leaves = True
+        self.rest()
+        self.broken = None
+
+    def rest(self) -> None:
+        """No step is under way: leave all gradients alone."""
+        self._buffers.restore()
+        self._is_on = self._is_void = False
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self.rest()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._undo()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return the bytes of gradients that were sent in this group."""
+        return sum(exchange.bytes_sent for exchange in self._exchanges)
+
+    # ------------------------------------------------------------------------- a step
+
+    def begin_step(self, share: Share, control: Sequence[float] = ()) -> None:
+        """Forget whatever step was before, and begin one.
+
+        Args:
+            share: what we have to do in it.
+            control: at most `CONTROL_MAX` - 1 numbers, which all ranks get to see in `rows`.
+        """
+        if share.deal != self._deal:
+            self._prepare(share.deal)
+        elif not self._is_void:
+            self._keeps_leaves = self._calls_several
+        self._share, self._control, self._has_sent_row = share, control, False
+        self.rows = []
+        self._is_on, self._is_void, self._number = True, False, None
+        self._reduced = [False] * len(self._reduced)
+        for sums in self._sums:
+            sums.clear()
+        self._buffers.begin_step()
+
+    def begin_micro_batch(self, number: int) -> None:
+        """End the micro-batch before, and begin this one."""
+        self._end_micro_batch()
+        self._number = number
+        self._is_last = number == self._the_share().held[1] - 1
+        self._stepped = [False] * len(self._stepped)
+        self._sent = [False] * len(self._sent)
+        for bucket in self._buckets:
+            bucket.begin_micro_batch()
+            if self._leaves[bucket.number] is None:
+                self._leaves[bucket.number] = bucket.flat()
+        self._buffers.restore()
+
+    def abandon(self) -> None:
+        """The rest of this iteration is void: gradients are dropped, buffers put back."""
+        if self._is_on:
+            self._is_void = True
+            self._number = None
+            self._buffers.restore()
+            self._drop_gradients()
+
+    def unit_stepped(self, unit: Unit) -> None:
+        """From here on this micro-batch's gradients of this unit are left where they are."""
+        self._stepped[self._number_of[id(unit)]] = True
+
+    def settle(self, unit: Unit) -> bool:
+        """Have the gradient of the whole step in `p.grad`; called on the last micro-batch.
+
+        Returns:
+            Whether it is there; not if the group broke.
+        """
+        number = self._number_of[id(unit)]
+        if not self._is_void and not self._reduced[number]:
+            self._reduce([number])
+        return not self._is_void and self.broken is None
+
+    def settle_buffers(self) -> bool:
+        """Average what the micro-batches made of the modules' buffers.
+
+        Returns:
+            Whether that is done; not if the group broke.
+        """
+        share = self._the_share()
+        if self._is_void or self.broken is not None or self._number is None:
+            return False
+        self._buffers.end_micro_batch(self._number, share.counts[self._number])
+        self._guarded(lambda: self._buffers.settle(share.deal, share.samples, self._group))
+        return self.broken is None
+
+    # ------------------------------------------------------------------------- backward
+
+    def _hook(self, bucket: Bucket, place: int) -> Callable[[nn.Parameter], None]:
+        """Return what is called when backward has finished a parameter's gradient."""
+        unit, touched = bucket.unit, bucket.touched
+
+        def reached(_: nn.Parameter) -> None:
+            if not self._is_on or self._stepped[unit]:
+                return
+            touched.append(place)
+            self._reached[unit] = True
+            if len(touched) == len(bucket.parameters) and self._is_last:
+                self._send_early(bucket)
+
+        return reached
+
+    def _send_early(self, bucket: Bucket) -> None:
+        """Send a complete bucket off; the rest of backward goes on."""
+        if self._is_void or self._reduced[bucket.unit] or self._sent[bucket.number]:
+            return
+        bucket.move_gradients(self._leaf(bucket))
+        self._start(bucket)
+
+    @contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        """Surround each outermost backward call of this process."""
+        if not self._is_on:
+            yield
+            return
+        again = [n for n, done in enumerate(self._reduced) if done and not self._stepped[n]]
+        for number in again:
+            # A second call adds to the leaf, not to the total; that is reduced once more.
+            for bucket in self._of_unit[number]:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+        self._reached = [False] * len(self._reached)
+        yield
+        self._activity.beats += 1
+        if self._is_void:
+            self._drop_gradients()
+        else:
+            self._after_backward(again)
+
+    def _after_backward(self, again: list[int]) -> None:
+        reached = [number for number, is_so in enumerate(self._reached) if is_so]
+        if not self._keeps_leaves and any(number in reached for number in again):
+            raise UsageError(
+                "an iteration calls backward() more often than those before it, after its "
+                "gradients were complete: call it equally often in every iteration"
+            )
+        for bucket in self._buckets:
+            if bucket.touched:
+                bucket.move_gradients(self._leaf(bucket))
+        if not self._is_last:
+            return
+        self._calls_several = self._calls_several or any(n in reached for n in again)
+        self._reduce([number for number in reached if not self._stepped[number]])
+        for number in again:
+            if number not in reached and self.broken is None:
+                self._show_totals(number)
+
+    def _start(self, bucket: Bucket) -> None:
+        """Let the last micro-batch be part of what we have added up, and send that."""
+        share, number = self._the_share(), self._number
+        check(number is not None, "no micro-batch is at hand")
+        leaf, sums = self._leaf(bucket), self._sums[bucket.number]
+        weight = share.weight(number or 0)
+        if self._keeps_leaves:
+            copy = bucket.flat()
+            copy.tensor.copy_(leaf.tensor)
+            bucket.complete(copy, weight=weight)
+            sums.put_for_now(number or 0, copy)
+        else:
+            bucket.complete(leaf, weight=weight)
+            sums.put(number or 0, leaf)
+            self._leaves[bucket.number] = None
+        self._sent[bucket.number] = True
+        self._guarded(lambda: self._begin_exchange(bucket), waits=False)
+
+    def _begin_exchange(self, bucket: Bucket) -> None:
+        if not self._has_sent_row:
+            # By now forward is through, and we know which buffers it changes.
+            self._has_sent_row = True
+            self._the_row().start([self._buffers.look(), *self._control])
+        self._exchanges[bucket.number].start(self._sums[bucket.number].tensors())
+
+    def _reduce(self, numbers: list[int]) -> None:
+        """Exchange what these units still have to, and put the totals into `p.grad`."""
+        buckets = [bucket for number in numbers for bucket in self._of_unit[number]]
+        for bucket in buckets:
+            if self._reduced[bucket.unit] or not self._sent[bucket.number]:
+                self._start(bucket)
+        self._guarded(lambda: self._finish(buckets))
+        if self.broken is not None:
+            return
+        for number in numbers:
+            self._reduced[number] = True
+            self._show_totals(number)
+
+    def _finish(self, buckets: Sequence[Bucket]) -> None:
+        share = self._the_share()
+        divisor, factor = share.divisor, share.factor
+        for bucket in buckets:
+            sums = self._sums[bucket.number].tensors()
+            self._exchanges[bucket.number].add(sums, divisor=divisor, factor=factor)
+        for bucket in buckets:
+            self._exchanges[bucket.number].finish()
+        if not self.rows and self._has_sent_row:
+            rows = self._the_row().finish()
+            if any(row[0] != rows[0][0] for row in rows):
+                raise UsageError(
+                    "forward changes buffers of the model on some ranks and not on others, so "
+                    "that they cannot be averaged; let it change the same ones in every micro-batch"
+                )
+            self.rows = [row[1:] for row in rows]
+
+    def _show_totals(self, number: int) -> None:
+        """Let `p.grad` be the step's gradient; None where no micro-batch has given one."""
+        for bucket in self._of_unit[number]:
+            total = bucket.view(self._exchanges[bucket.number].total)
+            seen = None if all(bucket.used) else (total.flags != 0).tolist()
+            for place, parameter in enumerate(bucket.parameters):
+                parameter.grad = total.views[place] if seen is None or seen[place] else None
+
+    # ------------------------------------------------------------------------- the rest
+
+    def _end_micro_batch(self) -> None:
+        """All backward calls of the micro-batch are through; it was not our last one."""
+        number = self._number
+        if number is None:
+            return
+        share = self._the_share()
+        for bucket in self._buckets:
+            leaf = self._leaf(bucket)
+            bucket.complete(leaf, weight=share.weight(number))
+            self._sums[bucket.number].put(number, leaf)
+            self._leaves[bucket.number] = None
+        self._buffers.end_micro_batch(number, share.counts[number])
+
+    def _prepare(self, deal: Deal) -> None:
+        """Allocate what a step needs in this group."""
+        self._deal = deal
+        self._sums = [Sums(bucket, deal) for bucket in self._buckets]
+        self._exchanges = []
+        for bucket in self._buckets:
+            like = bucket.flat()
+            exchange = self._make(deal, bucket.number, like.tensor, self._group)
+            self._exchanges.append(exchange)
+            bucket.free(like)
+        self._row = RowExchange(deal.rank, deal.world_size, self._group)
+
+    def _drop_gradients(self) -> None:
+        for bucket in self._buckets:
+            bucket.touched.clear()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def _guarded(self, exchange: Callable[[], None], *, waits: bool = True) -> None:
+        """Do what needs the other ranks; a group that breaks makes the step void."""
+        if self.broken is not None:
+            return
+        try:
+            if waits:
+                with self._activity.waiting():
+                    exchange()
+            else:
+                exchange()
+        except RuntimeError as error:
+            self.broken = error
+            self.abandon()
+
+    def _leaf(self, bucket: Bucket) -> Flat:
+        """Return the buffer of the micro-batch at hand, open for more gradients."""
+        leaf = self._leaves[bucket.number]
+        if leaf is None:
+            raise InvariantViolation(f"bucket {bucket.number} has no leaf")
+        return leaf
+
+    def _the_row(self) -> RowExchange:
+        if self._row is None:
+            raise InvariantViolation("no group was prepared")
+        return self._row
+
+    def _the_share(self) -> Share:
+        if self._share is None:
+            raise InvariantViolation("no step has begun")
+        return self._share

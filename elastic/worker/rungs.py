@@ -1,0 +1,55 @@
+"""How a training loop comes from one group into the next: in place, or by being called again.
+
+Rule: the loop knows no more of the worker's main loop than `Home`, and the main loop no more of
+the loop's state than `Carry`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic.core.policy.cursor import Cursor
+from elastic.worker.interrupt import GroupChanged
+from elastic.worker.state import State
+
+
+class Reenter(GroupChanged):
+    """The train function must be called again in the group that stands; state is kept for it."""
+
+
+class Home(Protocol):
+    """Where groups come from: the worker's main loop, or nowhere in a run of one process."""
+
+    def rejoin(self, generation: int, error: BaseException | None, at_boundary: bool) -> Any:
+        """Leave a group that is over, and have `StepEngine.enter` called in the next that stands.
+
+        Args:
+            generation: the group that is left.
+            error: what came out of it, None if it was left by order.
+            at_boundary: all members leave it here.
+        """
+        ...
+
+    def is_called_back(self, generation: int) -> bool:
+        """Return whether this group is over by order."""
+        ...
+
+    def defer(self, on: bool) -> None:
+        """While on, do not interrupt the train function for a new group: it will ask."""
+        ...
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What a call of the train function leaves to the next one in this process.
+
+    Attributes:
+        state: of the run.
+        cursor: where it stands.
+        generation: the group that has agreed on it already, 0 if none has.
+    """
+
+    state: State
+    cursor: Cursor
+    generation: int = 0

@@ -1,0 +1,158 @@
+"""What the state of a run consists of, and how it is taken and put back.
+
+Rule: parameters and buffers are copied in place, so that user code, optimizers and the reducer
+go on with the very tensors that they know. Everything else goes through `state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elastic.errors import UsageError
+from elastic.worker.reduce import Unit
+
+State = dict[str, Any]
+
+
+class Stateful(Protocol):
+    """What can be registered: an EMA, a sampler, a counter of the user's own."""
+
+    def state_dict(self) -> Any:
+        """Return the state: tensors, arrays and plain Python values."""
+        ...
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take such a state."""
+        ...
+
+
+class TrainState:
+    """The objects that a train function has prepared and registered, in order.
+
+    Every member prepares the same objects in the same order, which is how they know each other's.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Stateful] = []
+        self.scalers: list[Stateful] = []
+        self.registered: dict[str, Stateful] = {}
+
+    def register(self, name: str, thing: Stateful) -> None:
+        """Add an object of the user's own.
+
+        Raises:
+            UsageError: it cannot give or take its state, or the name is taken by another one.
+        """
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UsageError(
+                f"train.register({name}=...): a {type(thing).__name__} has no state_dict and "
+                f"load_state_dict; give it both, or register an object that has"
+            )
+        if self.registered.get(name, thing) is not thing:
+            raise UsageError(f"train.register({name}=...): another object has this name already")
+        self.registered[name] = thing
+
+    def add_scaler(self, scaler: Stateful) -> None:
+        """Add a scaler, once."""
+        if not any(scaler is known for known in self.scalers):
+            self.scalers.append(scaler)
+
+    def units(self) -> dict[int, Unit]:
+        """Return the parameters that each optimizer steps, by its id; a shared one goes once."""
+        names = {
+            id(parameter): name
+            for model in self.models
+            for name, parameter in model.named_parameters()
+        }
+        taken: set[int] = set()
+        units = {}
+        for number, optimizer in enumerate(self.optimizers):
+            parameters = []
+            for options in optimizer.param_groups:
+                for parameter in options["params"]:
+                    if parameter.requires_grad and id(parameter) not in taken:
+                        taken.add(id(parameter))
+                        name = names.get(id(parameter), f"parameter {len(taken)}")
+                        parameters.append((name, parameter))
+            units[id(optimizer)] = Unit(f"optimizer {number}", parameters)
+        return units
+
+    def take(self) -> State:
+        """Return the state as nested containers; tensors are the live ones, not copies."""
+        return {
+            "models": [dict(_tensors(model)) for model in self.models],
+            "loose": self._loose(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scalers": [scaler.state_dict() for scaler in self.scalers],
+            "registered": {name: thing.state_dict() for name, thing in self.registered.items()},
+        }
+
+    def put(self, state: State) -> None:
+        """Make this state ours.
+
+        Raises:
+            UsageError: it is the state of other objects; nothing was changed then.
+        """
+        mine = self.take()
+        _check_same(mine, state)
+        with torch.no_grad():
+            for ours, theirs in zip(mine["models"], state["models"], strict=True):
+                for name, tensor in ours.items():
+                    tensor.copy_(theirs[name])
+            for tensor, other in zip(mine["loose"], state["loose"], strict=True):
+                tensor.copy_(other)
+        for kind in ("optimizers", "schedulers", "scalers"):
+            for thing, theirs in zip(getattr(self, kind), state[kind], strict=True):
+                thing.load_state_dict(theirs)
+        for name, thing in self.registered.items():
+            thing.load_state_dict(state["registered"][name])
+
+    def _loose(self) -> list[torch.Tensor]:
+        """Return the parameters that an optimizer has and no prepared model."""
+        known = {id(tensor) for model in self.models for _, tensor in _tensors(model)}
+        return [
+            parameter
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in known
+        ]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and all buffers, also those that `state_dict` leaves out."""
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        yield f"{name} (buffer)", buffer
+
+
+def _check_same(ours: State, theirs: State) -> None:
+    """Raise UsageError unless both are states of the same objects."""
+    for kind in ("models", "loose", "optimizers", "schedulers", "scalers"):
+        if len(ours[kind]) != len(theirs[kind]):
+            raise UsageError(_differs(f"{kind} prepared", len(ours[kind]), len(theirs[kind])))
+    if set(ours["registered"]) != set(theirs["registered"]):
+        names = (sorted(ours["registered"]), sorted(theirs["registered"]))
+        raise UsageError(_differs("registered objects", *names))
+    for number, (mine, other) in enumerate(zip(ours["models"], theirs["models"], strict=True)):
+        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+        others = {name: tuple(tensor.shape) for name, tensor in other.items()}
+        for name in sorted(set(shapes) | set(others)):
+            if shapes.get(name) != others.get(name):
+                what = f"model {number}, {name}"
+                raise UsageError(_differs(what, shapes.get(name), others.get(name)))
+
+
+def _differs(what: str, ours: object, theirs: object) -> str:
+    return (
+        f"{what}: {ours} in this worker, {theirs} in the state that it received: every worker must "
+        f"prepare the same objects in the same order, whenever its train function is called"
+    )

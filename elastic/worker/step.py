@@ -1,0 +1,500 @@
+"""The step engine: a plain training loop goes through kills, joins and drains without leaving it.
+
+One object per call of the train function. The loop asks it for micro-batches and tells it of
+optimizer steps; in between it reduces gradients, commits, and, whenever the group is over, joins
+the next one, receives state if it is behind, and does the broken step again.
+
+Rule: state changes in one place, `_commit`, and groups change in one place, `_change_group`, which
+is reached only while the loop asks for its next micro-batch. There the user's code for the last
+one is through, and all state belongs to whole steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.core.policy.cursor import Cursor, micro_batch_seed
+from elastic.core.policy.microbatch import deal
+from elastic.core.policy.recovery import Standing
+from elastic.errors import GroupError, InvariantViolation, UsageError, check
+from elastic.worker.context import WorkerContext
+from elastic.worker.interrupt import GroupChanged
+from elastic.worker.loader import Batch, MicroBatchLoader
+from elastic.worker.logbook import Logbook
+from elastic.worker.meeting import default_group, meet, tell_rows
+from elastic.worker.outcome import is_group_broken
+from elastic.worker.prepared import DueSteps, Phase, adopt_optimizer, adopt_scheduler, scalers_know
+from elastic.worker.reduce import Reducer, Unit
+from elastic.worker.rungs import Carry, Home, Reenter
+from elastic.worker.seeding import seed_everything
+from elastic.worker.share import Share
+from elastic.worker.state import Stateful, TrainState
+
+log = logging.getLogger(__name__)
+
+
+class StepEngine:
+    """What the prepared objects of one call of the train function share.
+
+    Attributes:
+        cursor: the next step to be committed.
+        state: the prepared and registered objects.
+        logbook: what `train.log` said.
+        has_begun: the loop over epochs runs, so that groups change in place.
+        seed: of shuffling, unless the loader brings its own.
+        recovery: how this worker comes into the next group, as in `FailureConfig`.
+    """
+
+    def __init__(self, home: Home, *, carry: Carry | None = None) -> None:
+        """Begin; `enter` says in which group.
+
+        Args:
+            home: where groups come from.
+            carry: what an earlier call of the train function has reached in this process.
+        """
+        self.cursor = Cursor()
+        self.state = TrainState()
+        self.logbook = Logbook()
+        self.has_begun = False
+        self.seed = 0
+        self.recovery = "auto"
+        self._home = home
+        self._carry = carry
+        self._place: WorkerContext | None = None
+        self._consistency = "bitwise"
+        self._has_state = False
+        self._phase = Phase.OUTSIDE
+        self._reducer: Reducer | None = None
+        self._units: dict[int, Unit] = {}
+        self._due = DueSteps()
+        self._loader: MicroBatchLoader | None = None
+        self._batch: Batch | None = None
+        self._epoch: int | None = None
+        self._error: BaseException | None = None
+        self._leaves = False
+        self._cursors: tuple[Cursor, ...] = ()
+        self._reported_at, self._reports = Cursor(), 0
+        self._stack, self._at_close = ExitStack(), ExitStack()
+
+    def configure(self, options: Mapping[str, Any]) -> None:
+        """Take what the user chose, from what is known of this call."""
+        self._consistency = str(options.get("consistency", self._consistency))
+        self.recovery = str(options.get("recovery", self.recovery))
+
+    def enter(self, context: WorkerContext) -> None:
+        """Be in this group from here on."""
+        self._place = context
+
+    def close(self) -> None:
+        """The call of the train function is over, however it ended; again is no harm."""
+        self._end()
+        self._at_close.close()
+
+    # ------------------------------------------------------------------- what is prepared
+
+    def add_model(self, model: nn.Module) -> None:
+        """Let a model's parameters and buffers be part of the run's state."""
+        self._check_not_begun("prepare_model")
+        self.state.models.append(model)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer step when the gradients of a whole step are there.
+
+        Raises:
+            UsageError: it is prepared already, or the loop has begun.
+        """
+        self._check_not_begun("prepare_optimizer")
+        adopt_optimizer(optimizer, self)
+        self.state.optimizers.append(optimizer)
+
+    def add_scheduler(self, scheduler: Any) -> None:
+        """Let a scheduler step once for each step, or once for each epoch.
+
+        Raises:
+            UsageError: it is no scheduler, is prepared already, or the loop has begun.
+        """
+        self._check_not_begun("prepare_scheduler")
+        adopt_scheduler(scheduler, self)
+        self.state.schedulers.append(scheduler)
+
+    def add_scaler(self, scaler: Stateful) -> None:
+        """Let a scaler's state be part of the run's; known at its first use."""
+        self.state.add_scaler(scaler)
+
+    def register(self, name: str, thing: Stateful) -> None:
+        """Let an object of the user's own be part of the run's state."""
+        self._check_not_begun("train.register")
+        self.state.register(name, thing)
+
+    def bytes_sent(self) -> int:
+        """Return the bytes of gradients that this rank has sent in its present group."""
+        return self._reducer.bytes_sent if self._reducer is not None else 0
+
+    def own(self, loader: MicroBatchLoader) -> None:
+        """Close this loader at the end of the call."""
+        self._at_close.callback(loader.close)
+
+    def _check_not_begun(self, what: str) -> None:
+        if self.has_begun:
+            raise UsageError(
+                f"{what} was called inside the loop over train.epochs(): call it before, so that a "
+                f"worker that joins later finds the same objects when it receives their state"
+            )
+
+    # ------------------------------------------------------------------- epochs
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left to do; see `train.epochs`."""
+        if not self.state.optimizers:
+            raise UsageError(
+                "train.epochs: no optimizer was prepared; call optimizer = "
+                "prepare_optimizer(optimizer) before the loop, so that its steps are those of the "
+                "whole group"
+            )
+        self._begin()
+        try:
+            while self.cursor.epoch < total:
+                epoch = self._epoch = self.cursor.epoch
+                yield epoch
+                if self.cursor.epoch == epoch:
+                    self.cursor = Cursor(epoch + 1, 0)
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        """Meet the group: everyone's objects are prepared, and get the same state."""
+        if self.has_begun:
+            raise UsageError("train.epochs: a loop over it is running already")
+        self._units = self.state.units()
+        self._reducer = Reducer(
+            list(self._units.values()),
+            self.state.models,
+            consistency=self._consistency,
+            activity=self._context.activity,
+        )
+        self._stack.enter_context(scalers_know(self))
+        self.has_begun = True
+        self._home.defer(self.recovery in ("auto", "in_place"))
+        if self._context.join is not None:
+            self._context.join()  # Everything is built: from here on the others may wait for us.
+        carry, self._carry = self._carry, None
+        if carry is not None:
+            self.state.put(carry.state)
+            self.cursor, self._has_state = carry.cursor, True
+            if carry.generation == self._context.generation:
+                self._attach()
+                return
+        self._change_group(is_first=True)
+
+    def _end(self) -> None:
+        """The loop is left: from here on the train function is like any other."""
+        if not self.has_begun:
+            return  # Also when a generator of a call that is long over is finalized.
+        self._phase = Phase.OUTSIDE
+        self._epoch = None
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+        self._stack.close()
+        self.has_begun = False
+        self._home.defer(False)
+
+    # ------------------------------------------------------------------- micro-batches
+
+    def micro_batches(self, loader: MicroBatchLoader) -> Iterator[Any]:
+        """Yield this rank's micro-batches until the epoch is over for the whole group.
+
+        Raises:
+            UsageError: not inside the loop over epochs, or while another loader is read.
+        """
+        epoch = self._open_pass(loader)
+        try:
+            while True:
+                self._close_iteration()
+                if self._leaves or self._phase is Phase.VOID or self._is_broken():
+                    self._change_group()
+                if self.cursor.epoch != epoch:
+                    # The others are in a later epoch: their code after this one has run, ours not.
+                    raise Reenter("the others are in a later epoch", self._context.generation)
+                if self.cursor.step < loader.epochs.steps:
+                    yield self._open_iteration(loader)
+                elif self._pass_gate():
+                    break
+        finally:
+            self._phase = Phase.OUTSIDE
+            self._batch = None
+            if self._reducer is not None:
+                self._reducer.rest()
+            # User code between epochs may take as long as it likes.
+            self._context.activity.reset()
+
+    def _open_pass(self, loader: MicroBatchLoader) -> int:
+        if self._epoch is None:
+            raise UsageError(
+                "a prepared loader was read outside the loop over train.epochs(): write "
+                "'for epoch in train.epochs(n): for batch in loader: ...'"
+            )
+        if self._phase is not Phase.OUTSIDE:
+            raise UsageError(
+                "two prepared loaders are read at the same time: train with one of them, and read "
+                "the other inside torch.no_grad(), or leave it unprepared"
+            )
+        self._loader = loader
+        self._deal()
+        return self._epoch
+
+    def _deal(self) -> None:
+        """Ask the loader for our micro-batches of the present group."""
+        loader = self._loader
+        if loader is None or self.cursor.step >= loader.epochs.steps:
+            return
+        place = self._context
+        held = deal(place.world_rank, place.world_size, loader.epochs.num_micro_batches)
+        loader.deal(self.cursor, held)
+
+    def _open_iteration(self, loader: MicroBatchLoader) -> Any:
+        """Return the next micro-batch, with everything set for it."""
+        batch = loader.next()
+        check(batch.cursor == self.cursor, f"micro-batch of {batch.cursor}, not of {self.cursor}")
+        reducer, epochs, place = self._the_reducer(), loader.epochs, self._context
+        share = Share.of(
+            epochs, self.cursor.step, rank=place.world_rank, world_size=place.world_size
+        )
+        first, last = share.held
+        if batch.micro_batch == first:
+            self._context.activity.at(self.cursor.epoch, self.cursor.step)
+            wish = 1.0 if self._context.link.wish(self._context.generation) else 0.0
+            reducer.begin_step(share, [wish, *self.logbook.row()])
+        reducer.begin_micro_batch(batch.micro_batch)
+        self._batch = batch
+        self._phase = Phase.DUE if batch.micro_batch == last - 1 else Phase.GATHERING
+        seed_everything(micro_batch_seed(epochs.seed, self.cursor, batch.micro_batch))
+        return batch.value
+
+    def _close_iteration(self) -> None:
+        """The loop asks for more: the user's code for the last micro-batch is through."""
+        self._batch = None
+        self._context.activity.beats += 1
+        if self._phase is Phase.DUE and len(self._due):
+            self._commit()  # Of several optimizers not all were asked to step.
+        if self._phase is Phase.DUE and not self._is_broken():
+            raise UsageError(
+                f"optimizer.step() was not called in step {self.cursor.step} of epoch "
+                f"{self.cursor.epoch}: call it in every iteration; to add up gradients of "
+                f"several batches, give prepare_data_loader a larger global_batch_size"
+            )
+        if self._phase is Phase.COMMITTED:
+            self._context.note_step()
+
+    # ------------------------------------------------------------------- optimizer steps
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> None:
+        """Take a call of `optimizer.step()`; the last of a step's commits it."""
+        if not self.has_begun or self._phase is Phase.OUTSIDE:
+            real()
+            return
+        unit, reducer = self._units[id(optimizer)], self._the_reducer()
+        if self._phase is Phase.GATHERING:
+            reducer.unit_stepped(unit)
+        if self._phase is not Phase.DUE or optimizer in self._due:
+            return
+        if self._is_broken() or not reducer.settle(unit):
+            self._make_void()
+            return
+        reducer.unit_stepped(unit)
+        self._due.add(optimizer, real, [parameter for _, parameter in unit.parameters])
+        if len(self._due) < len(self._units):
+            self._due.hold_back(optimizer)
+        else:
+            self._commit()
+
+    def optimizer_skipped(self, optimizer: Any) -> None:
+        """Count a step that a scaler left out, because gradients overflowed."""
+        if self._phase is Phase.DUE and optimizer not in self._due:
+            self.optimizer_step(optimizer, lambda: None)
+
+    def _commit(self) -> None:
+        """Change the weights: the step counts, here and, sooner or later, everywhere."""
+        reducer = self._the_reducer()
+        # An aborted NCCL collective ends without an error, so that order counts.
+        if not reducer.settle_buffers() or self._is_broken():
+            self._make_void()
+            return
+        self._due.do()
+        self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
+        self._phase = Phase.COMMITTED
+        rows = reducer.rows
+        self._leaves = any(row and row[0] > 0 for row in rows)
+        self.logbook.take_rows([row[1:] for row in rows])
+        self.logbook.commit_step()
+
+    def _make_void(self) -> None:
+        reducer = self._the_reducer()
+        self._error = self._error or reducer.broken
+        reducer.abandon()
+        self._phase = Phase.VOID
+
+    def _forget_step(self) -> None:
+        """Whatever the broken step has left behind is not to be seen by the next attempt."""
+        self.logbook.forget_step()
+        self._due.forget()
+        for scaler in self.state.scalers:
+            # What it found out about this step; its scale is as before.
+            getattr(scaler, "_per_optimizer_states", {}).clear()
+
+    # ------------------------------------------------------------------- what prepared objects ask
+
+    def is_due(self) -> bool:
+        """Return whether what happens once per step happens now."""
+        if self._phase is Phase.DUE and self._is_broken():
+            self._make_void()
+        return self._phase in (Phase.OUTSIDE, Phase.DUE)
+
+    def has_stepped(self) -> bool:
+        """Return whether what follows an optimizer step happens now."""
+        return self._phase in (Phase.OUTSIDE, Phase.COMMITTED)
+
+    def is_prepared(self, optimizer: Any) -> bool:
+        """Return whether this optimizer takes part."""
+        return id(optimizer) in self._units
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Average these over the step; see `train.log`."""
+        if self._batch is not None and self._batch.count:
+            self.logbook.add(values, float(self._batch.count))
+
+    def report(self, metrics: str, checkpoint: str | None, name: str | None) -> None:
+        """Report once per step, or once between epochs; see `train.report`."""
+        if not self.has_stepped():
+            return  # The report of a step is made once, where its gradients are complete.
+        cursor = self.cursor
+        if self._reported_at != cursor:
+            self._reported_at, self._reports = cursor, 0
+        where = f"e{cursor.epoch:05d}-s{cursor.step:07d}-{self._reports}"
+        self._reports += 1
+        # Members that had come further when this group was formed have made this report before.
+        voters = sum(1 for one in self._cursors if one <= cursor)
+        self._context.the_reporter().report_in_place(
+            metrics, checkpoint, name, where=where, voters=voters
+        )
+
+    # ------------------------------------------------------------------- groups
+
+    def _is_broken(self) -> bool:
+        return self._the_reducer().broken is not None or self._is_called_back()
+
+    def _is_called_back(self) -> bool:
+        return self._home.is_called_back(self._context.generation)
+
+    def _change_group(self, *, is_first: bool = False) -> None:
+        """Join the newest group, until one stands in which all have the same state.
+
+        Args:
+            is_first: the group that stands has not met yet; do not leave it.
+        """
+        began = time.monotonic()
+        reducer = self._the_reducer()
+        error = self._error or reducer.broken
+        at_boundary = self._leaves and error is None
+        self._forget_step()
+        self._phase = Phase.OUTSIDE
+        stays = is_first
+        while True:
+            if not stays:
+                reducer.attach(None)
+                if self.recovery in ("reenter", "restart"):
+                    raise GroupChanged("the group changes", self._context.generation) from error
+                self._home.rejoin(self._context.generation, error, at_boundary)
+            stays = at_boundary = False
+            self._leaves, self._error = False, None
+            try:
+                num_bytes = self._agree()
+                break
+            except (RuntimeError, GroupError) as failure:
+                if not (self._is_called_back() or is_group_broken(failure)):
+                    raise
+                error = None if self._is_called_back() else failure
+        self._attach()
+        place = self._context
+        log.info(
+            "%s generation=%d world_size=%d epoch=%d step=%d bytes=%d ms=%.1f",
+            "met" if is_first else "recovered rung=in_place", place.generation, place.world_size,
+            self.cursor.epoch, self.cursor.step, num_bytes, (time.monotonic() - began) * 1e3,
+        )  # fmt: skip
+
+    def _attach(self) -> None:
+        self._the_reducer().attach(default_group())
+        self._deal()
+
+    def _agree(self) -> int:
+        """Find out who is how far, and send state to those who need it.
+
+        Returns:
+            Bytes that we sent or received.
+        """
+        epochs = self._loader.epochs if self._loader is not None else None
+        standing = Standing(self._has_state, self.cursor, epochs.steps if epochs else 0)
+        units = list(self._units.values())
+        with self._context.activity.waiting():
+            met = meet(default_group(), standing, units, epochs, self._take)
+        if met.state is not None:
+            self.state.put(met.state["objects"])
+            self.cursor = Cursor(*met.state["cursor"])
+            self.logbook.latest = dict(met.state["logged"])
+        self._has_state = True
+        self._cursors = met.cursors
+        return met.num_bytes
+
+    def _take(self) -> dict[str, Any]:
+        return {
+            "objects": self.state.take(),
+            "cursor": [self.cursor.epoch, self.cursor.step],
+            "logged": dict(self.logbook.latest),
+        }
+
+    def _pass_gate(self) -> bool:
+        """Wait until everyone has committed the epoch's last step; False if the group broke.
+
+        A member that goes on to the code after the loop can then be followed by all others, who
+        have the same state.
+        """
+        try:
+            with self._context.activity.waiting():
+                rows = tell_rows(default_group(), self.logbook.row())
+        except RuntimeError as error:
+            if not (self._is_called_back() or is_group_broken(error)):
+                raise
+            self._error = error
+            self._phase = Phase.VOID
+            return False
+        self.logbook.take_rows(rows)
+        return True
+
+    def carry(self, *, in_this_group: bool = False) -> Carry | None:
+        """Return what the next call of the train function goes on from, None if nothing.
+
+        Args:
+            in_this_group: it is called in the group that has agreed on this state.
+        """
+        if self._carry is not None or not self._has_state:
+            return self._carry
+        generation = self._context.generation if in_this_group else 0
+        return Carry(self.state.take(), self.cursor, generation)
+
+    @property
+    def _context(self) -> WorkerContext:
+        if self._place is None:
+            raise InvariantViolation("the step engine is asked before a group stands")
+        return self._place
+
+    def _the_reducer(self) -> Reducer:
+        if self._reducer is None:
+            raise UsageError("the loop over train.epochs() is over")
+        return self._reducer

@@ -1,0 +1,199 @@
+"""Training state sent from a member that has it to one that lacks it.
+
+Rule: what a member receives is complete before any of it is used, so that a sender that dies in
+the middle leaves the receiver as it was. Nothing is unpickled but plain containers and numbers:
+tensors travel as bytes, everything around them through torch's `weights_only` loader.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic.core.policy.recovery import Transfers
+from elastic.errors import UsageError
+
+SMALL_BYTES = 1 << 20
+"""Tensors below this travel together, in one message."""
+TAG = 9_000
+"""Tags of transfers; those of the reduction are others."""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Stands in the skeleton where a tensor was."""
+
+    number: int
+    dtype: str
+    shape: tuple[int, ...]
+    is_array: bool
+
+
+# -------------------------------------------------------------------------------------- packing
+
+
+def pack(state: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Split a nested state into plain values as bytes, and tensors.
+
+    Raises:
+        UsageError: it holds something that is neither, naming where.
+    """
+    tensors: list[torch.Tensor] = []
+    skeleton = _replaced(state, tensors, "state")
+    buffer = io.BytesIO()
+    torch.save(skeleton, buffer)
+    return buffer.getvalue(), tensors
+
+
+def _replaced(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        is_array = isinstance(value, np.ndarray)
+        if isinstance(value, torch.Tensor):
+            tensor = value
+        elif value.dtype == object:
+            raise UsageError(f"{where}: a NumPy array of objects cannot be sent to another worker")
+        else:
+            tensor = torch.from_numpy(np.ascontiguousarray(value))
+        tensors.append(tensor.detach())
+        name = str(tensor.dtype).removeprefix("torch.")
+        return ["tensor", len(tensors) - 1, name, list(tensor.shape), is_array]
+    if isinstance(value, dict):
+        pairs = [[key, _replaced(v, tensors, f"{where}[{key!r}]")] for key, v in value.items()]
+        return ["dict", pairs]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_replaced(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]]
+    if isinstance(value, np.generic):
+        return ["value", value.item()]
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return ["value", value]
+    if isinstance(value, set):
+        return ["set", [["value", v] for v in sorted(value)]]
+    raise UsageError(
+        f"{where} is a {type(value).__name__}, which cannot be sent to another worker: let "
+        f"state_dict return tensors, arrays, numbers, strings and containers of them"
+    )
+
+
+def _tensors_of(skeleton: Any) -> list[_Tensor]:
+    found: list[_Tensor] = []
+
+    def walk(node: Any) -> None:
+        kind, content = node[0], node[1]
+        if kind == "tensor":
+            found.append(_Tensor(content, node[2], tuple(node[3]), node[4]))
+        elif kind == "dict":
+            for _, value in content:
+                walk(value)
+        elif kind in ("list", "tuple"):
+            for value in content:
+                walk(value)
+
+    walk(skeleton)
+    return sorted(found, key=lambda one: one.number)
+
+
+def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the state that `pack` split."""
+    kind, content = skeleton[0], skeleton[1]
+    if kind == "tensor":
+        return tensors[content].numpy() if skeleton[4] else tensors[content]
+    if kind == "dict":
+        return {key: unpack(value, tensors) for key, value in content}
+    if kind == "value":
+        return content
+    values = [unpack(value, tensors) for value in content]
+    return {"list": list, "tuple": tuple, "set": set}[kind](values)
+
+
+# -------------------------------------------------------------------------------------- sending
+
+
+def transfer(group: Any, transfers: Transfers, state: Any) -> tuple[Any, int]:
+    """Send our state, or receive it, as planned.
+
+    Args:
+        group: the process group that stands; of a CPU backend.
+        transfers: the plan, the same on all members.
+        state: ours; a function that returns it, called only if it is sent.
+
+    Returns:
+        What we received (None if we needed nothing), and the bytes that went through here.
+
+    Raises:
+        RuntimeError: the group broke; what was received in part is forgotten.
+        UsageError: the state cannot be sent.
+    """
+    rank = group.rank()
+    receivers, source = transfers.sent_by(rank), transfers.source_of(rank)
+    if receivers:
+        return None, _send(group, receivers, state())
+    if source is not None:
+        return _receive(group, source)
+    return None, 0
+
+
+def _send(group: Any, receivers: Sequence[int], state: Any) -> int:
+    skeleton, tensors = pack(state)
+    cpu = [tensor.to("cpu") for tensor in tensors]
+    small, large = _sorted_by_size([_bytes_of(tensor) for tensor in cpu])
+    messages = [
+        torch.tensor([len(skeleton)], dtype=torch.int64),
+        torch.frombuffer(bytearray(skeleton), dtype=torch.uint8),
+        torch.cat([part for _, part in small]) if small else torch.empty(0, dtype=torch.uint8),
+        *(part for _, part in large),
+    ]
+    works = []
+    for receiver in receivers:
+        for number, message in enumerate(messages):
+            if message.numel():
+                works.append(group.send([message], receiver, TAG + number))
+    for work in works:
+        work.wait()
+    return len(receivers) * sum(message.nbytes for message in messages)
+
+
+def _receive(group: Any, source: int) -> tuple[Any, int]:
+    def receive(size: int, number: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        tensor = torch.empty(size, dtype=dtype)
+        if size:
+            group.recv([tensor], source, TAG + number).wait()
+        return tensor
+
+    length = int(receive(1, 0, torch.int64))
+    text = receive(length, 1).numpy().tobytes()
+    skeleton = torch.load(io.BytesIO(text), weights_only=True)
+    wanted = _tensors_of(skeleton)
+    tensors = [torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in wanted]
+    parts = [_bytes_of(tensor) for tensor in tensors]
+    small, large = _sorted_by_size(parts)
+    together = receive(sum(part.numel() for _, part in small), 2)
+    start = 0
+    for _, part in small:
+        part.copy_(together[start : start + part.numel()])
+        start += part.numel()
+    for number, (_, part) in enumerate(large):
+        group.recv([part], source, TAG + 3 + number).wait()
+    total = len(text) + sum(part.numel() for part in parts)
+    return unpack(skeleton, tensors), total
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory as bytes."""
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+Part = tuple[int, torch.Tensor]
+
+
+def _sorted_by_size(parts: list[torch.Tensor]) -> tuple[list[Part], list[Part]]:
+    """Return small ones and large ones, each in order."""
+    numbered = list(enumerate(parts))
+    small = [(n, part) for n, part in numbered if part.numel() < SMALL_BYTES]
+    return small, [(n, part) for n, part in numbered if part.numel() >= SMALL_BYTES]

@@ -1,0 +1,208 @@
+"""One bucket's sums of subtrees, exchanged and added in the order of the tree.
+
+Each rank owns a slice of the bucket. Everyone sends the owner its subtrees' part of the slice,
+the owner adds all of them in tree order, and sends the sum to everyone. That is as many bytes as
+a ring all-reduce where each rank holds one subtree, in two messages' time instead of 2 (W - 1).
+A small bucket goes in one: all send all to all, and each rank adds by itself.
+
+Rule: whoever adds, adds the same operands in the same order, so that the bits are the same for
+every number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.core.policy.microbatch import Span, additions_over, all_parts
+from elastic.worker.wires import Message, make_wires
+
+ONE_PHASE_BYTES = 64 << 10
+"""Up to this size a bucket is sent whole to everyone: latency counts, not bytes."""
+TAGS_PER_BUCKET = 64
+"""Tags keep the messages of different buckets, phases and subtrees apart."""
+RESULT = TAGS_PER_BUCKET - 1
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How the micro-batches of a step are dealt out over a group.
+
+    Attributes:
+        rank: ours.
+        world_size: W.
+        num_micro_batches: V.
+    """
+
+    rank: int
+    world_size: int
+    num_micro_batches: int
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Span, ...], ...]:
+        """Return the subtrees that each rank holds, by rank."""
+        return all_parts(self.world_size, self.num_micro_batches)
+
+    @cached_property
+    def additions(self) -> tuple[tuple[Span, Span, Span], ...]:
+        """Return (left, right, total) of each addition, in order."""
+        every = tuple(part for parts in self.parts for part in parts)
+        additions = additions_over(every, self.num_micro_batches)
+        return tuple((one.left, one.right, one.total) for one in additions)
+
+    @property
+    def mine(self) -> tuple[Span, ...]:
+        """Return the subtrees that we hold."""
+        return self.parts[self.rank]
+
+
+class TreeExchange:
+    """The exchange of one bucket within one group; used once per step, over and over.
+
+    Attributes:
+        total: the scaled sum, once `finish` has returned.
+        bytes_sent: to other ranks, so far.
+    """
+
+    def __init__(self, deal: Deal, number: int, like: torch.Tensor, group: Any) -> None:
+        """Allocate what is received.
+
+        Args:
+            deal: who holds what.
+            number: of the bucket.
+            like: a flat tensor of the bucket's size, type and device.
+            group: the process group; None for a group of one.
+        """
+        self.total = torch.empty_like(like)
+        self.bytes_sent = 0
+        self._deal = deal
+        self._wires = make_wires(group, like.device)
+        self._tag = number * TAGS_PER_BUCKET
+        size, world = like.numel(), deal.world_size
+        self._is_one_phase = like.nbytes <= ONE_PHASE_BYTES
+        self._slices = [
+            (0, size) if self._is_one_phase else (r * size // world, (r + 1) * size // world)
+            for r in range(world)
+        ]
+        first, last = self._slices[deal.rank]
+        self._others = [rank for rank in range(world) if rank != deal.rank]
+        self._received = {
+            part: like.new_empty(last - first) for rank in self._others for part in deal.parts[rank]
+        }
+
+    def start(self, sums: dict[Span, torch.Tensor]) -> None:
+        """Send our subtrees' sums; returns at once.
+
+        Args:
+            sums: of what we hold; not to be changed before `finish`.
+        """
+        deal, messages = self._deal, []
+        for rank in self._others:
+            for place, part in enumerate(deal.parts[rank]):
+                messages.append(Message(False, self._received[part], rank, self._tag + place))
+        for rank in self._others:
+            first, last = self._slices[rank]
+            for place, part in enumerate(deal.mine):
+                tensor = sums[part][first:last]
+                messages.append(Message(True, tensor, rank, self._tag + place))
+                self.bytes_sent += tensor.nbytes
+        self._wires.post(messages)
+
+    def add(self, sums: dict[Span, torch.Tensor], *, divisor: float, factor: float) -> None:
+        """Wait for the others' sums, add all, scale, and send the part that is ours to add.
+
+        Args:
+            sums: as given to `start`.
+            divisor: what the total is divided by.
+            factor: what it is multiplied with after that.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        deal = self._deal
+        self._wires.wait_received()
+        first, last = self._slices[deal.rank]
+        values = {part: tensor[first:last] for part, tensor in sums.items()}
+        values.update(self._received)
+        scratch = set(self._received)
+        for left, right, total in deal.additions:
+            # Ours stay as they are: what is sent must not change. Two of ours are never added to
+            # each other, for their sum would be one of ours; and addition commutes.
+            into, other = (left, right) if left in scratch else (right, left)
+            values[total] = values[into].add_(values[other])
+            scratch.add(total)
+        mine = self.total[first:last]
+        torch.div(values[0, deal.num_micro_batches], divisor, out=mine)
+        if factor != 1.0:
+            mine.mul_(factor)
+        if self._is_one_phase:
+            return
+        messages = []
+        for rank in self._others:
+            begin, end = self._slices[rank]
+            messages.append(Message(False, self.total[begin:end], rank, self._tag + RESULT))
+        for rank in self._others:
+            messages.append(Message(True, mine, rank, self._tag + RESULT))
+            self.bytes_sent += mine.nbytes
+        self._wires.post(messages)
+
+    def finish(self) -> None:
+        """Wait until `total` is whole, and nothing of ours is on its way any more.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        self._wires.wait_all()
+
+
+class SumExchange:
+    """The same by an all-reduce of torch's, whose order of addition depends on the group.
+
+    Attributes:
+        total: the scaled sum, once `finish` has returned.
+        bytes_sent: to other ranks, so far, if the all-reduce goes in a ring.
+    """
+
+    def __init__(self, deal: Deal, number: int, like: torch.Tensor, group: Any) -> None:
+        """Allocate the result; see `TreeExchange`."""
+        del number  # torch keeps the order of collectives.
+        self.total = torch.empty_like(like)
+        self.bytes_sent = 0
+        self._deal = deal
+        self._group = group
+        self._work: Any = None
+
+    def start(self, sums: dict[Span, torch.Tensor]) -> None:
+        """Add up what is ours, and begin to add up everyone's."""
+        first, *more = self._deal.mine
+        self.total.copy_(sums[first])
+        for part in more:
+            self.total.add_(sums[part])
+        if self._group is not None:
+            self._work = dist.all_reduce(self.total, group=self._group, async_op=True)
+            world = self._deal.world_size
+            self.bytes_sent += 2 * (world - 1) * self.total.nbytes // world
+
+    def add(self, sums: dict[Span, torch.Tensor], *, divisor: float, factor: float) -> None:
+        """Wait for the sum, and scale it.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        del sums
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self.total.div_(divisor)
+        if factor != 1.0:
+            self.total.mul_(factor)
+
+    def finish(self) -> None:
+        """Do nothing more."""
+
+
+Exchange = TreeExchange | SumExchange

@@ -1,0 +1,248 @@
+"""Which samples a micro-batch loader yields, after any deals; what it refuses to be made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from elastic.core.policy.cursor import Cursor, Epochs, Permutation
+from elastic.errors import InvariantViolation, UsageError
+from elastic.worker.loader import MicroBatchLoader, permuted
+
+DATA = TensorDataset(torch.arange(10))
+
+
+class Numbers(Dataset[int]):
+    """Each sample is its number."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+
+
+class Unmeasured(Dataset[int]):
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+class Reversed:
+    """A sampler that can be indexed."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, place: int) -> int:
+        return 9 - place
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9, -1, -1))
+
+
+class MySequence(SequentialSampler):
+    pass
+
+
+def expected(
+    epochs: Epochs, cursor: Cursor, held: tuple[int, int]
+) -> Iterator[tuple[Cursor, int, int, list[int]]]:
+    """What comes after a deal, written down the plain way."""
+    epoch, step = cursor.epoch, cursor.step
+    while True:
+        for number in range(*held):
+            ids = list(epochs.samples(epoch, step, number))
+            count = len(ids)
+            if not ids:
+                whole = (epochs.samples(epoch, step, v) for v in range(epochs.num_micro_batches))
+                ids = [next(sample for some in whole for sample in some)]
+            yield Cursor(epoch, step), number, count, ids
+        epoch, step = (epoch, step + 1) if step + 1 < epochs.steps else (epoch + 1, 0)
+
+
+def taken(loader: MicroBatchLoader) -> tuple[Cursor, int, int, list[int]]:
+    batch = loader.next()
+    return batch.cursor, batch.micro_batch, batch.count, batch.value.tolist()
+
+
+@st.composite
+def deals(draw: st.DrawFn, epochs: Epochs) -> tuple[Cursor, tuple[int, int], int]:
+    cursor = Cursor(draw(st.integers(0, 3)), draw(st.integers(0, epochs.steps - 1)))
+    first = draw(st.integers(0, epochs.num_micro_batches - 1))
+    last = draw(st.integers(first + 1, epochs.num_micro_batches))
+    return cursor, (first, last), draw(st.integers(0, 12))
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_any_sequence_of_deals_yields_exactly_the_samples_of_the_plan(data: st.DataObject) -> None:
+    micro, v = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    drop = data.draw(st.booleans())
+    size = data.draw(st.integers(micro * v if drop else 1, 90))
+    plain = DataLoader(
+        Numbers(size), batch_size=micro, shuffle=data.draw(st.booleans()), drop_last=drop
+    )
+    seed = data.draw(st.integers(0, 2**63 - 1))
+    loader = MicroBatchLoader(plain, num_micro_batches=v, seed=seed)
+    for cursor, held, count in data.draw(st.lists(deals(loader.epochs), min_size=1, max_size=5)):
+        loader.deal(cursor, held)
+        plan = expected(loader.epochs, cursor, held)
+        for _ in range(count):
+            assert taken(loader) == next(plan)
+    loader.close()
+
+
+def test_a_block_of_sample_ids_may_end_anywhere_in_an_epoch() -> None:
+    loader = MicroBatchLoader(
+        DataLoader(Numbers(1000), batch_size=7, shuffle=True), num_micro_batches=20, seed=5
+    )
+    loader.deal(Cursor(0, 3), (4, 15))
+    plan = expected(loader.epochs, Cursor(0, 3), (4, 15))
+    for _ in range(400):
+        assert taken(loader) == next(plan)
+
+
+def test_each_epoch_sees_every_sample_once_and_in_another_order() -> None:
+    plain = DataLoader(Numbers(23), batch_size=2, shuffle=True)
+    parts = [MicroBatchLoader(plain, num_micro_batches=5, seed=1) for _ in range(2)]
+    orders: dict[int, list[int]] = {0: [], 1: []}
+    for loader, held in zip(parts, ((0, 2), (2, 5)), strict=True):
+        loader.deal(Cursor(), held)
+        for _ in range((held[1] - held[0]) * loader.epochs.steps * 2):
+            batch = loader.next()
+            orders[batch.cursor.epoch] += batch.value.tolist()[: batch.count]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(23))
+    assert orders[0] != orders[1]
+
+
+def test_a_micro_batch_without_samples_is_the_first_sample_of_its_step() -> None:
+    loader = MicroBatchLoader(DataLoader(Numbers(9), batch_size=2), num_micro_batches=4, seed=0)
+    loader.deal(Cursor(0, 1), (0, 4))
+    assert [taken(loader)[1:] for _ in range(4)] == [
+        (0, 0, [8]), (1, 0, [8]), (2, 0, [8]), (3, 1, [8]),
+    ]  # fmt: skip
+    assert taken(loader) == (Cursor(1, 0), 0, 2, [0, 1])
+
+
+def test_drop_last_leaves_out_the_last_step_of_all_ranks() -> None:
+    plain = DataLoader(Numbers(17), batch_size=2, drop_last=True)
+    loader = MicroBatchLoader(plain, num_micro_batches=4, seed=0)
+    loader.deal(Cursor(0, 1), (3, 4))
+    assert taken(loader) == (Cursor(0, 1), 3, 2, [14, 15])
+    assert taken(loader) == (Cursor(1, 0), 3, 2, [6, 7])
+
+
+@pytest.mark.parametrize("sampler", [Reversed(), list(range(9, -1, -1))])
+def test_a_sampler_that_can_be_indexed_gives_the_order(sampler: Any) -> None:
+    loader = MicroBatchLoader(
+        DataLoader(Numbers(10), batch_size=2, sampler=sampler), num_micro_batches=2, seed=0
+    )
+    loader.deal(Cursor(), (0, 2))
+    assert [taken(loader)[3] for _ in range(6)] == [[9, 8], [7, 6], [5, 4], [3, 2], [1], [0]]
+    assert taken(loader) == (Cursor(1, 0), 0, 2, [9, 8])
+
+
+def test_a_sampler_may_be_longer_than_the_data_and_repeat_samples() -> None:
+    loader = MicroBatchLoader(
+        DataLoader(Numbers(2), batch_size=2, sampler=[1, 1, 0, 1]), num_micro_batches=1, seed=0
+    )
+    assert loader.epochs.steps == 2
+    loader.deal(Cursor(), (0, 1))
+    assert [taken(loader)[3] for _ in range(2)] == [[1, 1], [0, 1]]
+
+
+@given(
+    size=st.integers(1, 5000), seed=st.integers(0, 2**63 - 1), first=st.integers(0, 4999),
+    count=st.integers(0, 200),
+)  # fmt: skip
+@settings(deadline=None)
+def test_many_positions_at_once_are_permuted_as_one_by_one(
+    size: int, seed: int, first: int, count: int
+) -> None:
+    permutation = Permutation(size, seed)
+    places = [place % size for place in range(first, first + count)]
+    many = permuted(permutation, np.array(places, dtype=np.uint64))
+    assert many.tolist() == [permutation.at(place) for place in places]
+
+
+@pytest.mark.parametrize(
+    ("loader", "says"),
+    [
+        (DataLoader(Endless(), batch_size=2), "Endless is an IterableDataset.*__getitem__"),
+        (DataLoader(DATA, batch_size=None), "batch_size=None"),
+        (DataLoader(Endless(), batch_size=None), "IterableDataset"),
+        (
+            DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 2, False)),
+            "own batch_sampler .BatchSampler.*use batch_size",
+        ),
+        (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "own batch_sampler .list"),
+        (DataLoader(DATA, sampler=SubsetRandomSampler([1, 2])), "SubsetRandomSampler.*shuffle="),
+        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 10)), "WeightedRandomSampler"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "RandomSampler"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=3)), "RandomSampler"),
+        (DataLoader(DATA, sampler=SequentialSampler(range(3))), "SequentialSampler.*Subset"),
+        (DataLoader(DATA, sampler=MySequence(DATA)), "MySequence"),
+        (DataLoader(DATA, sampler={0: 1}), "own sampler .dict"),
+        (DataLoader(DATA, sampler=[]), r"sampler \(list\) is empty"),
+        (DataLoader(Unmeasured()), r"Unmeasured\) does not know its length.*__len__"),
+        (DataLoader(TensorDataset(torch.zeros(0))), "dataset is empty"),
+        (DataLoader(DATA, num_workers=1, prefetch_factor=0), "prefetch_factor=0"),
+        (DataLoader(DATA, batch_size=6, drop_last=True), "drop_last leaves no step"),
+    ],
+)
+def test_what_cannot_be_asked_for_by_number_is_refused(loader: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        MicroBatchLoader(loader, num_micro_batches=2, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("cursor", "held"),
+    [
+        (Cursor(0, 3), (0, 1)),
+        (Cursor(0, -1), (0, 1)),
+        (Cursor(), (0, 3)),
+        (Cursor(), (1, 1)),
+        (Cursor(), (-1, 1)),
+    ],
+)
+def test_a_deal_of_what_does_not_exist_is_a_bug(cursor: Cursor, held: tuple[int, int]) -> None:
+    loader = MicroBatchLoader(DataLoader(DATA, batch_size=2), num_micro_batches=2, seed=0)
+    with pytest.raises(InvariantViolation):
+        loader.deal(cursor, held)
+
+
+def test_nothing_is_read_before_a_deal_or_after_the_end() -> None:
+    loader = MicroBatchLoader(DataLoader(DATA), num_micro_batches=1, seed=0)
+    with pytest.raises(InvariantViolation, match="before micro-batches were dealt"):
+        loader.next()
+    loader.deal(Cursor(), (0, 1))
+    loader.next()
+    loader.close()
+    loader.close()
+    with pytest.raises(InvariantViolation, match="after it was closed"):
+        loader.next()

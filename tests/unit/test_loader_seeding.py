@@ -1,0 +1,191 @@
+"""Augmentation depends on (seed, epoch, sample) alone, whoever reads, and however often."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+
+from elastic.core.policy.cursor import Cursor
+from elastic.worker.loader import MicroBatchLoader
+from elastic.worker.seeding import seed_everything
+
+pytestmark = [
+    # Python 3.12 remarks on every fork of a process that has used torch.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+V = 4
+SIZE = 24
+
+
+def draws() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+class Augmented(Dataset[Any]):
+    """Samples are their number and what was drawn for them, more for some than for others."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, number: int) -> Any:
+        for _ in range(number % 3):
+            draws()
+        return number, torch.tensor(draws(), dtype=torch.float64)
+
+
+class ReadAtOnce(Augmented):
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        return [(number, torch.tensor(draws(), dtype=torch.float64)) for number in numbers]
+
+
+class Marked(Dataset[Any]):
+    """Samples are what worker_init_fn has left in the dataset of its process."""
+
+    mark = -1
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, number: int) -> int:
+        info = get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        return self.mark
+
+
+def mark(worker_id: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert isinstance(info.dataset, Marked)
+    info.dataset.mark = 100 + worker_id
+
+
+def mask(samples: list[Any]) -> Any:
+    """A collate_fn that draws."""
+    return [*default_collate(samples), torch.tensor(draws(), dtype=torch.float64)]
+
+
+@contextmanager
+def loading(data: Dataset[Any], *, seed: int = 9, **kept: Any) -> Iterator[MicroBatchLoader]:
+    loader = MicroBatchLoader(
+        DataLoader(data, batch_size=2, shuffle=True, **kept), num_micro_batches=V, seed=seed
+    )
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+Seen = dict[tuple[int, int], list[float]]
+
+
+def seen(loader: MicroBatchLoader, held: tuple[int, int], count: int) -> Seen:
+    """What was drawn, by (epoch, sample)."""
+    loader.deal(Cursor(), held)
+    found: Seen = {}
+    for _ in range(count):
+        batch = loader.next()
+        random.random()  # The training loop draws, too.
+        for number, values in zip(*batch.value, strict=True):
+            found[batch.cursor.epoch, int(number)] = values.tolist()
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole() -> Seen:
+    with loading(Augmented()) as loader:
+        return seen(loader, (0, V), 2 * SIZE // 2)
+
+
+def test_samples_and_epochs_are_augmented_differently(whole: Seen) -> None:
+    assert len(whole) == 2 * SIZE
+    values = [value for row in whole.values() for value in row]
+    assert len(set(values)) == len(values)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("held", [(0, 1), (1, 4)])
+def test_augmentation_is_equal_for_any_processes_and_any_dealing(
+    whole: Seen, num_workers: int, held: tuple[int, int]
+) -> None:
+    with loading(Augmented(), num_workers=num_workers) as loader:
+        found = seen(loader, held, 6 * (held[1] - held[0]))
+    assert found == {key: whole[key] for key in found}
+
+
+@pytest.mark.parametrize("data", [Subset(Augmented(), range(SIZE)), ConcatDataset([Augmented()])])
+def test_a_view_of_a_dataset_is_augmented_as_the_dataset(whole: Seen, data: Any) -> None:
+    with loading(data) as loader:
+        assert seen(loader, (0, V), 2 * SIZE // 2) == whole
+
+
+def test_another_seed_augments_otherwise(whole: Seen) -> None:
+    with loading(Augmented(), seed=10) as loader:
+        found = seen(loader, (0, V), SIZE // 2)
+    assert all(values != whole[key] for key, values in found.items())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("data", "collate"),
+    [
+        (ReadAtOnce(), None),
+        (Subset(ReadAtOnce(), range(SIZE)), None),
+        (TensorDataset(torch.arange(SIZE)), mask),
+        (Augmented(), mask),
+    ],
+)
+def test_what_is_drawn_for_a_whole_micro_batch_depends_on_its_samples_alone(
+    data: Any, collate: Any, num_workers: int
+) -> None:
+    kept = {"collate_fn": collate} if collate else {}
+    found: list[dict[Any, str]] = []
+    for held, workers in (((0, V), 0), ((1, 3), num_workers)):
+        with loading(data, num_workers=workers, **kept) as loader:
+            loader.deal(Cursor(), held)
+            batches = [loader.next() for _ in range(5 * (held[1] - held[0]))]
+        found.append({(one.cursor, one.micro_batch): str(one.value) for one in batches})
+    everything, part = found
+    assert part == {key: everything[key] for key in part}
+    assert len(set(everything.values())) == len(everything)
+
+
+def test_a_worker_init_fn_finds_the_users_dataset() -> None:
+    with loading(Marked(), num_workers=2, worker_init_fn=mark) as loader:
+        loader.deal(Cursor(), (0, V))
+        marks = {int(value) for _ in range(6) for value in loader.next().value}
+    assert marks == {100, 101}
+
+
+def test_the_users_functions_may_be_sent_to_processes_that_do_not_fork() -> None:
+    kept: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    with loading(TensorDataset(torch.arange(SIZE)), **kept) as loader:
+        loader.deal(Cursor(), (0, 1))
+        (value,) = loader.next().value
+        assert value.tolist() == list(loader.epochs.samples(0, 0, 0))
+
+
+def test_a_seed_decides_all_generators_of_the_process() -> None:
+    seed_everything(2**63 - 1)
+    first = draws()
+    draws()
+    seed_everything(2**63 - 1)
+    assert draws() == first
+    seed_everything(5)
+    assert not set(draws()) & set(first)
