@@ -2,7 +2,8 @@
 
 Starts a coordinator and three agents as real processes, trains `digits.py` on 2 to 3 workers,
 kills a worker, kills a whole node, lets a new node join, and prints what happened and how long
-each recovery took, from the kill to the end of the first step of the new group.
+each recovery took, from the kill to the end of the first step of the new group. Then trains once
+more in one process, undisturbed, and compares the weights, bit by bit.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -111,7 +113,7 @@ class Demo:
         Args:
             what: the row's name.
             action: does it, and returns the node that is lost, "" for none.
-            planned: nobody is lost: measure from the last report of the group before.
+            planned: nobody is lost: measure from when the members were asked.
         """
         before = self.cluster.job(self.job_id)
         generation, size = before.record.generation, world_size(before)
@@ -124,7 +126,7 @@ class Demo:
         )
         self.refresh()
         if planned:
-            began_ns = self.last_report_ns(generation)
+            began_ns = self.asked_ns(generation)
         said = dict(note.note.fields)
         after = pids_of(self.cluster.job(self.job_id))
         survivors = {w: p for w, p in pids_of(before).items() if not w.startswith(f"{lost}/")}
@@ -139,12 +141,12 @@ class Demo:
             )
         )
 
-    def last_report_ns(self, generation: int) -> int:
-        """Return when this generation reported last, on the wall clock."""
+    def asked_ns(self, generation: int) -> int:
+        """Return when the members of this generation were asked to let someone in or go."""
         return max(
             timed.unix_ns
             for timed in self.cluster.notes
-            if timed.note.name == "report"
+            if timed.note.name == "change_planned"
             and dict(timed.note.fields)["generation"] == str(generation)
         )
 
@@ -188,7 +190,7 @@ def digits_job(run_path: Path, epochs: int) -> JobSpec:
     entry = Entry(
         EntryKind.SCRIPT,
         str(script),
-        args=("--epochs", str(epochs), "--batch-size", "8"),
+        args=("--epochs", str(epochs)),
         working_dir=str(HERE),
         python_path=(str(HERE),),
     )
@@ -224,11 +226,36 @@ def run(console: Console, epochs: int) -> int:
                 failure = view.record.failure
                 console.print(f"[red]{view.reason}[/red]\n{failure.traceback if failure else ''}")
                 return 1
-            accuracy = json.loads(view.record.metrics)["accuracy"]
-            console.print(
-                f"Trained {epochs} epochs; accuracy on held-out digits: [bold]{accuracy:.2%}[/bold]"
-            )
-    return 0
+            metrics = json.loads(view.record.metrics)
+        console.print(
+            f"Trained {epochs} epochs; accuracy on held-out digits: "
+            f"[bold]{metrics['accuracy']:.2%}[/bold]"
+        )
+        console.print("[bold]3.[/bold] Training again, in one process that nobody disturbs ...")
+        return compare(console, metrics["weights"], undisturbed(directory / "quiet", epochs))
+
+
+def undisturbed(directory: Path, epochs: int) -> str:
+    """Return the SHA-256 of the weights of a run in one process."""
+    command = [
+        sys.executable, str(HERE / "digits.py"), "--num-workers", "0", "--epochs", str(epochs),
+        "--storage-path", str(directory),
+    ]  # fmt: skip
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return next(
+        line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("weights")
+    )
+
+
+def compare(console: Console, disturbed: str, quiet: str) -> int:
+    """Say whether the two runs ended with the same bits; return the exit code."""
+    console.print(f"   weights of the disturbed run    SHA-256 {disturbed}", soft_wrap=True)
+    console.print(f"   weights of the undisturbed run  SHA-256 {quiet}", soft_wrap=True)
+    if disturbed == quiet:
+        console.print("[bold green]The same bits.[/bold green]")
+        return 0
+    console.print("[bold red]They differ.[/bold red]")
+    return 1
 
 
 def disturb_training(demo: Demo, cluster: LocalCluster) -> None:

@@ -1,6 +1,7 @@
 """Handwritten digits: a small CNN on real data that survives the loss of any of its machines.
 
     python examples/digits.py                       # on this machine, 2 to 3 workers
+    python examples/digits.py --num-workers 0       # in one process: the same weights, bit by bit
     elastic submit examples/digits.py --num-workers 2:3 -- --epochs 40
 
 scikit-learn carries the data: 1,797 images of 8x8 pixels. 360 of them, drawn once, are held out.
@@ -9,6 +10,7 @@ scikit-learn carries the data: 1,797 images of 8x8 pixels. 360 of them, drawn on
 from __future__ import annotations
 
 import argparse
+import hashlib
 import tempfile
 from pathlib import Path
 
@@ -19,7 +21,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic import train
-from elastic.train.torch import TorchTrainer, prepare_data_loader, prepare_model
+from elastic.train.torch import (
+    TorchTrainer,
+    prepare_data_loader,
+    prepare_model,
+    prepare_optimizer,
+)
 
 NUM_HELD_OUT = 360
 
@@ -52,45 +59,43 @@ def load_data() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
 
 
 def train_func(config: dict) -> None:
-    """Train; called anew whenever the group changes, and goes on from the newest checkpoint."""
+    """Train in a plain loop; workers come and go beneath it, at any moment."""
     torch.manual_seed(0)
     dataset, held_out, truth = load_data()
     model = prepare_model(Net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
-    loader = prepare_data_loader(DataLoader(dataset, batch_size=config["batch_size"], shuffle=True))
-
-    first_epoch = 0
-    checkpoint = train.get_checkpoint()
-    if checkpoint is not None:
-        with checkpoint.as_directory() as directory:
-            state = torch.load(Path(directory) / "state.pt", weights_only=True)
-        model.module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first_epoch = state["epoch"] + 1
-
-    for epoch in range(first_epoch, config["epochs"]):
-        loader.set_epoch(epoch)
+    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=config["lr"]))
+    loader = prepare_data_loader(
+        DataLoader(dataset, batch_size=config["batch_size"], shuffle=True),
+        global_batch_size=config["global_batch_size"],
+    )
+    for epoch in train.epochs(config["epochs"]):
         model.train()
         for images, labels in loader:
             loss = F.cross_entropy(model(images), labels)
-            optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
+            train.log(loss=loss)
         model.eval()
         with torch.no_grad():
-            accuracy = (model.module(held_out).argmax(1) == truth).float().mean().item()
-        with tempfile.TemporaryDirectory() as directory:
-            if train.get_context().get_world_rank() == 0:
-                state = {
-                    "model": model.module.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "epoch": epoch,
-                }
-                torch.save(state, Path(directory) / "state.pt")
-            train.report(
-                {"epoch": epoch, "loss": loss.item(), "accuracy": accuracy},
-                checkpoint=train.Checkpoint.from_directory(directory),
-            )
+            accuracy = (model(held_out).argmax(1) == truth).float().mean().item()
+        train.report({"epoch": epoch, "accuracy": accuracy})
+
+    with tempfile.TemporaryDirectory() as directory:
+        if train.get_context().get_world_rank() == 0:
+            torch.save(model.module.state_dict(), Path(directory) / "model.pt")
+        train.report(
+            {"epoch": config["epochs"] - 1, "accuracy": accuracy, "weights": sha256(model)},
+            checkpoint=train.Checkpoint.from_directory(directory),
+        )
+
+
+def sha256(model: nn.Module) -> str:
+    """Return the SHA-256 of all weights: equal only if every bit of them is."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def parse_workers(text: str) -> int | tuple[int, int]:
@@ -105,12 +110,13 @@ def main() -> None:
     parser.add_argument("--num-workers", type=parse_workers, default=(2, 3))
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--batch-size", type=int, default=16, help="for each worker")
+    parser.add_argument("--batch-size", type=int, default=8, help="of a micro-batch")
+    parser.add_argument("--global-batch-size", type=int, default=48, help="of a step")
     parser.add_argument("--storage-path", default=None)
     args = parser.parse_args()
     trainer = TorchTrainer(
         train_func,
-        train_loop_config={"epochs": args.epochs, "lr": args.lr, "batch_size": args.batch_size},
+        train_loop_config=vars(args),
         scaling_config=train.ScalingConfig(num_workers=args.num_workers),
         run_config=train.RunConfig(
             storage_path=args.storage_path,
@@ -120,6 +126,7 @@ def main() -> None:
     result = trainer.fit()
     if train.is_driver():
         print(f"held-out accuracy: {result.metrics['accuracy']:.2%}")
+        print(f"weights: {result.metrics['weights']}")
         print(f"run directory: {result.path}")
 
 

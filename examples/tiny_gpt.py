@@ -1,10 +1,9 @@
 """A character-level GPT on the text of Python's own standard library; needs no download.
 
-    python examples/tiny_gpt.py --steps 300
-    elastic submit examples/tiny_gpt.py --num-workers 2:4 -- --steps 2000
+    python examples/tiny_gpt.py --epochs 3
+    elastic submit examples/tiny_gpt.py --num-workers 2:4 -- --epochs 20 --characters 2000000
 
-A checkpoint every `--checkpoint-every` steps; when the group changes, training goes on from the
-newest one.
+The weights are the same, bit by bit, whatever happens to the workers meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +19,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from elastic import train
-from elastic.train.torch import TorchTrainer, get_device, prepare_data_loader, prepare_model
+from elastic.train.torch import (
+    TorchTrainer,
+    prepare_data_loader,
+    prepare_model,
+    prepare_optimizer,
+    prepare_scheduler,
+)
 
 CONTEXT = 64
 """Characters that a prediction sees."""
@@ -29,7 +34,7 @@ VOCABULARY = 128
 """ASCII; anything else is read as '?'."""
 
 
-def read_text(max_bytes: int = 2_000_000) -> torch.Tensor:
+def read_text(max_bytes: int) -> torch.Tensor:
     """Return the library's source as (num_characters,) int64, each < VOCABULARY."""
     library = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
@@ -98,52 +103,33 @@ class TinyGPT(nn.Module):
 
 
 def train_func(config: dict) -> None:
-    """Train; goes on from the newest checkpoint when the group has changed."""
+    """Train in a plain loop; workers come and go beneath it, at any moment."""
     torch.manual_seed(0)
     model = prepare_model(TinyGPT())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
-    loader = prepare_data_loader(
-        DataLoader(Snippets(read_text()), batch_size=config["batch_size"], shuffle=True)
+    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=config["lr"]))
+    scheduler = prepare_scheduler(
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
     )
-    step = 0
-    checkpoint = train.get_checkpoint()
-    if checkpoint is not None:
-        with checkpoint.as_directory() as directory:
-            state = torch.load(
-                Path(directory) / "state.pt", weights_only=True, map_location=get_device()
-            )
-        model.module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-
-    loader.set_epoch(step)
-    while step < config["steps"]:
+    loader = prepare_data_loader(
+        DataLoader(
+            Snippets(read_text(config["characters"])),
+            batch_size=config["batch_size"],
+            shuffle=True,
+        )
+    )
+    for epoch in train.epochs(config["epochs"]):
         for ids, following in loader:
             loss = F.cross_entropy(model(ids).flatten(0, 1), following.flatten())
-            optimizer.zero_grad()
             loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            step += 1
-            if step % config["checkpoint_every"] == 0 or step == config["steps"]:
-                save(step, loss, model, optimizer)
-            if step == config["steps"]:
-                break
-
-
-def save(step: int, loss: torch.Tensor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Report with a checkpoint; rank 0's copy stands for all."""
-    with tempfile.TemporaryDirectory() as directory:
-        if train.get_context().get_world_rank() == 0:
-            state = {
-                "model": model.module.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "step": step,
-            }
-            torch.save(state, Path(directory) / "state.pt")
-        train.report(
-            {"step": step, "loss": loss.item()},
-            checkpoint=train.Checkpoint.from_directory(directory),
-        )
+            scheduler.step()
+            optimizer.zero_grad()
+            train.log(loss=loss)
+        with tempfile.TemporaryDirectory() as directory:
+            if train.get_context().get_world_rank() == 0:
+                torch.save(model.module.state_dict(), Path(directory) / "model.pt")
+            train.report({"epoch": epoch}, checkpoint=train.Checkpoint.from_directory(directory))
 
 
 def main() -> None:
@@ -151,10 +137,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--min-workers", type=int, default=1)
     parser.add_argument("--max-workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--checkpoint-every", type=int, default=25)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--characters", type=int, default=400_000, help="of text")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--batch-size", type=int, default=16, help="for each worker")
+    parser.add_argument("--batch-size", type=int, default=16, help="of a micro-batch")
     parser.add_argument("--storage-path", default=None)
     args = parser.parse_args()
     trainer = TorchTrainer(
@@ -168,7 +154,7 @@ def main() -> None:
     )
     result = trainer.fit()
     if train.is_driver():
-        print(f"loss after {result.metrics['step']} steps: {result.metrics['loss']:.3f}")
+        print(f"loss in epoch {result.metrics['epoch']}: {result.metrics['loss']:.3f}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         RunConfig,
         ScalingConfig,
     )
+    from elastic.train.loop import epochs, get_logged, log, register, stepped
     from elastic.train.result import Result
     from elastic.train.session import TrainContext, get_checkpoint, get_context, is_driver, report
 
@@ -30,8 +31,13 @@ _HOME = {
     "TrainContext": "session",
     "get_checkpoint": "session",
     "get_context": "session",
+    "epochs": "loop",
+    "get_logged": "loop",
     "is_driver": "session",
+    "log": "loop",
+    "register": "loop",
     "report": "session",
+    "stepped": "loop",
 }
 _SUBMODULES = ("collective", "torch")
 
@@ -43,10 +49,15 @@ __all__ = [
     "RunConfig",
     "ScalingConfig",
     "TrainContext",
+    "epochs",
     "get_checkpoint",
     "get_context",
+    "get_logged",
     "is_driver",
+    "log",
+    "register",
     "report",
+    "stepped",
 ]
 
 

@@ -62,19 +62,25 @@ class Checkpoint:
             path: where to; by default a new temporary directory, which is yours to delete.
 
         Raises:
-            StorageError: the checkpoint cannot be read.
+            StorageError: the checkpoint cannot be read, or the directory not be written.
         """
-        target = Path(path) if path is not None else Path(tempfile.mkdtemp(prefix="checkpoint_"))
-        target.mkdir(parents=True, exist_ok=True)
-        if self._is_local() and Path(self.path).resolve() == target.resolve():
-            return str(target)
         try:
-            if self._is_local():
-                shutil.copytree(self.path, target, dirs_exist_ok=True)
+            if not self.filesystem.isdir(self.path):
+                raise FileNotFoundError("no such directory")
+            if path is None:
+                target = Path(tempfile.mkdtemp(prefix="checkpoint_"))
             else:
+                target = Path(path)
+                target.mkdir(parents=True, exist_ok=True)
+            if not self.is_local:
                 self.filesystem.get(self.path.rstrip("/") + "/", str(target), recursive=True)
+            elif Path(self.path).resolve() != target.resolve():
+                shutil.copytree(self.path, target, dirs_exist_ok=True)
         except OSError as error:
-            raise StorageError(f"checkpoint {self.path} cannot be read: {error}") from error
+            where = f" to {path}" if path is not None else ""
+            raise StorageError(
+                f"checkpoint {self.path} cannot be copied{where}: {error}"
+            ) from error
         return str(target)
 
     @contextlib.contextmanager
@@ -83,7 +89,7 @@ class Checkpoint:
 
         A local checkpoint is used where it is; any other is copied, and the copy deleted.
         """
-        if self._is_local():
+        if self.is_local:
             if not Path(self.path).is_dir():
                 raise StorageError(f"checkpoint {self.path} is not there: no such directory")
             yield self.path
@@ -94,7 +100,9 @@ class Checkpoint:
         finally:
             shutil.rmtree(copy, ignore_errors=True)
 
-    def _is_local(self) -> bool:
+    @property
+    def is_local(self) -> bool:
+        """Return whether it lies in this machine's own file system, where `path` can be opened."""
         return isinstance(self.filesystem, LocalFileSystem)
 
     def __repr__(self) -> str:

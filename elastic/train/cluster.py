@@ -19,10 +19,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic.errors import CoordinatorUnreachable, Unavailable, UsageError
+from elastic.errors import ConfigError, CoordinatorUnreachable, Unavailable, UsageError
+from elastic.runtime.rpc import read_token_file
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
+POLL_S = 0.01
 
 
 @dataclass
@@ -35,7 +37,8 @@ class Cluster:
         processes: what was started for this script, in order; empty for a named cluster.
         directory: their files; deleted in the end.
         tether_fd: our end of the pipe whose closing ends them.
-        num_workers: slots of the embedded agent.
+        num_workers: slots of the embedded agent, 0 if it counted them itself.
+        by_itself: nobody called `init`: it was started for `TorchTrainer.fit`.
     """
 
     address: str
@@ -44,6 +47,7 @@ class Cluster:
     directory: Path | None = None
     tether_fd: int = -1
     num_workers: int = 0
+    by_itself: bool = False
 
     @property
     def is_embedded(self) -> bool:
@@ -54,6 +58,17 @@ class Cluster:
 _cluster: Cluster | None = None
 
 
+def _forget_in_fork() -> None:
+    """Let a fork of this process neither stop the cluster nor keep it alive."""
+    global _cluster
+    cluster, _cluster = _cluster, None
+    if cluster is not None and cluster.tether_fd >= 0:
+        os.close(cluster.tether_fd)
+
+
+os.register_at_fork(after_in_child=_forget_in_fork)
+
+
 def init(
     address: str | None = None,
     *,
@@ -61,6 +76,8 @@ def init(
     num_workers: int | None = None,
 ) -> None:
     """Connect to a cluster, or start one for this script.
+
+    A script that a worker runs (`elastic submit`) is in its cluster already: there it does nothing.
 
     Args:
         address: "host:port" of a coordinator, or several with commas. None takes the environment
@@ -72,9 +89,12 @@ def init(
     Raises:
         UsageError: called twice without `shutdown`, or arguments that contradict each other.
         CoordinatorUnreachable: nobody answers at the address.
+        NotAuthorized: the token is missing or wrong.
         Unavailable: the embedded cluster did not come up; its log is shown.
     """
     global _cluster
+    if _is_worker():
+        return
     if _cluster is not None:
         raise UsageError(
             f"elastic.init was called already (coordinator {_cluster.address}): call "
@@ -88,10 +108,17 @@ def init(
                 f"the agents of {address} have their own --workers"
             )
         named = token_file or os.environ.get("ELASTIC_TOKEN_FILE")
-        token = Path(named).read_text().strip() if named else ""
+        token = read_token_file(named) if named else ""
         _check_reachable(address, token)
         _cluster = Cluster(address, token)
         return
+    if token_file is not None:
+        raise UsageError(
+            f"elastic.init(token_file={str(token_file)!r}) without an address: a cluster of this "
+            f"script's own has its own token; pass address=... or set ELASTIC_COORD"
+        )
+    if num_workers is not None and num_workers < 1:
+        raise ConfigError(f"elastic.init(num_workers={num_workers}): expected >= 1")
     _cluster = _start_embedded(num_workers)
     atexit.register(shutdown)
 
@@ -111,14 +138,41 @@ def shutdown() -> None:
     _stop(cluster)
 
 
-def require_cluster(num_workers: int) -> Cluster:
-    """Return the cluster, and start one with this many workers if there is none."""
+def require_cluster(min_workers: int, max_workers: int) -> Cluster:
+    """Return the cluster; start one with so many workers if there is none, or one too small.
+
+    Raises:
+        UsageError: this script has started a cluster in which the job would wait for ever.
+        Unavailable: the cluster did not come up, or is gone.
+    """
+    if _cluster is not None and 0 < _cluster.num_workers < min_workers:
+        if not _cluster.by_itself:
+            raise UsageError(
+                f"the run needs {min_workers} workers and elastic.init(num_workers="
+                f"{_cluster.num_workers}) started a cluster with room for fewer: ask init for "
+                f"more, or the run for less"
+            )
+        shutdown()
     if _cluster is None:
-        count = max(num_workers, os.cpu_count() or 1)
+        count = max(max_workers, os.cpu_count() or 1)
         init(num_workers=None if os.environ.get("ELASTIC_COORD") else count)
+        if _cluster is not None:
+            _cluster.by_itself = True
     if _cluster is None:
-        raise UsageError("elastic.init did not connect")
+        raise UsageError("this process is a worker: only the script that started it has a cluster")
+    for process in _cluster.processes:
+        if process.poll() is not None:
+            raise Unavailable(
+                f"the cluster of this script is gone (pid {process.pid} ended with code "
+                f"{process.returncode}): call elastic.shutdown(), then elastic.init()"
+            )
     return _cluster
+
+
+def _is_worker() -> bool:
+    """Return whether a train function runs in this process; loads nothing to find out."""
+    context = sys.modules.get("elastic.worker.context")
+    return context is not None and context.current() is not None
 
 
 def _check_reachable(address: str, token: str) -> None:
@@ -152,6 +206,7 @@ def _start_embedded(num_workers: int | None) -> Cluster:
             "--workers", workers, "--token-file", str(token_file), "--node-id", "local",
             "--run-dir", str(directory), "--log-dir", str(directory / "logs"),
         )  # fmt: skip
+        _wait_node(cluster)
     except BaseException:
         _stop(cluster)
         raise
@@ -183,13 +238,31 @@ def _wait_ready(cluster: Cluster, ready: Path) -> str:
             return _address_in(text)
         if coordinator.poll() is not None:
             break
-        time.sleep(0.01)
-    log = ready.parent / "coordinator.log"
+        time.sleep(POLL_S)
+    raise Unavailable(_story(cluster, "coordinator", coordinator))
+
+
+def _wait_node(cluster: Cluster) -> None:
+    """Wait until the agent has registered: before that a job would seem to lack nodes."""
+    from elastic.client.jobs import Client
+
+    deadline = time.monotonic() + START_TIMEOUT_S
+    agent = cluster.processes[-1]
+    with Client(cluster.address, cluster.token) as client:
+        while time.monotonic() < deadline and agent.poll() is None:
+            if client.status().view.nodes:
+                return
+            time.sleep(POLL_S)
+    raise Unavailable(_story(cluster, "agent", agent))
+
+
+def _story(cluster: Cluster, name: str, process: subprocess.Popen[bytes]) -> str:
+    """Return why a part of the embedded cluster did not come up."""
+    log = (cluster.directory or Path()) / f"{name}.log"
     said = log.read_text(errors="replace")[-2000:] if log.exists() else ""
-    raise Unavailable(
-        f"the embedded coordinator did not come up within {START_TIMEOUT_S:g} s "
-        f"(exit code {coordinator.poll()}); it said:\n{said}"
-    )
+    code = process.poll()
+    how = f"within {START_TIMEOUT_S:g} s" if code is None else f"and ended with exit code {code}"
+    return f"the embedded {name} did not come up {how}; it said:\n{said}"
 
 
 def _address_in(text: str) -> str:

@@ -5,14 +5,17 @@ Where Ray's behaviour is a known trap, the difference is said in the field's lin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from elastic.core.config import check_name
 from elastic.core.world import Resources, Strategy
 from elastic.errors import ConfigError
 
+RECOVERIES = ("auto", "in_place", "reenter", "restart")
 NumWorkers = int | tuple[int, int]
 
 
@@ -41,11 +44,13 @@ class ScalingConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        low, high = self.min_workers, self.max_workers
-        if not isinstance(low, int) or not isinstance(high, int):
+        bounds = self.num_workers if isinstance(self.num_workers, tuple) else (self.num_workers,)
+        are_ints = all(isinstance(b, int) and not isinstance(b, bool) for b in bounds)
+        if not are_ints or len(bounds) != (2 if isinstance(self.num_workers, tuple) else 1):
             raise ConfigError(
                 f"ScalingConfig: num_workers={self.num_workers!r}: expected an int, or (min, max)"
             )
+        low, high = self.min_workers, self.max_workers
         if low < 0 or high < low or (low == 0 and high != 0):
             raise ConfigError(
                 f"ScalingConfig: num_workers={self.num_workers!r}: expected 1 <= min <= max, or 0 "
@@ -57,7 +62,17 @@ class ScalingConfig:
                 f"ScalingConfig: placement_strategy={self.placement_strategy!r}: expected one of "
                 f"{', '.join(names)}"
             )
-        self.resources()
+        replica = self.workers_per_replica
+        if replica < 1 or low % replica or high % replica:
+            raise ConfigError(
+                f"ScalingConfig: workers_per_replica={replica}: expected a number that divides "
+                f"num_workers={self.num_workers!r}"
+            )
+        if not self.resources().amount("GPU") and self.use_gpu:
+            raise ConfigError(
+                f"ScalingConfig: use_gpu=True, but resources_per_worker="
+                f"{dict(self.resources_per_worker or {})} has no GPU: add 'GPU': 1"
+            )
 
     @property
     def min_workers(self) -> int:
@@ -88,15 +103,26 @@ class FailureConfig:
     Attributes:
         max_failures: how often user code may raise or crash before the run fails; -1 for ever.
             Lost machines, kills and drains are not charged to it (in Ray they are).
+        recovery: how a worker that lives comes into the next group. "auto": the gentlest way
+            that its code allows. "in_place": only under a loop over `train.epochs()`, which goes
+            on; the run fails where that cannot be. "reenter": the train function is called again
+            in the same process. "restart": a new process takes its place.
     """
 
     max_failures: int = 0
+    recovery: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if self.max_failures < -1:
+        if not isinstance(self.max_failures, int) or self.max_failures < -1:
             raise ConfigError(
-                f"FailureConfig: max_failures={self.max_failures}: expected -1 (for ever) or more"
+                f"FailureConfig: max_failures={self.max_failures!r}: expected an int, "
+                f"-1 (for ever) or more"
+            )
+        if self.recovery not in RECOVERIES:
+            raise ConfigError(
+                f"FailureConfig: recovery={self.recovery!r}: expected one of "
+                f"{', '.join(RECOVERIES)}"
             )
 
 
@@ -116,9 +142,10 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if self.num_to_keep is not None and self.num_to_keep < 1:
+        kept = self.num_to_keep
+        if kept is not None and (not isinstance(kept, int) or kept < 1):
             raise ConfigError(
-                f"CheckpointConfig: num_to_keep={self.num_to_keep}: expected None (all) or >= 1"
+                f"CheckpointConfig: num_to_keep={kept!r}: expected None (all) or an int >= 1"
             )
         if self.checkpoint_score_order not in ("max", "min"):
             raise ConfigError(
@@ -134,7 +161,8 @@ class RunConfig:
     Attributes:
         name: names the job and its directory; by default made from the script and the time. A
             name that has a run directory already is refused (Ray resumes silently).
-        storage_path: parent of the run directory, any fsspec URL; default "~/elastic_results".
+        storage_path: parent of the run directory, a path or any fsspec URL; default
+            "~/elastic_results".
         failure_config, checkpoint_config: see there.
         callbacks: called in the driver: objects with `after_report(metrics)` and
             `after_event(name, fields)`, either of them.
@@ -142,7 +170,7 @@ class RunConfig:
     """
 
     name: str | None = None
-    storage_path: str | None = None
+    storage_path: str | Path | None = None
     failure_config: FailureConfig = field(default_factory=FailureConfig)
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: tuple[Any, ...] = ()
@@ -152,6 +180,16 @@ class RunConfig:
         """Refuse what cannot work."""
         if self.name is not None:
             check_name("run", self.name)
+        if isinstance(self.storage_path, Path) and re.match(r"\w+:/", str(self.storage_path)):
+            raise ConfigError(
+                f"RunConfig: storage_path={self.storage_path!r}: pathlib takes a slash out of a "
+                f"URL; pass it as a str"
+            )
+        for key, value in (self.worker_env or {}).items():
+            if not isinstance(key, str) or not isinstance(value, str):
+                raise ConfigError(
+                    f"RunConfig: worker_env[{key!r}]={value!r}: expected a str for a str"
+                )
 
 
 @dataclass(frozen=True)
@@ -161,14 +199,24 @@ class TorchConfig:
     Attributes:
         backend: "gloo", "nccl", or None: nccl with GPUs, else gloo.
         timeout_s: torch.distributed's own timeout in seconds; a backstop, not the detector.
+        consistency: of a loop over `train.epochs()`. "bitwise": gradients are added in an order
+            that does not depend on the number of workers, so that the weights have the same
+            bits whatever happened to the group. "samples": every step has the same samples.
     """
 
     backend: str | None = None
     timeout_s: float = 1800.0
+    consistency: str = "bitwise"
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         if self.backend not in (None, "gloo", "nccl"):
             raise ConfigError(f"TorchConfig: backend={self.backend!r}: expected gloo or nccl")
-        if self.timeout_s <= 0:
-            raise ConfigError(f"TorchConfig: timeout_s={self.timeout_s}: expected > 0")
+        if self.consistency not in ("bitwise", "samples"):
+            raise ConfigError(
+                f"TorchConfig: consistency={self.consistency!r}: expected bitwise or samples"
+            )
+        if not 0 < self.timeout_s < float("inf"):
+            raise ConfigError(
+                f"TorchConfig: timeout_s={self.timeout_s}: expected a finite number > 0"
+            )

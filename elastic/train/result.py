@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from fsspec.core import url_to_fs
 from elastic.core.world import CheckpointRecord
 from elastic.errors import ElasticError, StorageError, UsageError
 from elastic.train.checkpoint import Checkpoint
+from elastic.worker.storage import RunDirectory
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -41,12 +43,15 @@ class Result:
     def get_best_checkpoint(self, metric: str, mode: str = "max") -> Checkpoint | None:
         """Return the kept checkpoint with the best value of a metric, None if none has it.
 
+        A value that is no number, or not a finite one, is passed over.
+
         Raises:
             UsageError: mode is neither "max" nor "min".
         """
         if mode not in ("max", "min"):
             raise UsageError(f"get_best_checkpoint(mode={mode!r}): expected 'max' or 'min'")
-        scored = [(metrics[metric], c) for c, metrics in self.best_checkpoints if metric in metrics]
+        scored = [(_number(metrics.get(metric)), c) for c, metrics in self.best_checkpoints]
+        scored = [(value, c) for value, c in scored if math.isfinite(value)]
         if not scored:
             return None
         choose = max if mode == "max" else min
@@ -66,6 +71,10 @@ class Result:
                 "Result.metrics_dataframe needs pandas: pip install pandas, or use Result.history"
             ) from error
         return pandas.DataFrame([{**row["metrics"], **_place(row)} for row in self.history])
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (bool, int, float)) else math.nan
 
 
 def _place(row: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +108,19 @@ def read_history(run_path: str) -> list[dict[str, Any]]:
     return rows
 
 
+def committed_in(run_path: str, job_id: str = "") -> tuple[CheckpointRecord, ...]:
+    """Return the checkpoints that count in a run directory, oldest first.
+
+    Args:
+        run_path: the run directory, "" for none.
+        job_id: whose checkpoints, "" for all.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    return RunDirectory(run_path).records(job_id) if run_path else ()
+
+
 def result_of(
     run_path: str,
     checkpoints: tuple[CheckpointRecord, ...],
@@ -113,7 +135,7 @@ def result_of(
         returned: JSON of rank 0's return value, "" for none.
         error: why the run failed.
     """
-    history = read_history(run_path)
+    history = read_history(run_path) if run_path else []
     kept = [(Checkpoint(c.path), json.loads(c.metrics)) for c in checkpoints]
     return Result(
         metrics=history[-1]["metrics"] if history else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,13 +33,31 @@ def require_context(what: str) -> WorkerContext:
     return context
 
 
+def require_place(what: str) -> WorkerContext:
+    """Return the worker's context in a group; one that runs ahead of its group joins first.
+
+    Args:
+        what: the call that needs it, for the error.
+
+    Raises:
+        UsageError: this process does not run a train function.
+    """
+    context = require_context(what)
+    return context.join() if context.join is not None else context
+
+
 def is_driver() -> bool:
     """Return whether this process watches a run, rather than being one of its workers.
 
-    A script that `elastic submit` runs is executed by every worker; what should happen once,
-    such as printing the result, belongs behind this question.
+    A script that `elastic submit` or torchrun runs is executed by every worker; what should
+    happen once, such as printing the result, belongs behind this question. Under torchrun the
+    process of rank 0 is the one that watches.
     """
-    return worker_context.current() is None
+    if worker_context.current() is not None:
+        return False
+    from elastic.worker.local import torchrun_rank
+
+    return torchrun_rank() in (None, 0)
 
 
 def report(
@@ -58,18 +77,38 @@ def report(
     Args:
         metrics: names to numbers, strings, or anything JSON can say; 0-dimensional tensors and
             NumPy scalars are turned into numbers.
-        checkpoint: this rank's files, None if this rank has none.
+        checkpoint: this rank's files, None if this rank has none. They are copied: the directory
+            may be deleted afterwards.
         checkpoint_dir_name: name of its directory; by default one that is never used twice.
 
     Raises:
-        UsageError: outside a train function, or metrics that JSON cannot say.
+        UsageError: outside a train function, metrics that JSON cannot say, or a checkpoint that
+            is none.
         StorageError: the checkpoint could not be stored; the run directory keeps the last one.
     """
-    context = require_context("train.report")
-    path = None
-    if checkpoint is not None:
-        path = checkpoint.to_directory() if "://" in checkpoint.path else checkpoint.path
-    context.report(to_json(metrics), path, name=checkpoint_dir_name)
+    context = require_place("train.report")
+    engine = context.engine
+    if engine is not None and engine.has_begun:
+        if not engine.has_stepped():
+            return
+        metrics = {**engine.logbook.take_averages(), **_checked(metrics)}
+    text = to_json(metrics)
+    if checkpoint is None:
+        context.report(text, None, name=checkpoint_dir_name)
+        return
+    if not isinstance(checkpoint, Checkpoint):
+        raise UsageError(
+            f"train.report: checkpoint is a {type(checkpoint).__name__}, expected a Checkpoint; "
+            f"use Checkpoint.from_directory(path)"
+        )
+    if checkpoint.is_local:
+        context.report(text, checkpoint.path, name=checkpoint_dir_name)
+        return
+    copy = checkpoint.to_directory()
+    try:
+        context.report(text, copy, name=checkpoint_dir_name)
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
 
 
 def to_json(metrics: Mapping[str, Any]) -> str:
@@ -78,13 +117,8 @@ def to_json(metrics: Mapping[str, Any]) -> str:
     Raises:
         UsageError: naming the metric that JSON cannot say.
     """
-    if not isinstance(metrics, Mapping):
-        raise UsageError(
-            f"train.report: metrics is a {type(metrics).__name__}, expected a dict such as "
-            f'{{"loss": 0.5}}'
-        )
     plain = {}
-    for name, value in metrics.items():
+    for name, value in _checked(metrics).items():
         if hasattr(value, "item") and getattr(value, "size", None) is not None:
             count = value.numel() if hasattr(value, "numel") else value.size
             value = value.item() if count == 1 else value
@@ -101,21 +135,33 @@ def to_json(metrics: Mapping[str, Any]) -> str:
     return json.dumps(plain)
 
 
+def _checked(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(metrics, Mapping):
+        raise UsageError(
+            f"train.report: metrics is a {type(metrics).__name__}, expected a dict such as "
+            f'{{"loss": 0.5}}'
+        )
+    return metrics
+
+
 def get_checkpoint() -> Checkpoint | None:
     """Return the newest recorded checkpoint of this run, None if there is none.
 
     Raises:
         UsageError: outside a train function.
     """
-    path = require_context("train.get_checkpoint").newest_checkpoint
+    path = require_place("train.get_checkpoint").newest_checkpoint
     return Checkpoint(path) if path else None
 
 
 @dataclass(frozen=True)
 class TrainContext:
-    """This worker's place in the run, under Ray Train's names; valid until the group changes."""
+    """This worker's place in the run, under Ray Train's names; always the present one."""
 
-    worker: WorkerContext
+    @property
+    def worker(self) -> WorkerContext:
+        """Return the worker's own context."""
+        return require_place("train.get_context")
 
     def get_experiment_name(self) -> str:
         """Return the run's name."""
@@ -164,4 +210,5 @@ def get_context() -> TrainContext:
     Raises:
         UsageError: outside a train function.
     """
-    return TrainContext(require_context("train.get_context"))
+    require_context("train.get_context")
+    return TrainContext()

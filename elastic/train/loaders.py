@@ -1,0 +1,284 @@
+"""Loaders that deal the data out over the group: by micro-batches of a step, or by rank.
+
+Rule: inside a loop over `train.epochs()` a prepared loader yields micro-batches of steps, which
+are the same at every world size. Anywhere else, and while nothing is trained (no gradients, or
+the model in evaluation mode), it yields this rank's share of one pass, as in Ray Train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from elastic.errors import UsageError
+from elastic.train.devices import get_device
+from elastic.train.session import require_context, require_place
+from elastic.worker.context import WorkerContext
+from elastic.worker.loader import MicroBatchLoader
+from elastic.worker.step import StepEngine
+
+KEPT_ARGUMENTS = (
+    "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
+    "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor",
+    "persistent_workers", "pin_memory_device", "in_order",
+)  # fmt: skip
+"""Arguments of the user's DataLoader that the prepared one keeps: all but dataset and sampler."""
+
+
+def prepare_data_loader(
+    data_loader: DataLoader[Any],
+    add_dist_sampler: bool = True,
+    move_to_device: bool = True,
+    auto_transfer: bool = True,
+    *,
+    global_batch_size: int | None = None,
+) -> PreparedLoader:
+    """Let each rank see its part of the data, on its device.
+
+    Inside the loop over `train.epochs()` a step takes `global_batch_size` samples, at any world
+    size: V micro-batches of the loader's `batch_size`, which the ranks share. Every sample is
+    seen once in an epoch; nothing is padded. All arguments of the loader are kept (Ray drops
+    several). Shuffling is seeded by the loader's generator; each epoch shuffles anew.
+
+    Outside of that loop the data is dealt out by rank, as in Ray Train, and an iterable dataset
+    is left as it is: every rank sees all of it, unless it deals itself out by rank.
+
+    Args:
+        data_loader: as for one process; its `batch_size` is that of a micro-batch.
+        add_dist_sampler: False if the loader deals the data out by itself.
+        move_to_device: move tensors in a batch (also inside lists, tuples, dicts) to the device;
+            what is neither is left where it is.
+        auto_transfer: copy while the step before still runs, if the memory is pinned.
+        global_batch_size: samples of a step, a multiple of `batch_size`; by default one
+            micro-batch for each worker of the largest group.
+
+    Raises:
+        UsageError: the loader has a sampler of its own, which cannot be dealt out by guess, it
+            is no DataLoader, or the global batch does not fit.
+    """
+    context = require_context("prepare_data_loader")
+    if not isinstance(data_loader, DataLoader):
+        raise UsageError(
+            f"prepare_data_loader: expected a torch.utils.data.DataLoader that is not prepared yet,"
+            f" got a {type(data_loader).__name__}"
+        )
+    is_iterable = isinstance(data_loader.dataset, IterableDataset)
+    num_micro_batches = _micro_batches_of(context, data_loader, global_batch_size)
+    return PreparedLoader(
+        data_loader,
+        get_device() if move_to_device else None,
+        non_blocking=auto_transfer,
+        deals=add_dist_sampler and not is_iterable,
+        num_micro_batches=num_micro_batches,
+    )
+
+
+def _micro_batches_of(
+    context: WorkerContext, loader: DataLoader[Any], global_batch_size: int | None
+) -> int:
+    """Return V, the micro-batches of a step."""
+    if global_batch_size is None:
+        return context.max_workers
+    size = loader.batch_size
+    if size is None:
+        raise UsageError(
+            f"prepare_data_loader(global_batch_size={global_batch_size}): the loader has no "
+            f"batch_size, which is that of a micro-batch; give it one"
+        )
+    number, rest = divmod(global_batch_size, size)
+    if rest or number < context.max_workers:
+        raise UsageError(
+            f"prepare_data_loader(global_batch_size={global_batch_size}): expected a multiple of "
+            f"the loader's batch_size={size}, and at least {size * context.max_workers}, one "
+            f"micro-batch for each of at most {context.max_workers} workers; use a smaller "
+            f"batch_size, or fewer workers"
+        )
+    return number
+
+
+def _with_sampler(loader: DataLoader[Any], rank: int, world_size: int) -> DataLoader[Any]:
+    """Return the same loader over this rank's part of the indices."""
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        raise UsageError(
+            f"prepare_data_loader: the loader has its own batch_sampler "
+            f"({type(loader.batch_sampler).__name__}); let it deal out by rank itself and pass "
+            f"add_dist_sampler=False"
+        )
+    sampler = loader.sampler
+    shuffles = type(sampler) is RandomSampler and _is_whole_shuffle(sampler)
+    if not shuffles and type(sampler) is not SequentialSampler:
+        raise UsageError(
+            f"prepare_data_loader: the loader has its own sampler ({type(sampler).__name__}); "
+            f"use shuffle=True or False, or deal out by rank and pass add_dist_sampler=False"
+        )
+    seed = loader.generator.initial_seed() if loader.generator is not None else 0
+    kept = {name: getattr(loader, name) for name in KEPT_ARGUMENTS if hasattr(loader, name)}
+    if loader.num_workers == 0:
+        # DataLoader refuses these without worker processes, even at their defaults.
+        kept.pop("prefetch_factor")
+        kept.pop("multiprocessing_context")
+    if loader.batch_size is None:
+        kept.pop("drop_last")
+    if not kept.get("pin_memory_device"):
+        kept.pop("pin_memory_device", None)
+    dealt: DistributedSampler[Any] = DistributedSampler(
+        loader.dataset,
+        num_replicas=world_size,
+        rank=rank,
+        shuffle=shuffles,
+        seed=seed % 2**31,
+        drop_last=loader.drop_last,
+    )
+    return DataLoader(loader.dataset, sampler=dealt, **kept)
+
+
+def _is_whole_shuffle(sampler: RandomSampler) -> bool:
+    """Return whether it draws every sample once, as DataLoader(shuffle=True) does."""
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+
+
+class PreparedLoader:
+    """A DataLoader that yields this rank's batches on its device.
+
+    Everything else (`dataset`, `batch_size`, `sampler`, ...) is the loader's.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        device: torch.device | None,
+        *,
+        non_blocking: bool = True,
+        deals: bool = True,
+        num_micro_batches: int = 1,
+    ) -> None:
+        """Wrap a loader.
+
+        Args:
+            loader: the user's.
+            device: where to move batches, None to leave them.
+            non_blocking: do not wait for copies out of pinned memory.
+            deals: deal the samples out; otherwise the loader does so by itself.
+            num_micro_batches: V, of a step.
+        """
+        self._users = loader
+        self._device = device
+        self._non_blocking = non_blocking
+        self._deals = deals
+        self._num_micro_batches = num_micro_batches
+        # A shuffle of our own is chosen from the first pass on; of the user's, when he says so.
+        self._epoch = 0 if deals else None
+        self._dealt_for: tuple[int, int] | None = None
+        self._by_step: MicroBatchLoader | None = None
+        self._loader = loader
+        if deals and not hasattr(loader.sampler, "__getitem__"):
+            _with_sampler(loader, 0, 1)  # What cannot be dealt out is refused at once.
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the shuffle of the next pass; those after it count on from there.
+
+        Without effect inside a loop over `train.epochs()`, which chooses it.
+        """
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass."""
+        context = require_context("a prepared loader")
+        engine = context.engine
+        if engine is not None and engine.has_begun and _trains(engine):
+            return self._moved(engine.micro_batches(self._micro_batches(engine)))
+        return self._moved(self._pass_by_rank(require_place("a prepared loader")))
+
+    def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if self._device is not None:
+                batch = _moved(batch, self._device, non_blocking=self._non_blocking)
+            yield batch
+
+    def _micro_batches(self, engine: StepEngine) -> MicroBatchLoader:
+        if self._by_step is None:
+            if not self._deals:
+                raise UsageError(
+                    "a loader that deals its data out by itself (add_dist_sampler=False, or an "
+                    "iterable dataset) cannot be read in a loop over train.epochs(), which needs "
+                    "every sample at any place: use a dataset with __getitem__ and __len__, and "
+                    "'for epoch in range(n)' otherwise"
+                )
+            seed = _seed_of(self._users, engine.seed)
+            self._by_step = MicroBatchLoader(
+                self._users, num_micro_batches=self._num_micro_batches, seed=seed
+            )
+            engine.own(self._by_step)
+        return self._by_step
+
+    def _pass_by_rank(self, context: WorkerContext) -> Iterator[Any]:
+        """Yield this rank's share of one pass; each completed iteration counts for telemetry."""
+        if self._deals:
+            self._deal_by_rank(context)
+        sampler = self._loader.sampler
+        if self._epoch is not None:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self._epoch)
+            self._epoch += 1
+        counts = context.engine is None or not context.engine.has_begun
+        for batch in self._loader:
+            yield batch
+            if counts:
+                context.note_step()
+
+    def _deal_by_rank(self, context: WorkerContext) -> None:
+        place = (context.world_rank, context.world_size)
+        if self._dealt_for != place:
+            self._loader = _with_sampler(self._users, *place)
+            self._dealt_for = place
+
+    def __len__(self) -> int:
+        """Return the steps of an epoch if an optimizer was prepared, else this rank's batches."""
+        context = require_context("len of a prepared loader")
+        engine = context.engine
+        if engine is not None and engine.state.optimizers and self._deals:
+            return self._micro_batches(engine).epochs.steps
+        if self._deals:
+            self._deal_by_rank(require_place("len of a prepared loader"))
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass everything else on to the loader."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def _trains(engine: StepEngine) -> bool:
+    """Return whether what is read now is trained with, rather than evaluated."""
+    models = engine.state.models
+    return torch.is_grad_enabled() and (not models or any(model.training for model in models))
+
+
+def _seed_of(loader: DataLoader[Any], default: int) -> int:
+    return loader.generator.initial_seed() if loader.generator is not None else default
+
+
+def _moved(value: Any, device: torch.device, *, non_blocking: bool) -> Any:
+    """Return a batch with every tensor in it on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if isinstance(value, PackedSequence):  # A tuple, but of parts that belong together.
+        return value.to(device, non_blocking=non_blocking)  # type: ignore[arg-type]
+    if isinstance(value, Mapping):
+        return {key: _moved(v, device, non_blocking=non_blocking) for key, v in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    parts = [_moved(part, device, non_blocking=non_blocking) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -1,0 +1,101 @@
+"""The loop of a training run: epochs that resume, values that are averaged, state that travels.
+
+    for epoch in train.epochs(10):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            train.log(loss=loss)
+
+Rule: such a loop, over prepared objects, is never left because the group changes. Workers come
+and go beneath it; what it computes depends on none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from elastic.errors import UsageError
+from elastic.train.session import require_context
+from elastic.worker.state import Stateful
+from elastic.worker.step import StepEngine
+
+
+def epochs(total: int) -> Iterator[int]:
+    """Yield epoch numbers from where the run stands up to `total`.
+
+    A worker that joins later receives the state of the run here, and goes on in the middle of
+    the epoch that the others are in. Models, optimizers and schedulers must be prepared before.
+
+    Args:
+        total: epochs of the whole run, from 0; not of this call.
+
+    Raises:
+        UsageError: outside a train function, or no optimizer was prepared.
+    """
+    if not isinstance(total, int) or isinstance(total, bool) or total < 0:
+        raise UsageError(f"train.epochs({total!r}): expected a number of epochs, 0 or more")
+    return _engine("train.epochs").epochs(total)
+
+
+def log(**values: Any) -> None:
+    """Average values over the whole step, whatever the world size; nothing waits for them.
+
+    `train.report` adds the averages since the last report to its metrics.
+
+    Args:
+        values: numbers, or tensors of one element.
+
+    Raises:
+        UsageError: outside a train function.
+    """
+    _engine("train.log").log(values)
+
+
+def get_logged() -> dict[str, float]:
+    """Return what was logged, averaged over the newest step that all workers have told of.
+
+    Inside an epoch that is the step before; after its last batch it is the last one. All workers
+    get the same, so that they may decide by it, such as to stop early.
+
+    Raises:
+        UsageError: outside a train function.
+    """
+    return dict(_engine("train.get_logged").logbook.latest)
+
+
+def register(**objects: Stateful) -> None:
+    """Let objects of the user's own be part of the run's state, such as an EMA of the weights.
+
+    A worker that joins receives their state with that of the model.
+
+    Args:
+        objects: with `state_dict` and `load_state_dict`; by names that are the same on all ranks.
+
+    Raises:
+        UsageError: outside a train function, inside the loop, or an object without these methods.
+    """
+    engine = _engine("train.register")
+    for name, thing in objects.items():
+        engine.register(name, thing)
+
+
+def stepped() -> bool:
+    """Return whether the optimizer has stepped in this iteration; also True outside of steps.
+
+    A rank that computes several micro-batches of a step runs the loop's body for each of them.
+    What should happen once per step (the update of an EMA) belongs behind this question.
+
+    Raises:
+        UsageError: outside a train function.
+    """
+    return _engine("train.stepped").has_stepped()
+
+
+def _engine(what: str) -> StepEngine:
+    context = require_context(what)
+    if context.engine is None:
+        raise UsageError(f"{what}: this train function runs without a step engine")
+    return context.engine

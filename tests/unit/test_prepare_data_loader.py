@@ -1,0 +1,201 @@
+"""What prepare_data_loader keeps, deals out and refuses; models and batches on their device."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from elastic.errors import UsageError
+from elastic.train.loaders import KEPT_ARGUMENTS, _moved, _with_sampler
+from elastic.train.torch import (
+    PreparedLoader,
+    get_device,
+    get_devices,
+    prepare_data_loader,
+    prepare_model,
+)
+from elastic.worker.local import LocalRun, local_context
+
+DATA = TensorDataset(torch.arange(10))
+
+
+@pytest.fixture
+def _inside() -> Iterator[None]:
+    with local_context(LocalRun(job_name="here")):
+        yield
+
+
+def seen(loader: PreparedLoader) -> list[int]:
+    return [int(value) for (batch,) in loader for value in batch]
+
+
+def collate(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate(samples)
+
+
+def begin(_: int) -> None:
+    torch.manual_seed(0)
+
+
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class MySequence(SequentialSampler):
+    pass
+
+
+@pytest.mark.usefixtures("_inside")
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"batch_size": 3, "drop_last": True, "collate_fn": collate},
+        {"batch_size": None},
+        {"generator": torch.Generator().manual_seed(3), "shuffle": True},
+        {
+            "num_workers": 1, "worker_init_fn": begin, "timeout": 5.0, "prefetch_factor": 4,
+            "persistent_workers": True, "multiprocessing_context": "spawn", "in_order": False,
+        },
+        {"num_workers": 2},
+    ],
+)  # fmt: skip
+def test_every_argument_of_the_loader_is_kept(kept: dict[str, Any]) -> None:
+    plain = DataLoader(DATA, **kept)
+    prepared = prepare_data_loader(plain)
+    for name in KEPT_ARGUMENTS:
+        assert getattr(prepared, name, None) == getattr(plain, name, None), name
+    assert prepared.dataset is DATA
+
+
+def test_the_kept_arguments_are_all_that_a_loader_of_this_torch_has() -> None:
+    arguments = set(DataLoader.__init__.__code__.co_varnames)
+    arguments &= set(vars(DataLoader(DATA))) | {"multiprocessing_context"}
+    assert arguments - {"dataset", "sampler", "batch_sampler", "self", "loop"} <= set(
+        KEPT_ARGUMENTS
+    )
+
+
+def test_each_rank_sees_its_part_and_together_they_see_all() -> None:
+    parts = [list(_with_sampler(DataLoader(DATA), rank, 2)) for rank in range(2)]
+    values = [{int(value) for (value,) in part} for part in parts]
+    assert values[0] | values[1] == set(range(10))
+    assert not values[0] & values[1]
+
+
+@pytest.mark.usefixtures("_inside")
+def test_passes_are_shuffled_anew_and_set_epoch_chooses_one() -> None:
+    loader = prepare_data_loader(DataLoader(DATA, shuffle=True, batch_size=2))
+    assert len(loader) == 5
+    first, second = seen(loader), seen(loader)
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    loader.set_epoch(0)
+    assert seen(loader) == first
+    assert seen(loader) == second
+    loader.set_epoch(1)
+    assert seen(loader) == second
+    other = DataLoader(DATA, shuffle=True, generator=torch.Generator().manual_seed(5))
+    assert seen(prepare_data_loader(other)) != first
+
+
+@pytest.mark.usefixtures("_inside")
+@pytest.mark.parametrize(
+    ("loader", "says"),
+    [
+        (DataLoader(DATA, sampler=SubsetRandomSampler([1, 2])), "SubsetRandomSampler"),
+        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 10)), "WeightedRandomSampler"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "RandomSampler"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=3)), "RandomSampler"),
+        (DataLoader(DATA, sampler=MySequence(DATA)), "MySequence"),
+        (
+            DataLoader(DATA, batch_sampler=type("Mine", (BatchSampler,), {})(range(10), 2, False)),
+            "batch_sampler .Mine",
+        ),
+        ([1, 2], "a list"),
+    ],
+)
+def test_what_cannot_be_dealt_out_by_guess_is_refused(loader: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        prepare_data_loader(loader)
+
+
+@pytest.mark.usefixtures("_inside")
+def test_a_prepared_loader_is_not_prepared_again() -> None:
+    with pytest.raises(UsageError, match="not prepared yet"):
+        prepare_data_loader(prepare_data_loader(DataLoader(DATA)))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("_inside")
+def test_a_loader_that_deals_out_itself_is_left_as_it_is() -> None:
+    own = DataLoader(DATA, sampler=SubsetRandomSampler([3]))
+    assert prepare_data_loader(own, add_dist_sampler=False).sampler is own.sampler
+    sampler = DistributedSampler(DATA, 1, 0)
+    prepared = prepare_data_loader(DataLoader(DATA, sampler=sampler), add_dist_sampler=False)
+    sampler.set_epoch(7)
+    seen(prepared)
+    assert sampler.epoch == 7
+    prepared.set_epoch(3)
+    seen(prepared)
+    assert sampler.epoch == 3
+    assert list(prepare_data_loader(DataLoader(Counting(), batch_size=None))) == [0, 1, 2, 3]
+
+
+def test_outside_a_train_function_nothing_is_prepared() -> None:
+    for call in (lambda: prepare_data_loader(DataLoader(DATA)), get_device, get_devices):
+        with pytest.raises(UsageError, match="outside a train function"):
+            call()
+    with pytest.raises(UsageError, match="outside a train function"):
+        prepare_model(nn.Linear(1, 1))
+
+
+def test_every_tensor_of_a_batch_is_moved_and_nothing_else() -> None:
+    pair = namedtuple("pair", ["x", "name"])
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    batch = {"a": [torch.ones(1), (torch.ones(1), 5)], "b": pair(torch.ones(1), "n"), "c": packed}
+    moved = _moved(batch, torch.device("meta"), non_blocking=True)
+    assert moved["a"][0].is_meta
+    assert moved["a"][1][0].is_meta
+    assert moved["a"][1][1] == 5
+    assert isinstance(moved["b"], pair)
+    assert moved["b"].x.is_meta
+    assert moved["b"].name == "n"
+    assert moved["c"].data.is_meta
+    assert not moved["c"].batch_sizes.is_meta
+
+
+@pytest.mark.usefixtures("_inside")
+def test_a_model_is_wrapped_at_world_size_one_too() -> None:
+    assert dist.get_world_size() == 1
+    inner = nn.Linear(2, 2)
+    model = prepare_model(inner)
+    assert model.module is inner
+    assert list(model.state_dict()) == ["module.weight", "module.bias"]
+    model(torch.ones(1, 2)).sum().backward()
+    assert inner.weight.grad is not None
+    assert prepare_model(inner, parallel_strategy=None) is inner
+
+
+@pytest.mark.usefixtures("_inside")
+def test_an_unknown_strategy_is_refused_and_fsdp_needs_a_device() -> None:
+    with pytest.raises(UsageError, match=r"'zero'.*expected 'ddp', 'fsdp' or None"):
+        prepare_model(nn.Linear(1, 1), parallel_strategy="zero")
+    with pytest.raises(UsageError, match="needs a GPU"):
+        prepare_model(nn.Linear(1, 1), parallel_strategy="fsdp")
