@@ -47,7 +47,14 @@ CORE_RINGS = ("facts", "policy", "machine")
 # Heavy or delicate packages, and the modules that may touch them. A name stands for itself and
 # all below it; a trailing * stands for modules whose name begins so.
 ONLY_IN = {
-    "torch": ("elastic.worker", "elastic.train", "elastic.data", "elastic.tune"),
+    # In testing, only the scripts that workers run.
+    "torch": (
+        "elastic.worker",
+        "elastic.train",
+        "elastic.data",
+        "elastic.tune",
+        "elastic.testing.jobs",
+    ),
     # Not in a worker: DataLoader forks, and gRPC does not survive that well.
     "grpc": ("elastic.runtime", "elastic.store.etcd*", "elastic.coord.server*", "elastic.client"),
     # The codec turns messages into facts at the door. The two ends of an RPC need the service
@@ -78,6 +85,7 @@ IMPURE_CALLS = {
 READS_ENVIRONMENT = {"cli.py", "main.py", "__main__.py"}
 ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/train/cluster.py": "elastic.init: the process is the user's script, and starts here",
+    "elastic/worker/ahead.py": "notices when user code asks for its place before there is one",
     "elastic/testing/local_cluster.py": "hands its own environment on to the daemons it starts",
     "elastic/worker/local.py": "a run without an agent: torchrun, or nobody, started the process",
 }

@@ -1,0 +1,162 @@
+"""What a step costs: plain DistributedDataParallel beside the step engine, in the same processes.
+
+    python bench/step.py --world 2 --world 3
+
+Every rank is a process of one thread on this machine, joined by gloo. The same model, data and
+optimizer go through torch's DDP and through `train.epochs()` with both consistencies, in turns,
+several rounds of each, so that whatever else the machine does hits all of them. Prints medians of
+the rounds' step times, their ratio to DDP's, and the bytes of gradients that a rank sends per
+step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from elastic import train
+from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
+from elastic.worker import context as worker_context
+from elastic.worker.local import LocalRun, local_context
+
+VARIANTS = ("ddp", "bitwise", "samples")
+SIZES = {"tiny": (64, 16), "10 M": (1580, 32)}
+"""Name: (width of each of four layers, samples of a micro-batch)."""
+WARM_UP = 5
+
+
+def model_of(width: int) -> nn.Module:
+    """Return four layers; of width 1580 they have 10 million parameters."""
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def data_of(width: int, size: int) -> TensorDataset:
+    """Return noise."""
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(size, width, generator=generator))
+
+
+def loop_of(variant: str, width: int, batch: int, steps: int) -> Iterator[tuple[float, int]]:
+    """Train; yield (time, bytes sent so far) at the end of each step."""
+    world = dist.get_world_size()
+    data = data_of(width, steps * batch * world)
+    torch.manual_seed(0)
+    model: nn.Module = model_of(width)
+    if variant == "ddp":
+        model = DistributedDataParallel(model)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for (x,) in DataLoader(data, batch_size=batch, sampler=DistributedSampler(data)):
+            step(model, optimizer, x)
+            yield time.perf_counter(), 0
+        return
+    model = prepare_model(model)
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    loader = prepare_data_loader(DataLoader(data, batch_size=batch, shuffle=True))
+    engine = worker_context.current().engine
+    for _ in train.epochs(1):
+        for (x,) in loader:
+            step(model, optimizer, x)
+            yield time.perf_counter(), engine.bytes_sent()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    """Do what every loop does."""
+    loss = F.mse_loss(model(x), x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def one_round(variant: str, width: int, batch: int, steps: int) -> tuple[float, int]:
+    """Return the median step time in seconds, and the bytes that this rank sent per step."""
+    run = LocalRun(job_name="bench", options={"consistency": variant})
+    with local_context(run):
+        marks = list(loop_of(variant, width, batch, steps + WARM_UP))
+    times = [mark for mark, _ in marks[WARM_UP - 1 :]]
+    spans = [after - before for before, after in itertools.pairwise(times)]
+    return statistics.median(spans), (marks[-1][1] - marks[WARM_UP - 1][1]) // steps
+
+
+def rank_main(
+    rank: int,
+    world: int,
+    store: str,
+    rounds: int,
+    results: mp.SimpleQueue,  # type: ignore[type-arg]
+) -> None:
+    """Be one rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    found: dict[tuple[str, str], list[tuple[float, int]]] = {}
+    for size, (width, batch) in SIZES.items():
+        steps = 200 if size == "tiny" else 12
+        for _ in range(rounds):
+            for variant in VARIANTS:
+                measured = one_round(variant, width, batch, steps)
+                found.setdefault((size, variant), []).append(measured)
+    if rank == 0:
+        results.put(found)
+    dist.barrier()
+
+
+def measure(world: int, rounds: int) -> dict[tuple[str, str], list[tuple[float, int]]]:
+    """Return what rank 0 measured, by size and variant."""
+    with tempfile.TemporaryDirectory() as directory:
+        results = mp.get_context("spawn").SimpleQueue()
+        store = os.path.join(directory, "store")
+        context = mp.spawn(rank_main, (world, store, rounds, results), nprocs=world, join=False)
+        found = results.get()
+        context.join()
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--world", type=int, action="append", help="again for several")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    console = Console(highlight=False, width=100)
+    console.print(
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo on "
+        f"loopback, one thread for each rank; medians of {args.rounds} rounds"
+    )
+    table = Table()
+    for name in ("workers", "model", "variant", "step", "to DDP", "sent per step"):
+        table.add_column(name, justify="left" if name in ("model", "variant") else "right")
+    for world in args.world or [2, 3]:
+        found = measure(world, args.rounds)
+        for size in SIZES:
+            base = statistics.median(seconds for seconds, _ in found[size, "ddp"])
+            for variant in VARIANTS:
+                seconds = statistics.median(s for s, _ in found[size, variant])
+                sent = found[size, variant][-1][1]
+                table.add_row(
+                    str(world), size, variant, f"{seconds * 1e3:.2f} ms",
+                    f"{seconds / base:.3f}", f"{sent / 1e6:.2f} MB" if sent else "-",
+                )  # fmt: skip
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

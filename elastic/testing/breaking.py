@@ -1,0 +1,206 @@
+"""What can be done to a running cluster: kill, stop, drain, start, also while it still recovers.
+
+Rule: a fault never waits for what it does to show; what is to come back later comes back from a
+timer. `heal` ends all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from elastic.core.view import JobView
+from elastic.core.world import WorkerPhase
+from elastic.errors import ElasticError
+from elastic.testing.local_cluster import LocalCluster, descendants
+
+Item = TypeVar("Item")
+
+AWAY_S_MAX = 3.0
+"""How long a killed or stopped daemon stays away at most."""
+
+
+class Breaker:
+    """Breaks one cluster, which trains one job.
+
+    Attributes:
+        generation: of the job, as far as it was heard of.
+        size: of its group.
+    """
+
+    def __init__(self, cluster: LocalCluster, job_id: str) -> None:
+        """Watch the job, so that victims are known also while the coordinator is away."""
+        self._cluster = cluster
+        self._job_id = job_id
+        self._timers: list[threading.Timer] = []
+        self._starting = threading.Lock()
+        self._stopped: list[int] = []
+        self._workers: dict[str, int] = {}
+        self._pids: dict[int, None] = {}
+        self.generation = 0
+        self.size = 0
+        threading.Thread(target=self._watch, name="chaos-watch", daemon=True).start()
+
+    def strike(self, kind: str, draw: float) -> bool:
+        """Do one thing.
+
+        Args:
+            kind: the name of a method here.
+            draw: from 0 to 1: says to whom.
+
+        Returns:
+            Whether there was a victim.
+        """
+        action: Callable[[float], bool] = getattr(self, f"_{kind}")
+        return action(draw)
+
+    def heal(self) -> None:
+        """Let everything come back: agents, the coordinator, what was stopped."""
+        for timer in self._timers:
+            timer.cancel()
+        for timer in self._timers:
+            timer.join()
+        for pid in self._stopped:
+            _signal(pid, signal.SIGCONT)
+        self._start_coordinator()
+        self._cluster.wait_nodes(self._cluster.num_nodes, restart=True)
+
+    def seen_pids(self) -> list[int]:
+        """Return the pids of all workers that were ever heard of."""
+        return list(self._pids)
+
+    # ------------------------------------------------------------ workers
+
+    def _kill_worker(self, draw: float) -> bool:
+        return _signal(_one_of(self._living(), draw), signal.SIGKILL)
+
+    def _kill_all_workers(self, _draw: float) -> bool:
+        killed = [_signal(pid, signal.SIGKILL) for pid in self._living()]
+        return any(killed)
+
+    def _stop_worker(self, draw: float) -> bool:
+        pid = _one_of(self._living(), draw)
+        if pid:
+            self._stopped.append(pid)
+        return _signal(pid, signal.SIGSTOP)
+
+    def _kill_spare(self, draw: float) -> bool:
+        workers = self._living()
+        below = [pid for name in self._up() for pid in descendants(self._pid_of(name))]
+        return _signal(_one_of([p for p in below if p not in workers], draw), signal.SIGKILL)
+
+    # ------------------------------------------------------------ agents and nodes
+
+    def _kill_agent(self, draw: float) -> bool:
+        name = _one_of(self._up(), draw)
+        if not name:
+            return False
+        _signal(self._pid_of(name), signal.SIGKILL)
+        self._cluster.agents[name].wait()
+        self._later(draw * AWAY_S_MAX, partial(self._come_back, name))
+        return True
+
+    def _kill_all_agents(self, draw: float) -> bool:
+        names = self._up()
+        for name in names:
+            _signal(self._pid_of(name), signal.SIGKILL)
+        for name in names:
+            self._cluster.agents[name].wait()
+            self._later(draw * AWAY_S_MAX, partial(self._come_back, name))
+        return bool(names)
+
+    def _stop_agent(self, draw: float) -> bool:
+        """The agent falls silent; its workers go on, until the others are told to."""
+        name = _one_of(self._up(), draw)
+        if not name:
+            return False
+        pid = self._pid_of(name)
+        _signal(pid, signal.SIGSTOP)
+        self._later(0.1 + draw * AWAY_S_MAX, partial(_signal, pid, signal.SIGCONT))
+        self._stopped.append(pid)
+        return True
+
+    def _kill_node(self, draw: float) -> bool:
+        name = _one_of(self._up(), draw)
+        if not name:
+            return False
+        self._cluster.kill_node(name)
+        return True
+
+    def _start_node(self, draw: float) -> bool:
+        name = _one_of([n for n in self._cluster.agents if n not in self._up()], draw)
+        if name:
+            self._come_back(name)
+        return bool(name)
+
+    def _drain(self, draw: float) -> bool:
+        name = _one_of(self._up(), draw)
+        return _signal(self._pid_of(name) if name else None, signal.SIGTERM)
+
+    def _come_back(self, name: str) -> None:
+        if self._cluster.agents[name].poll() is not None:
+            self._cluster.start_node(name)
+
+    # ------------------------------------------------------------ the coordinator
+
+    def _kill_coordinator(self, draw: float) -> bool:
+        self._cluster.kill_coordinator()
+        self._later(draw * AWAY_S_MAX, self._start_coordinator)
+        return True
+
+    def _start_coordinator(self) -> None:
+        with self._starting:
+            process = self._cluster.coordinator
+            if process is None or process.poll() is not None:
+                # It may be killed again while it starts; whoever did that starts it anew.
+                with contextlib.suppress(ElasticError):
+                    self._cluster.start_coordinator()
+
+    # ------------------------------------------------------------ who is there
+
+    def _up(self) -> list[str]:
+        return [name for name, agent in self._cluster.agents.items() if agent.poll() is None]
+
+    def _pid_of(self, name: str) -> int:
+        return self._cluster.agents[name].pid
+
+    def _living(self) -> list[int]:
+        """Return the pids of the job's workers, as far as they are really there."""
+        below = {pid for name in self._up() for pid in descendants(self._pid_of(name))}
+        return [pid for _, pid in sorted(self._workers.items()) if pid in below]
+
+    def _later(self, seconds: float, action: Callable[[], object]) -> None:
+        timer = threading.Timer(seconds, action)
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(ElasticError):
+            for event in self._cluster.client.watch(self._job_id):
+                if isinstance(event, JobView):
+                    living = [w for w in event.workers if w.report.phase is not WorkerPhase.EXITED]
+                    pids = {str(w.report.worker_id): w.report.pid for w in living if w.report.pid}
+                    self.generation = event.record.generation
+                    group = event.record.group
+                    self.size = len(group.members) if group else 0
+                    self._workers = pids
+                    self._pids.update(dict.fromkeys(pids.values()))
+
+
+def _one_of(candidates: Sequence[Item], draw: float) -> Item | None:
+    return candidates[int(draw * len(candidates))] if candidates else None
+
+
+def _signal(pid: int | None, number: int) -> bool:
+    if not pid:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False

@@ -1,0 +1,169 @@
+"""The jobs that chaos runs train, and what must be true of each in the end."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from elastic.core.config import JobSpec
+from elastic.core.view import JobView
+from elastic.core.world import Entry, EntryKind, JobId, JobPhase
+from elastic.errors import ElasticError
+
+JOBS = Path(__file__).with_name("jobs")
+EPOCHS_MIN = 5
+ENDLESS = 1_000_000
+REFERENCE_S = 1800.0
+HASHES = ("weights", "optimizer")
+KILLS_EVERYBODY = ("kill_all_workers", "kill_all_agents")
+KILLS_ONE = (
+    "kill_worker", "stop_worker", "kill_agent", "stop_agent", "kill_node", "drain",
+)  # fmt: skip
+
+
+class ChaosFailed(ElasticError):
+    """A run did not end as it must."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A job that ended right.
+
+    Attributes:
+        text: what was found, for people.
+        metrics: the last report.
+    """
+
+    text: str
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ChaosJob:
+    """A job that trains until it may finish.
+
+    Attributes:
+        kind: "steps" or "epochs".
+        spec: what is submitted.
+        finish: the file that lets it end.
+        options: of the script, without the ones that only pace it.
+    """
+
+    kind: str
+    spec: JobSpec
+    finish: Path
+    options: tuple[str, ...]
+
+    @property
+    def counts_epochs_once(self) -> bool:
+        """Return whether no epoch is done again, so that reports tell its pace."""
+        return self.kind == "steps"
+
+    def survives(self, fault: str, group_size: int) -> bool:
+        """Return whether this fault leaves somebody who has the state of the run.
+
+        What the loss of everybody costs is the business of checkpoints, which `epochs` has.
+        """
+        if self.kind == "epochs":
+            return True
+        if fault in KILLS_EVERYBODY:
+            return False
+        return fault not in KILLS_ONE or group_size > 1
+
+    def check(self, view: JobView) -> Verdict:
+        """Say what the job came to.
+
+        Raises:
+            ChaosFailed: it failed, or its result is wrong.
+        """
+        record = view.record
+        if record.phase is not JobPhase.SUCCEEDED:
+            trace = record.failure.traceback if record.failure else ""
+            raise ChaosFailed(f"the job is {record.phase.value}: {view.reason} {trace}")
+        metrics = json.loads(record.metrics)
+        for checkpoint in record.checkpoints:
+            if not (Path(checkpoint.path) / "_COMMITTED").is_file():
+                raise ChaosFailed(f"{checkpoint.path} is recorded, and not there")
+        if self.kind == "epochs":
+            return self._check_counted(metrics)
+        return self._check_hashes(metrics)
+
+    def _check_counted(self, metrics: dict[str, Any]) -> Verdict:
+        epochs = int(metrics["epoch"]) + 1
+        if epochs < EPOCHS_MIN or metrics["count"] != epochs:
+            raise ChaosFailed(
+                f"expected at least {EPOCHS_MIN} epochs, all counted once; got {metrics}"
+            )
+        return Verdict(f"all {epochs} epochs counted once", metrics)
+
+    def _check_hashes(self, metrics: dict[str, Any]) -> Verdict:
+        expected = undisturbed(self.options, metrics["epochs"])
+        for name in HASHES:
+            if metrics[name] != expected[name]:
+                raise ChaosFailed(
+                    f"{name} differ from those of an undisturbed run of {metrics['epochs']} "
+                    f"epochs: {metrics[name]}, expected {expected[name]}"
+                )
+        return Verdict(
+            f"{metrics['steps']} steps in {metrics['epochs']} epochs, weights "
+            f"{metrics['weights'][:12]} and optimizer equal to an undisturbed run's, every sample "
+            f"once an epoch",
+            metrics,
+        )
+
+
+def chaos_job(kind: str, name: str, *, workers: int, directory: Path) -> ChaosJob:
+    """Return a job of this kind for 1 to `workers` workers, with its files in a directory."""
+    finish = directory / "finish"
+    if kind == "steps":
+        options: tuple[str, ...] = ("--width", "64", "--samples", "1000")
+        args = (*options, "--epochs", str(ENDLESS), "--pace", "0.01")
+    else:
+        options = ()
+        args = ("--epochs", str(EPOCHS_MIN), "--steps", "5", "--numbers", "100000")
+    script = JOBS / f"{kind}_job.py"
+    spec = JobSpec(
+        job_id=JobId(""),
+        name=name,
+        entry=Entry(EntryKind.SCRIPT, str(script), args=(*args, "--finish", str(finish))),
+        min_workers=1,
+        max_workers=workers,
+        run_path=str(directory / "run"),
+        num_to_keep=2,
+    )
+    return ChaosJob(kind, spec, finish, options)
+
+
+def with_arguments(job: ChaosJob, *options: str) -> ChaosJob:
+    """Return the same job with further options of its script, which count in both runs."""
+    entry = replace(job.spec.entry, args=(*job.spec.entry.args, *options))
+    return replace(job, spec=replace(job.spec, entry=entry), options=(*job.options, *options))
+
+
+@functools.cache
+def undisturbed(options: tuple[str, ...], epochs: int) -> dict[str, Any]:
+    """Train alone, in one process that nobody disturbs, and return what it reports.
+
+    Raises:
+        ChaosFailed: it does not end well.
+    """
+    command = [
+        "env", "OMP_NUM_THREADS=1", sys.executable, "-m", "elastic.testing.jobs.steps_job",
+        *options, "--epochs", str(epochs),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=REFERENCE_S,
+        check=False,
+    )
+    if done.returncode:
+        raise ChaosFailed(f"the undisturbed run failed: {done.stderr[-4000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result

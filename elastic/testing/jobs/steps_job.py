@@ -1,0 +1,212 @@
+"""The train script of chaos runs: a plain loop whose end tells whether every step was right.
+
+It returns the SHA-256 of weights and optimizer state, which must equal that of a run that nobody
+disturbed, and checks a ledger: a parameter with one entry for each sample, whose gradient counts
+how often the sample was trained with. Run by its path, as users' scripts are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from elastic import train
+from elastic.core.policy.cursor import Epochs
+from elastic.train.torch import (
+    TorchTrainer,
+    prepare_data_loader,
+    prepare_model,
+    prepare_optimizer,
+    prepare_scheduler,
+)
+
+CLASSES = 10
+WORDS = 32
+LENGTH = 12
+
+
+class Samples(Dataset):
+    """Noise with a label, and its own number; shapes as the model wants them."""
+
+    def __init__(self, size: int, model: str) -> None:
+        generator = torch.Generator().manual_seed(1)
+        if model == "gpt":
+            self.x = torch.randint(0, WORDS, (size, LENGTH), generator=generator)
+        elif model == "cnn":
+            self.x = torch.randn(size, 1, 8, 8, generator=generator)
+        else:
+            self.x = torch.randn(size, 64, generator=generator)
+        self.y = torch.randint(0, CLASSES, (size,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return self.x[index], self.y[index], index
+
+
+class TinyGPT(nn.Module):
+    """One causal transformer block over words; returns logits, (batch, classes)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width)
+        self.block = nn.TransformerEncoderLayer(
+            width, 2, 2 * width, dropout=0.1, batch_first=True, norm_first=True
+        )
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits of words, (batch, LENGTH)."""
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.head(self.block(self.embed(x), src_mask=mask, is_causal=True)[:, -1])
+
+
+class WithLedger(nn.Module):
+    """A model, and a parameter that counts samples."""
+
+    def __init__(self, kind: str, width: int, size: int) -> None:
+        super().__init__()
+        if kind == "gpt":
+            self.net: nn.Module = TinyGPT(width)
+        elif kind == "cnn":
+            self.net = nn.Sequential(
+                nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2),
+                nn.Flatten(), nn.Linear(8 * 64, CLASSES),
+            )  # fmt: skip
+        else:
+            self.net = nn.Sequential(
+                nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, CLASSES)
+            )
+        self.ledger = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        return self.net(x)
+
+
+def train_func(config: dict) -> dict:
+    """Train, and say what the weights became."""
+    torch.manual_seed(config["seed"])
+    size = config["samples"]
+    module = WithLedger(config["model"], config["width"], size)
+    model = prepare_model(module)
+    optimizer = prepare_optimizer(
+        torch.optim.AdamW(module.net.parameters(), lr=1e-3, weight_decay=0.01)
+    )
+    counter = prepare_optimizer(torch.optim.SGD([module.ledger], lr=1.0))
+    scheduler = prepare_scheduler(
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+    )
+    loader = prepare_data_loader(
+        DataLoader(
+            Samples(size, config["model"]),
+            batch_size=config["micro_batch"],
+            shuffle=True,
+            num_workers=config["loader_workers"],
+        ),
+        global_batch_size=config["global_batch"],
+    )
+    for epoch in train.epochs(config["epochs"]):
+        for x, y, ids in loader:
+            if config["pace"]:
+                time.sleep(config["pace"])  # Stands for a model that takes longer.
+            loss = F.cross_entropy(model(x), y)
+            (loss + module.ledger[ids].mean()).backward()
+            torch.nn.utils.clip_grad_norm_(module.net.parameters(), 1.0)
+            optimizer.step()
+            counter.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            counter.zero_grad()
+            train.log(loss=loss, over=float(is_over(config)))
+        train.report({"epoch": epoch})
+        if train.get_logged()["over"] > 0:
+            break
+    check_ledger(module.ledger.detach(), config | {"epochs": epoch + 1})
+    result = {
+        "epochs": epoch + 1,
+        "steps": (epoch + 1) * len(loader),
+        "weights": digest(model.state_dict()),
+        "optimizer": digest(optimizer.state_dict()["state"]),
+        "scheduler": scheduler.last_epoch,
+    }
+    train.report(result)
+    return result
+
+
+def is_over(config: dict) -> bool:
+    """Return whether the run is to end with this epoch; all ranks then hear it from one."""
+    return bool(config["finish"]) and Path(config["finish"]).exists()
+
+
+def digest(state: object) -> str:
+    """Return the SHA-256 of all tensors in nested containers, in order."""
+    sha = hashlib.sha256()
+
+    def add(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            sha.update(
+                value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                sha.update(str(key).encode())
+                add(value[key])
+
+    add(state)
+    return sha.hexdigest()
+
+
+def check_ledger(ledger: torch.Tensor, config: dict) -> None:
+    """Raise unless every sample was trained with exactly once in each epoch."""
+    number = config["global_batch"] // config["micro_batch"]
+    epochs = Epochs(config["samples"], config["micro_batch"], number)
+    expected = torch.zeros(config["samples"], dtype=torch.float64)
+    for epoch in range(config["epochs"]):
+        for step in range(epochs.steps):
+            for micro_batch in range(number):
+                for sample in epochs.samples(epoch, step, micro_batch):
+                    expected[sample] -= 1 / epochs.step_size(step)
+    wrong = (ledger.double() - expected).abs() > 0.01 / config["global_batch"]
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{int(wrong.sum())} of {len(expected)} samples were not trained with exactly once in "
+            f"each epoch; sample {first}: {ledger[first]}, expected {expected[first]}"
+        )
+
+
+def main() -> None:
+    """Read the arguments and train."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=("mlp", "cnn", "gpt"), default="mlp")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--global-batch", type=int, default=32)
+    parser.add_argument("--loader-workers", type=int, default=0)
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds for each micro-batch")
+    parser.add_argument("--finish", default="", help="end with the epoch in which this file comes")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    result = TorchTrainer(
+        train_func,
+        train_loop_config=vars(args),
+        scaling_config=train.ScalingConfig(num_workers=0),
+    ).fit()
+    if train.is_driver():
+        print(json.dumps(result.return_value))
+
+
+if __name__ == "__main__":
+    main()
