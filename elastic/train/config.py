@@ -107,10 +107,13 @@ class FailureConfig:
             that its code allows. "in_place": only under a loop over `train.epochs()`, which goes
             on; the run fails where that cannot be. "reenter": the train function is called again
             in the same process. "restart": a new process takes its place.
+        hang_timeout_s: a worker that has not moved for so long, while all others wait for it, is
+            killed and replaced, after the stacks of all were written to their logs; 0 for never.
     """
 
     max_failures: int = 0
     recovery: str = "auto"
+    hang_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -118,6 +121,11 @@ class FailureConfig:
             raise ConfigError(
                 f"FailureConfig: max_failures={self.max_failures!r}: expected an int, "
                 f"-1 (for ever) or more"
+            )
+        if not 0 <= self.hang_timeout_s < float("inf"):
+            raise ConfigError(
+                f"FailureConfig: hang_timeout_s={self.hang_timeout_s!r}: expected seconds, or 0 "
+                f"for never"
             )
         if self.recovery not in RECOVERIES:
             raise ConfigError(

@@ -23,7 +23,7 @@ from elastic.worker.state import Stateful
 from elastic.worker.step import StepEngine
 
 
-def epochs(total: int) -> Iterator[int]:
+def epochs(total: int, *, start: int = 0) -> Iterator[int]:
     """Yield epoch numbers from where the run stands up to `total`.
 
     A worker that joins later receives the state of the run here, and goes on in the middle of
@@ -31,13 +31,18 @@ def epochs(total: int) -> Iterator[int]:
 
     Args:
         total: epochs of the whole run, from 0; not of this call.
+        start: where a run begins of which no worker has the state: after those of a checkpoint
+            that the train function has loaded.
 
     Raises:
         UsageError: outside a train function, or no optimizer was prepared.
     """
-    if not isinstance(total, int) or isinstance(total, bool) or total < 0:
-        raise UsageError(f"train.epochs({total!r}): expected a number of epochs, 0 or more")
-    return _engine("train.epochs").epochs(total)
+    for name, value in (("total", total), ("start", start)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UsageError(f"train.epochs: {name}={value!r}: expected an int, 0 or more")
+    engine = _engine("train.epochs")
+    # A sharded model is no member's own: its loop is like any other, and is re-entered.
+    return iter(range(start, total)) if engine.trains_plainly else engine.epochs(total, start)
 
 
 def log(**values: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elastic.core.policy.cursor import Cursor, Epochs
 from elastic.errors import UsageError
 from elastic.train.checkpoint import Checkpoint
 from elastic.worker import context as worker_context
@@ -194,6 +195,43 @@ class TrainContext:
     def get_generation(self) -> int:
         """Return the number of the group; it grows whenever the membership changes."""
         return self.worker.generation
+
+    def get_global_batch_size(self) -> int:
+        """Return the samples of a step, B; the same at every world size.
+
+        Raises:
+            UsageError: no prepared loader has been read in a loop over `train.epochs()` yet.
+        """
+        return self._epochs().global_batch
+
+    def get_micro_batch_size(self) -> int:
+        """Return the samples of a micro-batch; raises as `get_global_batch_size`."""
+        return self._epochs().micro_batch
+
+    def get_num_micro_batches(self) -> int:
+        """Return the micro-batches of a step, V; raises as `get_global_batch_size`."""
+        return self._epochs().num_micro_batches
+
+    def get_epoch(self) -> int:
+        """Return the passes over the data that are complete in this run."""
+        return self._cursor().epoch
+
+    def get_step(self) -> int:
+        """Return the steps of this epoch that are committed."""
+        return self._cursor().step
+
+    def _epochs(self) -> Epochs:
+        engine = require_context("train.get_context").engine
+        if engine is None or engine.data is None:
+            raise UsageError(
+                "train.get_context: how a step is cut is known once a prepared loader is read in a "
+                "loop over train.epochs()"
+            )
+        return engine.data
+
+    def _cursor(self) -> Cursor:
+        engine = require_context("train.get_context").engine
+        return engine.cursor if engine is not None else Cursor()
 
     def get_trial_dir(self) -> str:
         """Return the run directory as an fsspec path."""

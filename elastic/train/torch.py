@@ -97,6 +97,8 @@ def prepare_model(
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         _ensure_group()
+        if context.engine is not None:
+            context.engine.trains_plainly = True
         return FullyShardedDataParallel(model, **kwargs)
     raise UsageError(
         f"prepare_model(parallel_strategy={parallel_strategy!r}): expected 'ddp', 'fsdp' or None"

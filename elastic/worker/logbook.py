@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic.core.policy.cursor import Cursor
+
 log = logging.getLogger(__name__)
 
 VALUES_MAX = 28
@@ -91,6 +93,21 @@ class Logbook:
         averages = {name: total / weight for name, (total, weight) in self._averages.items()}
         self._averages = {}
         return averages
+
+
+class ReportPlaces:
+    """Names the reports of a run by their place in it, the same on all ranks."""
+
+    def __init__(self) -> None:
+        """Begin before the first report."""
+        self._at, self._count = Cursor(), 0
+
+    def next(self, cursor: Cursor) -> str:
+        """Return the name of a report that is made here; the first one, then the second."""
+        if self._at != cursor:
+            self._at, self._count = cursor, 0
+        self._count += 1
+        return f"e{cursor.epoch:05d}-s{cursor.step:07d}-{self._count}"
 
 
 def _fingerprint(names: Sequence[str]) -> float:

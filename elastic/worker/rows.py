@@ -28,14 +28,16 @@ class RowExchange:
         """
         self._rank = rank
         self._rows = torch.zeros(world_size, CONTROL_MAX, dtype=torch.float64)
+        # The same memory: writing a few numbers through a tensor takes ten times as long.
+        self._mine = self._rows[rank].numpy()
         self._wires: Wires = NoWires() if group is None else GlooWires(group)
 
     def start(self, values: Sequence[float]) -> None:
         """Send ours; returns at once."""
         check(len(values) <= CONTROL_MAX, f"{len(values)} numbers: at most {CONTROL_MAX}")
+        self._mine[: len(values)] = values
+        self._mine[len(values) :] = 0.0
         mine = self._rows[self._rank]
-        mine.zero_()
-        mine[: len(values)] = torch.tensor(list(values), dtype=torch.float64)
         others = [rank for rank in range(len(self._rows)) if rank != self._rank]
         self._wires.post([Message(False, self._rows[rank], rank, TAG) for rank in others])
         self._wires.post([Message(True, mine, rank, TAG) for rank in others])

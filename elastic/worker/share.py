@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from elastic.core.policy.cursor import Epochs
 from elastic.core.policy.microbatch import Span, deal
@@ -48,7 +48,7 @@ class Share:
         count = self.counts[number]
         return count / self.micro_batch if count else None
 
-    @property
+    @cached_property
     def deal(self) -> Deal:
         """Return how the micro-batches are dealt out."""
         return Deal(self.rank, self.world_size, self.num_micro_batches)
@@ -63,14 +63,20 @@ class Share:
         """Return what it is multiplied with after that."""
         return 1.0 if self.is_full else float(self.micro_batch)
 
-    @classmethod
-    def of(cls, epochs: Epochs, step: int, *, rank: int, world_size: int) -> Share:
-        """Return a rank's share of a step of these epochs."""
-        spans = (epochs.positions(step, number) for number in range(epochs.num_micro_batches))
-        return cls(
-            rank=rank,
-            world_size=world_size,
-            num_micro_batches=epochs.num_micro_batches,
-            micro_batch=epochs.micro_batch,
-            counts=tuple(last - first for first, last in spans),
-        )
+    @staticmethod
+    def of(epochs: Epochs, step: int, *, rank: int, world_size: int) -> Share:
+        """Return a rank's share of a step of these epochs; full steps have the same."""
+        is_full = epochs.step_size(step) == epochs.global_batch
+        return _share_of(epochs, 0 if is_full else step, rank, world_size)
+
+
+@lru_cache(maxsize=16)
+def _share_of(epochs: Epochs, step: int, rank: int, world_size: int) -> Share:
+    spans = (epochs.positions(step, number) for number in range(epochs.num_micro_batches))
+    return Share(
+        rank=rank,
+        world_size=world_size,
+        num_micro_batches=epochs.num_micro_batches,
+        micro_batch=epochs.micro_batch,
+        counts=tuple(last - first for first, last in spans),
+    )

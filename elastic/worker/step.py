@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.core.policy.cursor import Cursor, micro_batch_seed
+from elastic.core.policy.cursor import Cursor, Epochs, micro_batch_seed
 from elastic.core.policy.microbatch import deal
 from elastic.core.policy.recovery import Standing
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker.context import WorkerContext
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.loader import Batch, MicroBatchLoader
-from elastic.worker.logbook import Logbook
+from elastic.worker.logbook import Logbook, ReportPlaces
 from elastic.worker.meeting import default_group, meet, tell_rows
 from elastic.worker.outcome import is_group_broken
 from elastic.worker.prepared import DueSteps, Phase, adopt_optimizer, adopt_scheduler, scalers_know
@@ -50,6 +50,7 @@ class StepEngine:
         has_begun: the loop over epochs runs, so that groups change in place.
         seed: of shuffling, unless the loader brings its own.
         recovery: how this worker comes into the next group, as in `FailureConfig`.
+        trains_plainly: a model is sharded: its own wrapper reduces, and nothing goes in place.
     """
 
     def __init__(self, home: Home, *, carry: Carry | None = None) -> None:
@@ -65,6 +66,7 @@ class StepEngine:
         self.has_begun = False
         self.seed = 0
         self.recovery = "auto"
+        self.trains_plainly = False
         self._home = home
         self._carry = carry
         self._place: WorkerContext | None = None
@@ -80,7 +82,7 @@ class StepEngine:
         self._error: BaseException | None = None
         self._leaves = False
         self._cursors: tuple[Cursor, ...] = ()
-        self._reported_at, self._reports = Cursor(), 0
+        self._places = ReportPlaces()
         self._stack, self._at_close = ExitStack(), ExitStack()
 
     def configure(self, options: Mapping[str, Any]) -> None:
@@ -135,7 +137,7 @@ class StepEngine:
 
     def bytes_sent(self) -> int:
         """Return the bytes of gradients that this rank has sent in its present group."""
-        return self._reducer.bytes_sent if self._reducer is not None else 0
+        return self._the_reducer().bytes_sent
 
     def own(self, loader: MicroBatchLoader) -> None:
         """Close this loader at the end of the call."""
@@ -150,13 +152,13 @@ class StepEngine:
 
     # ------------------------------------------------------------------- epochs
 
-    def epochs(self, total: int) -> Iterator[int]:
+    def epochs(self, total: int, start: int = 0) -> Iterator[int]:
         """Yield the numbers of the epochs that are left to do; see `train.epochs`."""
+        self.cursor = max(self.cursor, Cursor(start, 0))
         if not self.state.optimizers:
             raise UsageError(
-                "train.epochs: no optimizer was prepared; call optimizer = "
-                "prepare_optimizer(optimizer) before the loop, so that its steps are those of the "
-                "whole group"
+                "train.epochs: no optimizer was prepared; call prepare_optimizer(optimizer) before "
+                "the loop, so that its steps are those of the whole group"
             )
         self._begin()
         try:
@@ -336,9 +338,8 @@ class StepEngine:
         self.logbook.commit_step()
 
     def _make_void(self) -> None:
-        reducer = self._the_reducer()
-        self._error = self._error or reducer.broken
-        reducer.abandon()
+        self._error = self._error or self._the_reducer().broken
+        self._the_reducer().abandon()
         self._phase = Phase.VOID
 
     def _forget_step(self) -> None:
@@ -346,8 +347,7 @@ class StepEngine:
         self.logbook.forget_step()
         self._due.forget()
         for scaler in self.state.scalers:
-            # What it found out about this step; its scale is as before.
-            getattr(scaler, "_per_optimizer_states", {}).clear()
+            getattr(scaler, "_per_optimizer_states", {}).clear()  # The scale stays.
 
     # ------------------------------------------------------------------- what prepared objects ask
 
@@ -374,13 +374,9 @@ class StepEngine:
         """Report once per step, or once between epochs; see `train.report`."""
         if not self.has_stepped():
             return  # The report of a step is made once, where its gradients are complete.
-        cursor = self.cursor
-        if self._reported_at != cursor:
-            self._reported_at, self._reports = cursor, 0
-        where = f"e{cursor.epoch:05d}-s{cursor.step:07d}-{self._reports}"
-        self._reports += 1
         # Members that had come further when this group was formed have made this report before.
-        voters = sum(1 for one in self._cursors if one <= cursor)
+        voters = sum(1 for one in self._cursors if one <= self.cursor)
+        where = self._places.next(self.cursor)
         self._context.the_reporter().report_in_place(
             metrics, checkpoint, name, where=where, voters=voters
         )
@@ -396,8 +392,7 @@ class StepEngine:
     def _change_group(self, *, is_first: bool = False) -> None:
         """Join the newest group, until one stands in which all have the same state.
 
-        Args:
-            is_first: the group that stands has not met yet; do not leave it.
+        The first group stands already, and has only to meet.
         """
         began = time.monotonic()
         reducer = self._the_reducer()
@@ -439,7 +434,7 @@ class StepEngine:
         Returns:
             Bytes that we sent or received.
         """
-        epochs = self._loader.epochs if self._loader is not None else None
+        epochs = self.data
         standing = Standing(self._has_state, self.cursor, epochs.steps if epochs else 0)
         units = list(self._units.values())
         with self._context.activity.waiting():
@@ -487,6 +482,11 @@ class StepEngine:
             return self._carry
         generation = self._context.generation if in_this_group else 0
         return Carry(self.state.take(), self.cursor, generation)
+
+    @property
+    def data(self) -> Epochs | None:
+        """Return how the data is cut, None while no loader was read."""
+        return self._loader.epochs if self._loader is not None else None
 
     @property
     def _context(self) -> WorkerContext:

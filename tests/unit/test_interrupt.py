@@ -365,3 +365,39 @@ def test_five_hundred_interrupts_leave_no_stray_one(
     assert sorted(changed + others) == list(range(1, 501))
     # Both kinds of moment were met.
     assert min(len(changed), len(others)) > 10
+
+
+# ---------------------------------------------------------------- loops that leave by themselves
+
+
+def test_a_deferred_call_is_left_alone_and_finds_out_by_itself(interrupter: Interrupter) -> None:
+    def loop() -> str:
+        interrupter.defer(True)
+        interrupter.interrupt(1, "a member was lost")
+        while not interrupter.is_over(1):
+            pass
+        interrupter.move(2)
+        return "went on"
+
+    assert interrupter.run(1, loop) == "went on"
+
+
+def test_what_was_deferred_is_raised_once_the_loop_is_over(interrupter: Interrupter) -> None:
+    def loop() -> None:
+        interrupter.defer(True)
+        interrupter.interrupt(1, "a member was lost")
+        interrupter.defer(False)
+        wait_busy(threading.Event())
+
+    with pytest.raises(GroupChanged):
+        interrupter.run(1, loop)
+
+
+def test_the_end_of_the_process_is_never_deferred(interrupter: Interrupter) -> None:
+    def loop() -> None:
+        interrupter.defer(True)
+        interrupter.interrupt(1, "stop", final=True)
+        wait_busy(threading.Event())
+
+    with pytest.raises(GroupChanged, match="stop"):
+        interrupter.run(1, loop)
