@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.client.ctrl_c import CtrlC
 from elastic.client.jobs import Client
 from elastic.client.printer import Printer
 from elastic.client.streams import Stream
@@ -168,16 +169,18 @@ class Follower:
 
         Raises:
             TimeoutError: the time was over first; the job goes on.
+            KeyboardInterrupt: Ctrl-C, within a quarter of a second; the job goes on.
             ElasticError: see `follow`.
         """
-        self._printer.open()
-        try:
-            self._read("events", self._client.watch(self._job, on_outage=self._on_outage))
-            self._until_over()
-        finally:
-            for reader in self._readers:
-                reader.stop()
-            self._printer.close(said_elsewhere=self._traceback())
+        with CtrlC() as ctrl_c:
+            self._printer.open()
+            try:
+                self._read("events", self._client.watch(self._job, on_outage=self._on_outage))
+                self._until_over(ctrl_c)
+            finally:
+                for reader in self._readers:
+                    reader.stop()
+                self._printer.close(said_elsewhere=self._traceback())
         view = self._seen.view
         if view is None:  # Closed from elsewhere before anything came.
             view = self._client.get(self._job)
@@ -191,10 +194,11 @@ class Follower:
     def _on_outage(self, seconds: float) -> None:
         self._readers[0].put(_Outage(seconds))
 
-    def _until_over(self) -> None:
+    def _until_over(self, ctrl_c: CtrlC) -> None:
         started_ns = self._clock.monotonic_ns()
         give_up_ns: int | None = None
         while True:
+            ctrl_c.check()
             if self.timeout_s is not None and self._is_after(started_ns, self.timeout_s):
                 raise TimeoutError(self._late())
             try:

@@ -1,0 +1,46 @@
+"""Ctrl-C while a job is followed: noted at once, acted upon where it can do no harm.
+
+Rule: the first one raises nothing by itself. Python would raise `KeyboardInterrupt` between any
+two bytecodes, also inside of gRPC's callbacks, which swallow it, and in the middle of taking a
+lock. Whoever is too impatient for that presses again, and has Python's own behaviour.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class CtrlC:
+    """Takes SIGINT for the time of a `with` block; on other threads it does nothing."""
+
+    def __init__(self) -> None:
+        """Take nothing yet."""
+        self._came = False
+        self._before: Any = None
+
+    def __enter__(self) -> CtrlC:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt here if Ctrl-C was pressed."""
+        if self._came:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._came:
+            signal.default_int_handler(number, frame)
+        self._came = True
