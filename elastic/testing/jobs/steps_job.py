@@ -22,6 +22,7 @@ from elastic import train
 from elastic.core.policy.cursor import Epochs
 from elastic.train.torch import (
     TorchTrainer,
+    enable_reproducibility,
     prepare_data_loader,
     prepare_model,
     prepare_optimizer,
@@ -66,7 +67,7 @@ class TinyGPT(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits of words, (batch, LENGTH)."""
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         return self.head(self.block(self.embed(x), src_mask=mask, is_causal=True)[:, -1])
 
 
@@ -95,6 +96,8 @@ class WithLedger(nn.Module):
 
 def train_func(config: dict) -> dict:
     """Train, and say what the weights became."""
+    if config["gpu"]:
+        enable_reproducibility(config["seed"])
     torch.manual_seed(config["seed"])
     size = config["samples"]
     module = WithLedger(config["model"], config["width"], size)
@@ -131,7 +134,7 @@ def train_func(config: dict) -> dict:
         train.report({"epoch": epoch})
         if train.get_logged()["over"] > 0:
             break
-    check_ledger(module.ledger.detach(), config | {"epochs": epoch + 1})
+    check_ledger(module.ledger.detach().cpu(), config | {"epochs": epoch + 1})
     result = {
         "epochs": epoch + 1,
         "steps": (epoch + 1) * len(loader),
@@ -196,13 +199,14 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds for each micro-batch")
+    parser.add_argument("--gpu", action="store_true", help="with deterministic kernels")
     parser.add_argument("--finish", default="", help="end with the epoch in which this file comes")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     result = TorchTrainer(
         train_func,
         train_loop_config=vars(args),
-        scaling_config=train.ScalingConfig(num_workers=0),
+        scaling_config=train.ScalingConfig(num_workers=0, use_gpu=args.gpu),
     ).fit()
     if train.is_driver():
         print(json.dumps(result.return_value))
