@@ -1,132 +1,251 @@
-"""How long a kill interrupts training: from the signal to the end of the next group's first step.
+"""What a kill and a join cost, ours beside torchrun: the same model, data and kill in one run.
 
-    python bench/recovery.py --kills 10
+    python -m bench.recovery --kills 10
 
-Three nodes with one worker each on this machine, SQLite store, gloo; the script counts epochs of
-20 small all-reduces (a step takes about a millisecond). After each kill the group is whole again
-before the next one. Prints a table with medians, and how often a survivor changed its process
-(which must be never).
+Ours are three nodes with one worker each on this machine, SQLite store, gloo, in
+`elastic/testing/jobs/steps_job.py`; torchrun is one node with three workers, with a plain DDP
+script and checkpoints. Victims and moments are drawn. Both write a line after each optimizer step,
+from which everything is computed (`bench/marks.py`). Prints one table.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
+import random
 import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
+import click
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from elastic.core.config import JobSpec
-from elastic.core.view import JobView
-from elastic.core.world import Entry, EntryKind, JobId, JobPhase
-from elastic.testing.local_cluster import LocalCluster
+from bench.marks import Marks, Row
+from bench.peers import torchrun
+from elastic.core.view import JobView, WorkerView
+from elastic.core.world import ENDED, Entry, JobPhase
+from elastic.errors import Unavailable
+from elastic.testing.chaos_jobs import ChaosJob, chaos_job
+from elastic.testing.local_cluster import PATIENCE_S, LocalCluster
 
-SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "chaos" / "epochs.py"
+OURS = "ours"
+WORLD = 3
+MICRO_BATCHES = 8
+"""Of a step of steps_job."""
+SCRIPT = Path(__file__).with_name("peers") / "our_job.py"
+EVENTS = (
+    "worker SIGKILL: next step",
+    "worker SIGKILL: full group",
+    "node SIGKILL: next step",
+    "node joins: planned to step",
+    "node joins: members' pause",
+    "worker SIGSTOP: next step",
+)
+"""What is measured of ours; torchrun has rows for the first two."""
+OTHERS = {"Ray Train": "ray", "torchft": "torchft"}
 
 
-def job(run_path: Path) -> JobSpec:
-    """Return a job that trains for longer than the bench takes."""
-    entry = Entry(EntryKind.SCRIPT, str(SCRIPT), args=("--epochs", "1000000"))
-    return JobSpec(
-        job_id=JobId(""), name="bench", entry=entry, min_workers=1, max_workers=3,
-        run_path=str(run_path), num_to_keep=2,
-    )  # fmt: skip
+def job_of(directory: Path, pace_s: float) -> ChaosJob:
+    """Return steps_job with marks, which trains until its finish file is there."""
+    job = chaos_job("steps", "bench", workers=WORLD, directory=directory)
+    args = (*job.spec.entry.args, "--pace", str(pace_s), "--marks", str(directory / "marks"))
+    entry = Entry(job.spec.entry.kind, str(SCRIPT), args=args)
+    return replace(job, spec=replace(job.spec, entry=entry))
 
 
-def whole(view: JobView) -> bool:
-    """Return whether three workers train."""
+def is_whole(view: JobView) -> bool:
+    """Return whether the full group trains."""
     group = view.record.group
-    return view.record.phase is JobPhase.RUNNING and group is not None and len(group.members) == 3
+    is_full = group is not None and len(group.members) == WORLD
+    return view.record.phase is JobPhase.RUNNING and is_full
 
 
 class Bench:
-    """One cluster, many kills."""
+    """One cluster, many kills.
 
-    def __init__(self, cluster: LocalCluster, job_id: str) -> None:
-        self.cluster = cluster
-        self.job_id = job_id
-        self.changed_pids = 0
+    Attributes:
+        rows: what was measured, in the order of the table.
+    """
 
-    def measure(self, strike: Callable[[JobView], str]) -> float:
-        """Strike once; return the seconds until the next group's first step is over."""
-        view = self.cluster.wait(self.job_id, whole, "three workers")
-        generation = view.record.generation
-        self.cluster.wait_note("first_step", self.job_id, generation=generation)
-        before = {str(w.report.worker_id): w.report.pid for w in view.workers}
+    def __init__(self, cluster: LocalCluster, job: ChaosJob, rng: random.Random) -> None:
+        """Submit the job."""
+        self._cluster = cluster
+        self._job = job
+        self._rng = rng
+        self._id = cluster.submit(job.spec)
+        self.marks = Marks(job.finish.with_name("marks"))
+        self.rows = {event: Row(event, OURS) for event in EVENTS}
+
+    def kill_worker(self) -> None:
+        """SIGKILL a worker; wait until its successor trains."""
+        self._strike("worker SIGKILL", lambda victim: os.kill(victim.report.pid, signal.SIGKILL))
+
+    def stop_worker(self) -> None:
+        """SIGSTOP a worker; its agent kills it."""
+        self._strike("worker SIGSTOP", lambda victim: os.kill(victim.report.pid, signal.SIGSTOP))
+
+    def kill_node(self) -> None:
+        """SIGKILL an agent and its worker, and once the others train let the node come back."""
+        name = self._strike(
+            "node SIGKILL", lambda victim: self._cluster.kill_node(str(victim.node_id))
+        )
+        first_note = len(self._cluster.notes)
+        before = self.marks.newest()
+        self._cluster.start_node(name)
+        after = self._wait(before, WORLD)
+        planned = self._cluster.wait_note(
+            "change_planned", self._id, after=first_note, generation=before
+        )
+        began_ns, members = self.marks.lives[after].began_ns, self.marks.lives[before].pids
+        for event, seconds in (
+            ("node joins: planned to step", (began_ns - planned.unix_ns) / 1e9),
+            ("node joins: members' pause", self.marks.pause_s(before, after)),
+        ):
+            self._note(event, seconds, before)
+            self.rows[event].count_pids(members, self.marks.lives[after].pids)
+
+    def finish(self) -> None:
+        """Let the job end; its script checks that each sample was trained with once an epoch."""
+        self._job.finish.touch()
+        view = self._cluster.wait(self._id, lambda v: v.record.phase in ENDED, "the end")
+        if view.record.phase is not JobPhase.SUCCEEDED:
+            raise Unavailable(f"the job is {view.record.phase.value}: {view.reason}")
+
+    def _strike(self, what: str, action: Callable[[WorkerView], None]) -> str:
+        """Strike once the full group trains; note all that follows; return the victim's node."""
+        victim, before = self._ready()
+        pids = self.marks.lives[before].pids
         began_ns = time.time_ns()
-        lost_node = strike(view)
-        note = self.cluster.wait_note("first_step", self.job_id, generation=generation + 1)
-        after = self.cluster.worker_pids(self.job_id)
-        group = self.cluster.job(self.job_id).record.group
-        for worker_id, pid in before.items():
-            is_member = group is not None and worker_id in group.worker_ids()
-            if not worker_id.startswith(f"{lost_node}/") and is_member:
-                self.changed_pids += after.get(worker_id) != pid
-        return (int(dict(note.note.fields)["unix_ns"]) - began_ns) / 1e9
-
-    def kill_worker(self, view: JobView) -> str:
-        """SIGKILL the last rank; return its node."""
-        victim = max(view.workers, key=lambda w: w.rank)
-        os.kill(victim.report.pid, signal.SIGKILL)
+        action(victim)
+        after = self._wait(before)
+        event = f"{what}: next step"
+        self._note(event, (self.marks.lives[after].began_ns - began_ns) / 1e9, before)
+        survivors = pids - {victim.report.pid}
+        self.rows[event].count_pids(survivors, self.marks.lives[after].pids)
+        full = self.rows.get(f"{what}: full group")
+        if full is not None:
+            after = self._wait(before, WORLD)
+            self._note(full.event, (self.marks.lives[after].began_ns - began_ns) / 1e9, before)
+            full.count_pids(survivors, self.marks.lives[after].pids)
         return str(victim.node_id)
 
-    def stop_worker(self, view: JobView) -> str:
-        """SIGSTOP the last rank."""
-        victim = max(view.workers, key=lambda w: w.rank)
-        os.kill(victim.report.pid, signal.SIGSTOP)
-        return str(victim.node_id)
+    def _ready(self) -> tuple[WorkerView, int]:
+        """Wait until the full group trains, and a moment more; draw a victim.
 
-    def kill_node(self, view: JobView) -> str:
-        """SIGKILL the agent of the last rank and all that it started; another one starts."""
-        victim = str(max(view.workers, key=lambda w: w.rank).node_id)
-        self.cluster.kill_node(victim)
-        self.cluster.start_node(victim)
-        return victim
+        Returns:
+            Who, and the generation that trains.
+        """
+        self._cluster.wait(self._id, is_whole, "the full group")
+        self._cluster.wait_nodes(WORLD)
+        view = self._cluster.job(self._id)
+        self._wait(view.record.generation - 1, WORLD)
+        time.sleep(self._rng.uniform(2.0, 3.0))
+        view = self._cluster.wait(self._id, is_whole, "the full group")
+        generation = self._wait(view.record.generation - 1, WORLD)
+        members = [w for w in view.workers if w.rank >= 0]
+        return self._rng.choice(sorted(members, key=lambda w: w.rank)), generation
+
+    def _wait(self, after: int, world: int = 0) -> int:
+        life = self.marks.wait(after, world=world, timeout_s=PATIENCE_S)
+        if life is None:
+            raise Unavailable(f"no group after generation {after} trained in {PATIENCE_S:g} s")
+        return life
+
+    def _note(self, event: str, seconds: float, before: int) -> None:
+        self.rows[event].seconds.append(seconds)
+        self.rows[event].again.append(self.marks.steps_again(before))
+        print(f"{OURS}: {event}: {seconds:.3f} s", file=sys.stderr)
 
 
-def main() -> None:
-    """Run the bench and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=10, help="of each kind")
-    args = parser.parse_args()
-    rows: list[tuple[str, list[float]]] = []
+def measure_ours(directory: Path, kills: int, pace_s: float, seed: int) -> tuple[list[Row], float]:
+    """Return the rows, and the milliseconds of a step."""
+    run = directory / "job"
+    run.mkdir(parents=True)
+    with LocalCluster(nodes=WORLD, directory=directory / "cluster") as cluster:
+        bench = Bench(cluster, job_of(run, pace_s), random.Random(seed))
+        for strike in (bench.kill_worker, bench.kill_node, bench.stop_worker):
+            for _ in range(kills):
+                strike()
+        bench.finish()
+        return list(bench.rows.values()), bench.marks.step_ms(WORLD)
+
+
+def table_of(rows: list[Row], paces: dict[str, float]) -> Table:
+    """Return the table: what was measured by event, systems below each other."""
+    table = Table(
+        title=f"seconds until all ranks have done a step (torch {torch.__version__}, "
+        f"{os.cpu_count()} cores, {platform.machine()}, gloo, {WORLD} workers; a step takes "
+        + ", ".join(f"{ms:.0f} ms: {name}" for name, ms in paces.items())
+        + ")"
+    )
+    most = max(len(row.seconds) for row in rows)
+    high = "p99" if most >= 100 else "max"
+    for column in ("event", "system", "n", "median", high, "steps again", "pids changed"):
+        table.add_column(column, justify="left" if column in ("event", "system") else "right")
+    first_of = {row.event: index for index, row in reversed(list(enumerate(rows)))}
+    for row in sorted(rows, key=lambda row: first_of[row.event]):
+        ordered = sorted(row.seconds)
+        top = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+        again = f"{statistics.median(row.again):g}" if row.again else "-"
+        table.add_row(
+            row.event, row.system, str(len(ordered)), f"{statistics.median(ordered):.3f}",
+            f"{top if high == 'p99' else ordered[-1]:.3f}", again,
+            f"{row.changed} of {row.survivors}",
+        )  # fmt: skip
+    return table
+
+
+def notes() -> str:
+    """Return what a reader of the table has to know."""
+    here = ", ".join(
+        f"{name} {'is' if find_spec(module) else 'is not'} installed"
+        for name, module in OTHERS.items()
+    )
+    return (
+        "seconds: the one step that was done is part of each; the pace is sleep in both.\n"
+        "steps again: complete ones, median; the step under way is lost besides. pids changed: "
+        "survivors that ended up in another process.\n"
+        f"torchrun: tuned, a checkpoint every {torchrun.EVERY} steps; it goes on only with the "
+        "full group, ours with two and then with the successor.\n"
+        "node joins: from the plan to a step of all, and the longest time between two steps of "
+        "a member.\n"
+        f"{here} (pip install -r bench/requirements-peers.txt): no rows of theirs, there are "
+        "no job scripts for them."
+    )
+
+
+@click.command()
+@click.option("--kills", default=10, show_default=True, help="Of each kind.")
+@click.option("--only", type=click.Choice([OURS, torchrun.SYSTEM]), help="One system.")
+@click.option("--pace", default=0.01, show_default=True, help="Seconds of sleep a micro-batch.")
+@click.option("--seed", default=0, show_default=True, help="Draws victims and moments.")
+def main(kills: int, only: str | None, pace: float, seed: int) -> None:
+    """Kill workers and nodes of ours and of torchrun, and print one table."""
+    rows: list[Row] = []
+    paces: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as scratch:
         directory = Path(scratch)
-        with LocalCluster(nodes=3, directory=directory / "cluster") as cluster:
-            bench = Bench(cluster, cluster.submit(job(directory / "run")))
-            for name, strike in (
-                ("worker SIGKILL", bench.kill_worker),
-                ("node SIGKILL (agent and worker)", bench.kill_node),
-                ("worker SIGSTOP", bench.stop_worker),
-            ):
-                seconds = []
-                for index in range(args.kills):
-                    seconds.append(bench.measure(strike))
-                    print(f"{name} {index + 1}: {seconds[-1]:.3f} s", file=sys.stderr)
-                rows.append((name, seconds))
-            cluster.client.stop(bench.job_id)
-    table = Table(
-        title=f"kill to the next step, seconds (torch {torch.__version__}, {os.cpu_count()} cores, "
-        f"{platform.machine()}, gloo, 3 nodes x 1 worker)"
-    )
-    for column in ("event", "n", "median", "min", "max"):
-        table.add_column(column)
-    for name, seconds in rows:
-        table.add_row(
-            name, str(len(seconds)), f"{statistics.median(seconds):.3f}",
-            f"{min(seconds):.3f}", f"{max(seconds):.3f}",
-        )  # fmt: skip
-    Console(width=110).print(table)
-    print(f"survivors that changed their process: {bench.changed_pids}")
+        if only != torchrun.SYSTEM:
+            measured, paces[OURS] = measure_ours(directory / OURS, kills, pace, seed)
+            rows += measured
+        if only != OURS:
+            # The busiest rank of ours has so many micro-batches in a step.
+            step_s = pace * -(-MICRO_BATCHES // WORLD)
+            next_step, full, paces[torchrun.SYSTEM] = torchrun.measure(
+                directory / torchrun.SYSTEM, kills, step_s=step_s, world=WORLD,
+                rng=random.Random(seed),
+            )  # fmt: skip
+            rows += [next_step, full]
+    Console(width=120, highlight=False).print(table_of(rows, paces))
+    print(notes())
 
 
 if __name__ == "__main__":
