@@ -58,7 +58,7 @@ class Bucket:
         number: in the order in which backward is expected to complete them.
         unit: number of the unit that they belong to.
         names, parameters: of the parameters.
-        touched: places of parameters whose gradients are to be moved.
+        touched: places of parameters whose gradients are to be moved, in that order.
         used: which got a gradient in this micro-batch.
         pool: buffers that nobody uses.
         seen: the last tensor that `view` was asked for.
@@ -68,7 +68,7 @@ class Bucket:
     unit: int
     names: list[str] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
-    touched: list[int] = field(default_factory=list)
+    touched: dict[int, None] = field(default_factory=dict)
     used: list[bool] = field(default_factory=list)
     pool: list[Flat] = field(default_factory=list)
     seen: Flat | None = None

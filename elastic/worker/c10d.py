@@ -338,19 +338,16 @@ def around_backward(surround: Callable[[], Any]) -> Callable[[], None]:
         GroupError: this torch lacks the place.
     """
     real = _part(torch.autograd, "_engine_run_backward")
-    depth = threading.local()
+    # Of the thread that asks: for a device, inner calls come from a thread of autograd's own.
+    task_id = _part(torch._C, "_current_graph_task_id")
 
     @functools.wraps(real)
     def run(*args: Any, **named: Any) -> Any:
         # Without a call to accumulate into, as torch.autograd.grad, no gradient is ours.
-        if getattr(depth, "value", 0) or not named.get("accumulate_grad", True):
+        if task_id() != -1 or not named.get("accumulate_grad", True):
             return real(*args, **named)
-        depth.value = 1
-        try:
-            with surround():
-                return real(*args, **named)
-        finally:
-            depth.value = 0
+        with surround():
+            return real(*args, **named)
 
     torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 

@@ -7,6 +7,7 @@ Rule: there is one context per call of the train function, also in a process wit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,6 +44,7 @@ class WorkerContext:
         engine: of this call's training loop.
         join: puts a worker that runs ahead of its group into it, and returns the context there;
             None for one that has its place. Until then rank and world size say nothing.
+        shielded: returns a context manager in which the train function is not interrupted.
     """
 
     job_id: JobId
@@ -69,6 +71,7 @@ class WorkerContext:
     activity: Activity = field(default_factory=Activity, repr=False)
     engine: StepEngine | None = field(default=None, repr=False)
     join: Callable[[], WorkerContext] | None = field(default=None, repr=False)
+    shielded: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)
 
     @property
     def newest_checkpoint(self) -> str:

@@ -88,6 +88,23 @@ class Logbook:
             so_far, weights = self._averages.get(name, (0.0, 0.0))
             self._averages[name] = (so_far + total, weights + weight)
 
+    def latest_row(self) -> list[float]:
+        """Return the latest averages for members that have missed them."""
+        names = sorted(self.latest)[:VALUES_MAX]
+        return [_fingerprint(names), 1.0, *(self.latest[name] for name in names)]
+
+    def take_latest(self, row: Sequence[float]) -> None:
+        """Take what a member tells that has heard of everyone's last step, as we have not."""
+        names = sorted(self._done or self.latest)[:VALUES_MAX]
+        self._done = {}
+        if row[0] == _fingerprint(names):
+            self.latest = dict(zip(names, row[2:], strict=False))
+
+    def receive(self, latest: Mapping[str, float]) -> None:
+        """Go on from another member's state: what we did not tell yet counts no more."""
+        self._sums, self._done = {}, {}
+        self.latest = dict(latest)
+
     def take_averages(self) -> dict[str, float]:
         """Return averages over all steps since the last call."""
         averages = {name: total / weight for name, (total, weight) in self._averages.items()}
@@ -96,7 +113,7 @@ class Logbook:
 
 
 class ReportPlaces:
-    """Names the reports of a run by their place in it, the same on all ranks."""
+    """Names the reports of one group by their place in the run, the same on all ranks."""
 
     def __init__(self) -> None:
         """Begin before the first report."""

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from elastic.core.policy.cursor import Cursor, Epochs, derive
-from elastic.core.policy.recovery import Standing, plan_transfers
+from elastic.core.policy.recovery import Standing, next_places, plan_transfers
 from elastic.errors import UsageError
+from elastic.worker.logbook import Logbook
 from elastic.worker.reduce import Unit
 from elastic.worker.transfer import transfer
 
@@ -31,11 +32,13 @@ class Met:
     Attributes:
         state: what we received, None if we needed nothing.
         cursors: where each member stands now, by rank.
+        places: where each member will run code of its own again, by rank.
         num_bytes: of state that we sent or received.
     """
 
     state: Any
     cursors: tuple[Cursor, ...]
+    places: tuple[Cursor, ...]
     num_bytes: int
 
 
@@ -67,12 +70,13 @@ def meet(
     threads = torch.get_num_threads()
     told = tell_all(group, Told(standing, _model_print(units), _data_print(epochs), threads))
     check_alike(told)
-    plan = plan_transfers([one.standing for one in told]).value
+    standings = [one.standing for one in told]
+    plan = plan_transfers(standings).value
     state, num_bytes = transfer(group, plan, take)
     source = plan.source_of(group.rank())
     if source is not None and told[source].threads != threads:
         torch.set_num_threads(told[source].threads)
-    return Met(state, plan.cursors, num_bytes)
+    return Met(state, plan.cursors, next_places(standings, plan), num_bytes)
 
 
 def tell_rows(group: Any, values: Sequence[float]) -> list[list[float]]:
@@ -92,6 +96,24 @@ def tell_rows(group: Any, values: Sequence[float]) -> list[list[float]]:
         rows = [torch.empty_like(row) for _ in range(group.size())]
         dist.all_gather(rows, row, group=group)
     return [one.tolist() for one in rows]
+
+
+def share_latest(group: Any, cursors: Sequence[Cursor], logbook: Logbook) -> None:
+    """Let those hear of an epoch's last values who have not passed its gate, as others have.
+
+    Args:
+        group: the process group that stands.
+        cursors: where each member stands after a meeting.
+        logbook: ours.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    furthest = max(cursors)
+    if min(cursors) < furthest:
+        rows = tell_rows(group, logbook.latest_row())
+        if cursors[group.rank()] < furthest:
+            logbook.take_latest(rows[cursors.index(furthest)])
 
 
 @dataclass(frozen=True)
@@ -123,15 +145,15 @@ def tell_all(group: Any, mine: Told) -> list[Told]:
     row = torch.tensor(
         [
             int(standing.has_state), standing.cursor.epoch, standing.cursor.step, standing.steps,
-            mine.model, mine.data, mine.threads,
+            int(standing.is_inside), mine.model, mine.data, mine.threads,
         ],
         dtype=torch.int64,
     )  # fmt: skip
     rows = [torch.empty_like(row) for _ in range(group.size())]
     dist.all_gather(rows, row, group=group)
     told = []
-    for has_state, epoch, step, steps, model, data, threads in (r.tolist() for r in rows):
-        standing = Standing(bool(has_state), Cursor(epoch, step), steps)
+    for has_state, epoch, step, steps, inside, model, data, threads in (r.tolist() for r in rows):
+        standing = Standing(bool(has_state), Cursor(epoch, step), steps, bool(inside))
         told.append(Told(standing, model, data, threads))
     return told
 

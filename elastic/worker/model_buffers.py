@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from elastic.core.policy.microbatch import Span, additions_in
+from elastic.errors import UsageError
 from elastic.worker.tree_exchange import Deal, TreeExchange
 
 NUMBER = 10_000
@@ -27,19 +28,39 @@ NUMBER = 10_000
 
 @dataclass
 class _Kept:
-    """A buffer, and its value at the step's beginning."""
+    """A buffer, and its value at the step's beginning.
+
+    Forward may write into it, or put another tensor in its place, as `self.mean = ...` does. One of
+    another shape or type is not the same buffer any more but, say, a cache that grew: left alone.
+    """
 
     name: str
     owner: nn.Module
+    own_name: str
     buffer: torch.Tensor
     base: torch.Tensor
     version: int
 
+    @property
+    def now(self) -> torch.Tensor:
+        """Return what stands in its place."""
+        standing = self.owner._buffers.get(self.own_name)
+        if standing is None or standing is self.buffer:
+            return self.buffer
+        is_same = (standing.shape, standing.dtype) == (self.base.shape, self.base.dtype)
+        return standing if is_same else self.buffer
+
     def has_changed(self) -> bool:
         """Return whether it may differ from its value at the step's beginning."""
-        if self.buffer._version != self.version:
+        if self.buffer._version != self.version or self.now is not self.buffer:
             return True
         return isinstance(self.owner, _NormBase) and self.owner.training
+
+    def set_back(self, value: torch.Tensor) -> None:
+        """Have this value in the tensor that others know, and that one in its place."""
+        if self.now is not self.buffer:
+            self.owner._buffers[self.own_name] = self.buffer
+        self.buffer.copy_(value)
 
 
 class ModelBuffers:
@@ -48,22 +69,29 @@ class ModelBuffers:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         """Take a copy of each."""
         self._kept = [
-            _Kept(f"{number}.{path}.{name}", part, buffer, buffer.detach().clone(), buffer._version)
+            _Kept(
+                f"{number}.{path}.{name}", part, name,
+                buffer, buffer.detach().clone(), buffer._version,
+            )
             for number, module in enumerate(modules)
             for path, part in module.named_modules()
             for name, buffer in part.named_buffers(recurse=False)
-        ]
+        ]  # fmt: skip
         self._changed: dict[str, _Kept] = {}
         self._leaves: dict[int, torch.Tensor] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
         self._is_open = False
 
     def begin_step(self) -> None:
         """What the buffers are now is where each micro-batch begins."""
-        for kept in self._kept:
-            if kept.has_changed():
-                kept.base.copy_(kept.buffer)
-                kept.version = kept.buffer._version
-        self._changed, self._leaves = {}, {}
+        with torch.no_grad():
+            for kept in self._kept:
+                if kept.has_changed():
+                    kept.base.copy_(kept.now)
+                    if kept.now is not kept.buffer:
+                        kept.set_back(kept.base)
+                    kept.version = kept.buffer._version
+        self._changed, self._leaves, self._names = {}, {}, {}
         self._is_open = True
 
     def restore(self) -> None:
@@ -73,7 +101,7 @@ class ModelBuffers:
         with torch.no_grad():
             for kept in self._kept:
                 if kept.has_changed():
-                    kept.buffer.copy_(kept.base)
+                    kept.set_back(kept.base)
                     kept.version = kept.buffer._version
 
     def look(self) -> float:
@@ -96,11 +124,14 @@ class ModelBuffers:
         self.look()
         parts = []
         for name in sorted(self._changed):
-            value = self._changed[name].buffer.detach().reshape(-1).to(torch.float64)
-            is_mean = self._changed[name].buffer.is_floating_point()
-            parts.append(value * (count if is_mean else float(number == 0)))
+            buffer = self._changed[name].now.detach()
+            value = buffer.reshape(-1).to(torch.float64)
+            factor = float(count if buffer.is_floating_point() else number == 0)
+            # Never multiplied by zero, which leaves what is infinite.
+            parts.append(value * factor if factor else torch.zeros_like(value))
         if parts:
             self._leaves[number] = torch.cat(parts)
+            self._names[number] = tuple(sorted(self._changed))
 
     def settle(self, deal: Deal, samples: int, group: Any) -> None:
         """Make the buffers what they are after the step.
@@ -112,14 +143,26 @@ class ModelBuffers:
 
         Raises:
             RuntimeError: the group broke.
+            UsageError: not every micro-batch has changed the same ones.
         """
         if self._changed:
+            names = tuple(sorted(self._changed))
+            first, last = deal.mine[0][0], deal.mine[-1][1]
+            if any(self._names.get(number) != names for number in range(first, last)):
+                raise UsageError(
+                    f"forward changes buffers of the model ({', '.join(names[:3])}) in some "
+                    f"micro-batches of a step and not in others, so that they cannot be averaged; "
+                    f"let it change the same ones in every micro-batch"
+                )
             sums = {part: self._sum(part) for part in deal.mine}
             exchange = TreeExchange(deal, NUMBER, next(iter(sums.values())), group)
             exchange.start(sums)
-            exchange.add(sums, divisor=1.0, factor=1.0)
+            exchange.add(sums, divisor=1.0)
             exchange.finish()
             self._put(exchange.total, samples)
+
+    def keep(self) -> None:
+        """The step counts: what the buffers are now is not put back any more."""
         self._is_open = False
 
     def _sum(self, tree: Span) -> torch.Tensor:
@@ -132,8 +175,9 @@ class ModelBuffers:
         start = 0
         with torch.no_grad():
             for name in sorted(self._changed):
-                buffer = self._changed[name].buffer
+                kept = self._changed[name]
+                buffer = kept.buffer
                 end = start + buffer.numel()
                 value = total[start:end].reshape(buffer.shape)
-                buffer.copy_(value / samples if buffer.is_floating_point() else value)
+                kept.set_back(value / samples if buffer.is_floating_point() else value)
                 start = end

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol
@@ -57,6 +57,10 @@ class Steps(Protocol):
         """Count a step that a scaler left out, because gradients overflowed."""
         ...
 
+    def optimizer_zeroed(self, optimizer: Any) -> None:
+        """Forget what was gathered for an optimizer that has not stepped in this iteration."""
+        ...
+
     def is_prepared(self, optimizer: Any) -> bool:
         """Return whether this optimizer takes part."""
         ...
@@ -70,7 +74,7 @@ MARK = "_elastic_prepared"
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
-    """Replace `step` of this very optimizer; schedulers may be made before or after.
+    """Replace `step` and `zero_grad` of this very optimizer; schedulers may be made at any time.
 
     Raises:
         UsageError: it is prepared already.
@@ -89,8 +93,16 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
             )
         steps.optimizer_step(self, real)
 
+    zero = optimizer.zero_grad
+
+    @functools.wraps(type(optimizer).zero_grad)
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        steps.optimizer_zeroed(self)
+        zero(set_to_none)
+
     # Bound, because torch's schedulers look for the function behind the method.
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
     setattr(optimizer, MARK, True)
 
 
@@ -126,7 +138,13 @@ def scalers_know(steps: Steps) -> Iterator[None]:
     for as long as the train function trains.
     """
     cls = torch.amp.GradScaler
-    unscale, step, update = cls.unscale_, cls.step, cls.update
+    scale, unscale, step, update = cls.scale, cls.unscale_, cls.step, cls.update
+
+    @functools.wraps(scale)
+    def scale_(self: Any, outputs: Any) -> Any:
+        # Before its first use, so that it goes on with the scale of the run.
+        steps.add_scaler(self)
+        return scale(self, outputs)
 
     @functools.wraps(unscale)
     def unscale_(self: Any, optimizer: Any) -> None:
@@ -137,9 +155,9 @@ def scalers_know(steps: Steps) -> Iterator[None]:
     def step_(self: Any, optimizer: Any, *args: Any, **named: Any) -> Any:
         if not steps.is_prepared(optimizer):
             return step(self, optimizer, *args, **named)
-        steps.add_scaler(self)
         # Whether gradients overflowed is found in those of the whole step, the same on all ranks.
         if not steps.is_due():
+            steps.optimizer_skipped(optimizer)  # Later gradients are not for this step of it.
             return None
         result = step(self, optimizer, *args, **named)
         steps.optimizer_skipped(optimizer)
@@ -150,11 +168,13 @@ def scalers_know(steps: Steps) -> Iterator[None]:
         if steps.has_stepped():
             update(self, *args, **named)
 
-    cls.unscale_, cls.step, cls.update = unscale_, step_, update_  # type: ignore[method-assign]
+    cls.scale, cls.unscale_ = scale_, unscale_  # type: ignore[method-assign]
+    cls.step, cls.update = step_, update_  # type: ignore[method-assign]
     try:
         yield
     finally:
-        cls.unscale_, cls.step, cls.update = unscale, step, update  # type: ignore[method-assign]
+        cls.scale, cls.unscale_ = scale, unscale  # type: ignore[method-assign]
+        cls.step, cls.update = step, update  # type: ignore[method-assign]
 
 
 class DueSteps:
@@ -183,6 +203,10 @@ class DueSteps:
     ) -> None:
         """Remember that this step is due, with the gradients as they are now."""
         self._due[id(optimizer)] = (real, parameters)
+
+    def bits(self, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+        """Return which of these were asked to step, one bit for each."""
+        return sum(1 << number for number, one in enumerate(optimizers) if one in self)
 
     def hold_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Put its gradients away, where `zero_grad` and later backward calls do not reach them."""

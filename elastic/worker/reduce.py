@@ -127,6 +127,7 @@ class Reducer:
         self._exchanges: list[Exchange] = []
         self._sums: list[Sums] = []
         self._leaves: list[Flat | None] = [None] * len(self._buckets)
+        self._waiting: list[Bucket] = []
         self._graveyard: list[Any] = []
         # How many backward calls reach a unit in one micro-batch is learned in the first step.
         self._keeps_leaves = True
@@ -208,8 +209,13 @@ class Reducer:
         self._is_last = number == self._the_share().held[1] - 1
         self._stepped = [False] * len(self._stepped)
         self._sent = [False] * len(self._sent)
+        self._waiting.clear()
         for bucket in self._buckets:
             bucket.begin_micro_batch()
+            for parameter in bucket.parameters:
+                # Of an iteration before: whoever zeroes them in place, or never, gets no other
+                # sums than those who set them to None.
+                parameter.grad = None
             if self._leaves[bucket.number] is None:
                 self._leaves[bucket.number] = bucket.flat()
         self._buffers.restore()
@@ -226,6 +232,17 @@ class Reducer:
         """From here on this micro-batch's gradients of this unit are left where they are."""
         self._stepped[self._number_of[id(unit)]] = True
 
+    def unit_zeroed(self, unit: Unit) -> None:
+        """The gradients of this micro-batch so far do not count; nothing if the unit has stepped.
+
+        A plain loop drops what another loss has left in them, such as a GAN's judge before its own.
+        """
+        number = self._number_of[id(unit)]
+        if self._number is None or self._stepped[number]:
+            return
+        for bucket in self._of_unit[number]:
+            bucket.begin_micro_batch()
+
     def settle(self, unit: Unit) -> bool:
         """Have the gradient of the whole step in `p.grad`; called on the last micro-batch.
 
@@ -237,18 +254,24 @@ class Reducer:
             self._reduce([number])
         return not self._is_void and self.broken is None
 
-    def settle_buffers(self) -> bool:
+    def settle_buffers(self, is_good: Callable[[], bool] = lambda: True) -> bool:
         """Average what the micro-batches made of the modules' buffers.
 
+        Args:
+            is_good: asked when that is done; if not, the step is void, and they are put back.
+
         Returns:
-            Whether that is done; not if the group broke.
+            Whether the step is to be committed; not if the group broke.
         """
         share = self._the_share()
         if self._is_void or self.broken is not None or self._number is None:
             return False
         self._buffers.end_micro_batch(self._number, share.counts[self._number])
         self._guarded(lambda: self._buffers.settle(share.deal, share.samples, self._group))
-        return self.broken is None
+        if self.broken is not None or not is_good():
+            return False
+        self._buffers.keep()
+        return True
 
     # ------------------------------------------------------------------------- backward
 
@@ -259,7 +282,13 @@ class Reducer:
         def reached(_: nn.Parameter) -> None:
             if not self._is_on or self._stepped[unit]:
                 return
-            touched.append(place)
+            if self._sent[bucket.number] and not (self._reduced[unit] or self._is_void):
+                raise UsageError(
+                    f"backward gave parameter {bucket.names[place]} a gradient once more, after it "
+                    f"was complete and sent: reentrant checkpointing does that to modules that are "
+                    f"used several times; pass use_reentrant=False to torch.utils.checkpoint"
+                )
+            touched[place] = None
             self._reached[unit] = True
             if len(touched) == len(bucket.parameters) and self._is_last:
                 self._send_early(bucket)
@@ -270,8 +299,31 @@ class Reducer:
         """Send a complete bucket off; the rest of backward goes on."""
         if self._is_void or self._reduced[bucket.unit] or self._sent[bucket.number]:
             return
+        if not self._is_in_turn(bucket):
+            self._waiting.append(bucket)
+            return
+        self._send(bucket)
+        # Those that were complete before their turn.
+        for other in sorted(self._waiting, key=lambda one: one.number):
+            if self._is_void or not self._is_in_turn(other):
+                break
+            self._waiting.remove(other)
+            self._send(other)
+
+    def _send(self, bucket: Bucket) -> None:
         bucket.move_gradients(self._leaf(bucket))
         self._start(bucket)
+
+    def _is_in_turn(self, bucket: Bucket) -> bool:
+        """Return whether this bucket may be sent before those that backward still works on.
+
+        Where messages have no tags their order tells them apart, and ranks whose forward took
+        other branches complete their buckets in other orders.
+        """
+        if self._exchanges[bucket.number].has_tags:
+            return True
+        before = self._buckets[: bucket.number]
+        return all(self._sent[one.number] or self._reduced[one.unit] for one in before)
 
     @contextmanager
     def _around_backward(self) -> Iterator[None]:
@@ -300,6 +352,7 @@ class Reducer:
                 "an iteration calls backward() more often than those before it, after its "
                 "gradients were complete: call it equally often in every iteration"
             )
+        self._waiting.clear()
         for bucket in self._buckets:
             if bucket.touched:
                 bucket.move_gradients(self._leaf(bucket))
@@ -351,10 +404,9 @@ class Reducer:
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:
         share = self._the_share()
-        divisor, factor = share.divisor, share.factor
         for bucket in buckets:
             sums = self._sums[bucket.number].tensors()
-            self._exchanges[bucket.number].add(sums, divisor=divisor, factor=factor)
+            self._exchanges[bucket.number].add(sums, divisor=share.divisor)
         for bucket in buckets:
             self._exchanges[bucket.number].finish()
         if not self.rows and self._has_sent_row:
@@ -368,9 +420,12 @@ class Reducer:
 
     def _show_totals(self, number: int) -> None:
         """Let `p.grad` be the step's gradient; None where no micro-batch has given one."""
+        share = self._the_share()
         for bucket in self._of_unit[number]:
             total = bucket.view(self._exchanges[bucket.number].total)
-            seen = None if all(bucket.used) else (total.flags != 0).tolist()
+            # Of a micro-batch without samples nothing counts, also not what it has used.
+            counts = share.weight(self._number or 0) is not None
+            seen = None if counts and all(bucket.used) else (total.flags != 0).tolist()
             for place, parameter in enumerate(bucket.parameters):
                 parameter.grad = total.views[place] if seen is None or seen[place] else None
 

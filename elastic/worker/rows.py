@@ -1,18 +1,83 @@
-"""A few numbers from everyone to everyone, with each step: wishes, logged values, flags."""
+"""A few numbers from everyone to everyone, with each step: wishes, logged values, flags.
+
+Rule: what all members must do alike is checked here before a step is committed, because gradients
+of different steps would be added without a sign of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from elastic.errors import check
+from elastic.core.policy.cursor import Cursor
+from elastic.errors import UsageError, check
 from elastic.worker.wires import GlooWires, Message, NoWires, Wires
 
-CONTROL_MAX = 32
+CONTROL_MAX = 36
 TAG = 1_000_000
-"""Above the tags of all buckets."""
+"""Above the tags of transfers; those of buckets are above it."""
+STEP_BITS = 32
+HEAD = 3
+"""Numbers before the logged ones."""
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """What one rank tells of itself with the gradients of a step.
+
+    Attributes:
+        wishes: it knows of a planned change.
+        cursor: the step that its gradients belong to.
+        stepped: bits of the optimizers that stepped last in this group, 0 before the first step.
+        values: what it has logged.
+    """
+
+    wishes: bool
+    cursor: Cursor
+    stepped: int
+    values: tuple[float, ...] = ()
+
+    def numbers(self) -> list[float]:
+        """Return the row as it is sent: each number is exact in a float64."""
+        where = (self.cursor.epoch << STEP_BITS) + self.cursor.step
+        return [float(self.wishes), float(where), float(self.stepped), *self.values]
+
+    @staticmethod
+    def of(numbers: Sequence[float]) -> StepRow:
+        """Read such a row."""
+        epoch, step = divmod(int(numbers[1]), 1 << STEP_BITS)
+        values = tuple(numbers[HEAD:])
+        return StepRow(numbers[0] > 0, Cursor(epoch, step), int(numbers[2]), values)
+
+
+def read_rows(rows: Sequence[Sequence[float]]) -> list[StepRow]:
+    """Read what all ranks told, and refuse ranks that do not do the same.
+
+    Raises:
+        UsageError: they are in different steps, or other optimizers of theirs have stepped.
+    """
+    told = [StepRow.of(row) for row in rows]
+    for rank, one in enumerate(told):
+        first = told[0].cursor
+        if one.cursor != first:
+            raise UsageError(
+                f"rank {rank} is in step {one.cursor.step} of epoch {one.cursor.epoch}, rank 0 in "
+                f"step {first.step} of epoch {first.epoch}: ranks have different numbers of "
+                f"micro-batches in a step, so that code which leaves the loop over a prepared "
+                f"loader must not count iterations; let it decide after train.stepped(), by "
+                f"train.get_context().get_step() or train.get_logged()"
+            )
+        if one.stepped != told[0].stepped:
+            raise UsageError(
+                f"rank {rank} has stepped other optimizers than rank 0 in the step before step "
+                f"{first.step} of epoch {first.epoch}: whether an optimizer steps must not "
+                f"depend on the number of an iteration or on a rank; let it depend on "
+                f"train.get_context().get_step()"
+            )
+    return told
 
 
 class RowExchange:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from elastic.core.policy.cursor import Cursor
 from elastic.worker.interrupt import GroupChanged
+from elastic.worker.logbook import Logbook
 from elastic.worker.state import State
 
 
@@ -47,9 +48,13 @@ class Carry:
     Attributes:
         state: of the run.
         cursor: where it stands.
+        logbook: what was logged.
         generation: the group that has agreed on it already, 0 if none has.
+        places: in this group, where each member runs code of its own again, by rank.
     """
 
     state: State
     cursor: Cursor
+    logbook: Logbook
     generation: int = 0
+    places: tuple[Cursor, ...] = ()

@@ -437,6 +437,7 @@ class Runner:
             activity=self._exchange.activity,
             engine=self._engine,
             join=self.join if assignment is None else None,
+            shielded=self._interrupter.shielded,
         )
 
     def _assigned(self) -> Assign:

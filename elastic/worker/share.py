@@ -55,13 +55,12 @@ class Share:
 
     @property
     def divisor(self) -> float:
-        """Return what the sum over all micro-batches is divided by."""
-        return float(self.num_micro_batches) if self.is_full else float(self.samples)
+        """Return what the sum over all micro-batches is divided by: full ones in the step.
 
-    @property
-    def factor(self) -> float:
-        """Return what it is multiplied with after that."""
-        return 1.0 if self.is_full else float(self.micro_batch)
+        One division by a number of their size, because gradients of half precision would not
+        survive one by all samples.
+        """
+        return self.samples / self.micro_batch
 
     @staticmethod
     def of(epochs: Epochs, step: int, *, rank: int, world_size: int) -> Share:

@@ -6,13 +6,14 @@ go on with the very tensors that they know. Everything else goes through `state_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from elastic.errors import UsageError
+from elastic.worker.complaints import unknown_parameters
 from elastic.worker.reduce import Unit
 
 State = dict[str, Any]
@@ -43,6 +44,8 @@ class TrainState:
         self.schedulers: list[Stateful] = []
         self.scalers: list[Stateful] = []
         self.registered: dict[str, Stateful] = {}
+        # States of scalers that the run has used already, and this member not yet.
+        self._unused_scalers: list[Any] = []
 
     def register(self, name: str, thing: Stateful) -> None:
         """Add an object of the user's own.
@@ -60,9 +63,27 @@ class TrainState:
         self.registered[name] = thing
 
     def add_scaler(self, scaler: Stateful) -> None:
-        """Add a scaler, once."""
+        """Add a scaler, once; in the order of their first use, the same on all members."""
         if not any(scaler is known for known in self.scalers):
             self.scalers.append(scaler)
+            if self._unused_scalers:
+                scaler.load_state_dict(self._unused_scalers.pop(0))
+
+    def check_known(self, units: Mapping[int, Unit]) -> None:
+        """Refuse parameters that want gradients, and that none of these units has.
+
+        Raises:
+            UsageError: naming them.
+        """
+        known = {id(p) for unit in units.values() for _, p in unit.parameters}
+        unknown = [
+            name
+            for unit in self.units().values()
+            for name, parameter in unit.parameters
+            if id(parameter) not in known
+        ]
+        if unknown:
+            raise unknown_parameters(unknown)
 
     def units(self) -> dict[int, Unit]:
         """Return the parameters that each optimizer steps, by its id; a shared one goes once."""
@@ -84,6 +105,11 @@ class TrainState:
             units[id(optimizer)] = Unit(f"optimizer {number}", parameters)
         return units
 
+    def forget_step(self) -> None:
+        """A step is done again: scalers have not seen its gradients. Their scale stays."""
+        for scaler in self.scalers:
+            getattr(scaler, "_per_optimizer_states", {}).clear()
+
     def take(self) -> State:
         """Return the state as nested containers; tensors are the live ones, not copies."""
         return {
@@ -91,7 +117,10 @@ class TrainState:
             "loose": self._loose(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
-            "scalers": [scaler.state_dict() for scaler in self.scalers],
+            "scalers": [
+                *(scaler.state_dict() for scaler in self.scalers),
+                *self._unused_scalers,
+            ],
             "registered": {name: thing.state_dict() for name, thing in self.registered.items()},
         }
 
@@ -110,8 +139,10 @@ class TrainState:
             for tensor, other in zip(mine["loose"], state["loose"], strict=True):
                 tensor.copy_(other)
         for kind in ("optimizers", "schedulers", "scalers"):
-            for thing, theirs in zip(getattr(self, kind), state[kind], strict=True):
+            # Scalers are known from their first use on: there may be more than we have met.
+            for thing, theirs in zip(getattr(self, kind), state[kind], strict=False):
                 thing.load_state_dict(theirs)
+        self._unused_scalers = state["scalers"][len(self.scalers) :]
         for name, thing in self.registered.items():
             thing.load_state_dict(state["registered"][name])
 
@@ -136,7 +167,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _check_same(ours: State, theirs: State) -> None:
     """Raise UsageError unless both are states of the same objects."""
-    for kind in ("models", "loose", "optimizers", "schedulers", "scalers"):
+    for kind in ("models", "loose", "optimizers", "schedulers"):
         if len(ours[kind]) != len(theirs[kind]):
             raise UsageError(_differs(f"{kind} prepared", len(ours[kind]), len(theirs[kind])))
     if set(ours["registered"]) != set(theirs["registered"]):

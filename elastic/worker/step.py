@@ -24,14 +24,16 @@ from elastic.core.policy.cursor import Cursor, Epochs, micro_batch_seed
 from elastic.core.policy.microbatch import deal
 from elastic.core.policy.recovery import Standing
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
+from elastic.worker import complaints
 from elastic.worker.context import WorkerContext
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.loader import Batch, MicroBatchLoader
 from elastic.worker.logbook import Logbook, ReportPlaces
-from elastic.worker.meeting import default_group, meet, tell_rows
+from elastic.worker.meeting import default_group, meet, share_latest, tell_rows
 from elastic.worker.outcome import is_group_broken
 from elastic.worker.prepared import DueSteps, Phase, adopt_optimizer, adopt_scheduler, scalers_know
 from elastic.worker.reduce import Reducer, Unit
+from elastic.worker.rows import StepRow, read_rows
 from elastic.worker.rungs import Carry, Home, Reenter
 from elastic.worker.seeding import seed_everything
 from elastic.worker.share import Share
@@ -63,16 +65,13 @@ class StepEngine:
         self.cursor = Cursor()
         self.state = TrainState()
         self.logbook = Logbook()
-        self.has_begun = False
+        self.has_begun, self.trains_plainly = False, False
         self.seed = 0
         self.recovery = "auto"
-        self.trains_plainly = False
-        self._home = home
-        self._carry = carry
+        self._home, self._carry = home, carry
         self._place: WorkerContext | None = None
         self._consistency = "bitwise"
-        self._has_state = False
-        self._phase = Phase.OUTSIDE
+        self._has_state, self._phase = False, Phase.OUTSIDE
         self._reducer: Reducer | None = None
         self._units: dict[int, Unit] = {}
         self._due = DueSteps()
@@ -80,9 +79,11 @@ class StepEngine:
         self._batch: Batch | None = None
         self._epoch: int | None = None
         self._error: BaseException | None = None
-        self._leaves = False
-        self._cursors: tuple[Cursor, ...] = ()
-        self._places = ReportPlaces()
+        self._leaves, self._stepped = False, 0
+        self._passed: int | None = None
+        # Where each member of this group runs code of its own next; and our reports in it.
+        self._places: tuple[Cursor, ...] = ()
+        self._reports = ReportPlaces()
         self._stack, self._at_close = ExitStack(), ExitStack()
 
     def configure(self, options: Mapping[str, Any]) -> None:
@@ -103,7 +104,7 @@ class StepEngine:
 
     def add_model(self, model: nn.Module) -> None:
         """Let a model's parameters and buffers be part of the run's state."""
-        self._check_not_begun("prepare_model")
+        complaints.check_early("prepare_model", self.has_begun)
         self.state.models.append(model)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -112,7 +113,7 @@ class StepEngine:
         Raises:
             UsageError: it is prepared already, or the loop has begun.
         """
-        self._check_not_begun("prepare_optimizer")
+        complaints.check_early("prepare_optimizer", self.has_begun)
         adopt_optimizer(optimizer, self)
         self.state.optimizers.append(optimizer)
 
@@ -122,7 +123,7 @@ class StepEngine:
         Raises:
             UsageError: it is no scheduler, is prepared already, or the loop has begun.
         """
-        self._check_not_begun("prepare_scheduler")
+        complaints.check_early("prepare_scheduler", self.has_begun)
         adopt_scheduler(scheduler, self)
         self.state.schedulers.append(scheduler)
 
@@ -132,7 +133,7 @@ class StepEngine:
 
     def register(self, name: str, thing: Stateful) -> None:
         """Let an object of the user's own be part of the run's state."""
-        self._check_not_begun("train.register")
+        complaints.check_early("train.register", self.has_begun)
         self.state.register(name, thing)
 
     def bytes_sent(self) -> int:
@@ -143,23 +144,13 @@ class StepEngine:
         """Close this loader at the end of the call."""
         self._at_close.callback(loader.close)
 
-    def _check_not_begun(self, what: str) -> None:
-        if self.has_begun:
-            raise UsageError(
-                f"{what} was called inside the loop over train.epochs(): call it before, so that a "
-                f"worker that joins later finds the same objects when it receives their state"
-            )
-
     # ------------------------------------------------------------------- epochs
 
     def epochs(self, total: int, start: int = 0) -> Iterator[int]:
         """Yield the numbers of the epochs that are left to do; see `train.epochs`."""
         self.cursor = max(self.cursor, Cursor(start, 0))
         if not self.state.optimizers:
-            raise UsageError(
-                "train.epochs: no optimizer was prepared; call prepare_optimizer(optimizer) before "
-                "the loop, so that its steps are those of the whole group"
-            )
+            raise complaints.no_optimizer()
         self._begin()
         try:
             while self.cursor.epoch < total:
@@ -189,8 +180,9 @@ class StepEngine:
         carry, self._carry = self._carry, None
         if carry is not None:
             self.state.put(carry.state)
-            self.cursor, self._has_state = carry.cursor, True
+            self.cursor, self.logbook, self._has_state = carry.cursor, carry.logbook, True
             if carry.generation == self._context.generation:
+                self._places = carry.places
                 self._attach()
                 return
         self._change_group(is_first=True)
@@ -200,10 +192,9 @@ class StepEngine:
         if not self.has_begun:
             return  # Also when a generator of a call that is long over is finalized.
         self._phase = Phase.OUTSIDE
-        self._epoch = None
-        if self._reducer is not None:
-            self._reducer.close()
-            self._reducer = None
+        self._epoch = self._passed = None
+        self._the_reducer().close()
+        self._reducer = None
         self._stack.close()
         self.has_begun = False
         self._home.defer(False)
@@ -228,10 +219,13 @@ class StepEngine:
                 if self.cursor.step < loader.epochs.steps:
                     yield self._open_iteration(loader)
                 elif self._pass_gate():
+                    self._passed = epoch
                     break
         finally:
-            self._phase = Phase.OUTSIDE
-            self._batch = None
+            if self._phase is Phase.COMMITTED:
+                self.logbook.commit_step()  # The loop was left after a step.
+            self._phase, self._batch = Phase.OUTSIDE, None
+            self._forget_step()
             if self._reducer is not None:
                 self._reducer.rest()
             # User code between epochs may take as long as it likes.
@@ -239,15 +233,12 @@ class StepEngine:
 
     def _open_pass(self, loader: MicroBatchLoader) -> int:
         if self._epoch is None:
-            raise UsageError(
-                "a prepared loader was read outside the loop over train.epochs(): write "
-                "'for epoch in train.epochs(n): for batch in loader: ...'"
-            )
+            raise complaints.outside_epochs()
         if self._phase is not Phase.OUTSIDE:
-            raise UsageError(
-                "two prepared loaders are read at the same time: train with one of them, and read "
-                "the other inside torch.no_grad(), or leave it unprepared"
-            )
+            raise complaints.two_at_once()
+        if self._passed == self._epoch:
+            raise complaints.read_again(self._epoch)
+        self.state.check_known(self._units)
         self._loader = loader
         self._deal()
         return self._epoch
@@ -272,8 +263,9 @@ class StepEngine:
         first, last = share.held
         if batch.micro_batch == first:
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
-            wish = 1.0 if self._context.link.wish(self._context.generation) else 0.0
-            reducer.begin_step(share, [wish, *self.logbook.row()])
+            wishes = bool(self._context.link.wish(self._context.generation))
+            row = StepRow(wishes, self.cursor, self._stepped, tuple(self.logbook.row()))
+            reducer.begin_step(share, row.numbers())
         reducer.begin_micro_batch(batch.micro_batch)
         self._batch = batch
         self._phase = Phase.DUE if batch.micro_batch == last - 1 else Phase.GATHERING
@@ -287,13 +279,11 @@ class StepEngine:
         if self._phase is Phase.DUE and len(self._due):
             self._commit()  # Of several optimizers not all were asked to step.
         if self._phase is Phase.DUE and not self._is_broken():
-            raise UsageError(
-                f"optimizer.step() was not called in step {self.cursor.step} of epoch "
-                f"{self.cursor.epoch}: call it in every iteration; to add up gradients of "
-                f"several batches, give prepare_data_loader a larger global_batch_size"
-            )
+            raise complaints.not_stepped(self.cursor)
         if self._phase is Phase.COMMITTED:
             self._context.note_step()
+            self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
+            self._phase = Phase.OUTSIDE
 
     # ------------------------------------------------------------------- optimizer steps
 
@@ -319,23 +309,29 @@ class StepEngine:
 
     def optimizer_skipped(self, optimizer: Any) -> None:
         """Count a step that a scaler left out, because gradients overflowed."""
-        if self._phase is Phase.DUE and optimizer not in self._due:
+        if optimizer not in self._due:
             self.optimizer_step(optimizer, lambda: None)
+
+    def optimizer_zeroed(self, optimizer: Any) -> None:
+        """Forget what was gathered for an optimizer that has not stepped in this iteration."""
+        if self.has_begun and self._phase is not Phase.OUTSIDE:
+            self._the_reducer().unit_zeroed(self._units[id(optimizer)])
 
     def _commit(self) -> None:
         """Change the weights: the step counts, here and, sooner or later, everywhere."""
-        reducer = self._the_reducer()
-        # An aborted NCCL collective ends without an error, so that order counts.
-        if not reducer.settle_buffers() or self._is_broken():
-            self._make_void()
-            return
-        self._due.do()
-        self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
-        self._phase = Phase.COMMITTED
-        rows = reducer.rows
-        self._leaves = any(row and row[0] > 0 for row in rows)
-        self.logbook.take_rows([row[1:] for row in rows])
-        self.logbook.commit_step()
+        rows = read_rows(self._the_reducer().rows)
+        # Half a step must not be left behind; what leaves it all the same is nobody's state.
+        with self._context.shielded():
+            # An aborted NCCL collective ends without an error, so that order counts.
+            if not self._the_reducer().settle_buffers(lambda: not self._is_broken()):
+                self._make_void()
+                return
+            self._has_state, self._stepped = False, self._due.bits(self.state.optimizers)
+            self._due.do()
+            self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
+            self._phase, self._has_state = Phase.COMMITTED, True
+            self._leaves = any(row.wishes for row in rows)
+            self.logbook.take_rows([row.values for row in rows])
 
     def _make_void(self) -> None:
         self._error = self._error or self._the_reducer().broken
@@ -346,8 +342,7 @@ class StepEngine:
         """Whatever the broken step has left behind is not to be seen by the next attempt."""
         self.logbook.forget_step()
         self._due.forget()
-        for scaler in self.state.scalers:
-            getattr(scaler, "_per_optimizer_states", {}).clear()  # The scale stays.
+        self.state.forget_step()
 
     # ------------------------------------------------------------------- what prepared objects ask
 
@@ -375,11 +370,10 @@ class StepEngine:
         if not self.has_stepped():
             return  # The report of a step is made once, where its gradients are complete.
         # Members that had come further when this group was formed have made this report before.
-        voters = sum(1 for one in self._cursors if one <= self.cursor)
-        where = self._places.next(self.cursor)
-        self._context.the_reporter().report_in_place(
-            metrics, checkpoint, name, where=where, voters=voters
-        )
+        voters = sum(1 for one in self._places if one <= self.cursor)
+        where = self._reports.next(self.cursor)
+        reporter = self._context.the_reporter()
+        reporter.report_in_place(metrics, checkpoint, name, where=where, voters=voters)
 
     # ------------------------------------------------------------------- groups
 
@@ -397,6 +391,8 @@ class StepEngine:
         began = time.monotonic()
         reducer = self._the_reducer()
         error = self._error or reducer.broken
+        if error is not None and not (self._is_called_back() or is_group_broken(error)):
+            raise error  # Not the others' fault: again it would be no better.
         at_boundary = self._leaves and error is None
         self._forget_step()
         self._phase = Phase.OUTSIDE
@@ -426,6 +422,7 @@ class StepEngine:
 
     def _attach(self) -> None:
         self._the_reducer().attach(default_group())
+        self._stepped, self._reports = 0, ReportPlaces()
         self._deal()
 
     def _agree(self) -> int:
@@ -435,16 +432,17 @@ class StepEngine:
             Bytes that we sent or received.
         """
         epochs = self.data
-        standing = Standing(self._has_state, self.cursor, epochs.steps if epochs else 0)
-        units = list(self._units.values())
+        steps, is_inside = epochs.steps if epochs else 0, self._epoch == self.cursor.epoch
+        standing = Standing(self._has_state, self.cursor, steps, is_inside)
         with self._context.activity.waiting():
-            met = meet(default_group(), standing, units, epochs, self._take)
+            met = meet(default_group(), standing, list(self._units.values()), epochs, self._take)
         if met.state is not None:
             self.state.put(met.state["objects"])
             self.cursor = Cursor(*met.state["cursor"])
-            self.logbook.latest = dict(met.state["logged"])
+            self.logbook.receive(met.state["logged"])
         self._has_state = True
-        self._cursors = met.cursors
+        self._places = met.places
+        share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes
 
     def _take(self) -> dict[str, Any]:
@@ -460,6 +458,8 @@ class StepEngine:
         A member that goes on to the code after the loop can then be followed by all others, who
         have the same state.
         """
+        if max(self._places, default=self.cursor) > self.cursor:
+            return True  # Others of this group have passed it in the one before.
         try:
             with self._context.activity.waiting():
                 rows = tell_rows(default_group(), self.logbook.row())
@@ -481,7 +481,7 @@ class StepEngine:
         if self._carry is not None or not self._has_state:
             return self._carry
         generation = self._context.generation if in_this_group else 0
-        return Carry(self.state.take(), self.cursor, generation)
+        return Carry(self.state.take(), self.cursor, self.logbook, generation, self._places)
 
     @property
     def data(self) -> Epochs | None:

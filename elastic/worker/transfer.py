@@ -20,6 +20,7 @@ from elastic.errors import UsageError
 
 SMALL_BYTES = 1 << 20
 """Tensors below this travel together, in one message."""
+PLAIN: tuple[Any, ...] = (bool, int, float, complex, bytes)
 TAG = 9_000
 """Tags of transfers; those of the reduction are others."""
 
@@ -53,30 +54,64 @@ def pack(state: Any) -> tuple[bytes, list[torch.Tensor]]:
 def _replaced(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         is_array = isinstance(value, np.ndarray)
-        if isinstance(value, torch.Tensor):
-            tensor = value
-        elif value.dtype == object:
-            raise UsageError(f"{where}: a NumPy array of objects cannot be sent to another worker")
-        else:
-            tensor = torch.from_numpy(np.ascontiguousarray(value))
+        tensor = value if isinstance(value, torch.Tensor) else _tensor_of(value, where)
+        if tensor.layout is not torch.strided:
+            raise UsageError(
+                f"{where}: a sparse tensor ({tensor.layout}) cannot be sent to another worker: let "
+                f"state_dict return tensor.to_dense()"
+            )
         tensors.append(tensor.detach())
         name = str(tensor.dtype).removeprefix("torch.")
         return ["tensor", len(tensors) - 1, name, list(tensor.shape), is_array]
     if isinstance(value, dict):
-        pairs = [[key, _replaced(v, tensors, f"{where}[{key!r}]")] for key, v in value.items()]
+        pairs = []
+        for key, one in value.items():
+            inner = f"{where}[{key!r}]"
+            pairs.append([_plain_key(key, inner), _replaced(one, tensors, inner)])
         return ["dict", pairs]
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_replaced(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]]
     if isinstance(value, np.generic):
         return ["value", value.item()]
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        return ["value", value]
+    if value is None or isinstance(value, (*PLAIN, str)):
+        return ["value", _plain(value)]
     if isinstance(value, set):
-        return ["set", [["value", v] for v in sorted(value)]]
+        return ["set", [["value", _plain_key(one, where)] for one in value]]
     raise UsageError(
         f"{where} is a {type(value).__name__}, which cannot be sent to another worker: let "
         f"state_dict return tensors, arrays, numbers, strings and containers of them"
+    )
+
+
+def _tensor_of(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array)).reshape(array.shape)
+    except TypeError as error:
+        raise UsageError(
+            f"{where}: a NumPy array of {array.dtype} cannot be sent to another worker: let "
+            f"state_dict return numbers, or lists of strings"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return the value without a class of the user's around it, which could not be unpickled."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return str.__str__(value)  # An enum's own says something else.
+    return next(kind(value) for kind in PLAIN if isinstance(value, kind))
+
+
+def _plain_key(key: Any, where: str) -> Any:
+    if isinstance(key, tuple):
+        return tuple(_plain_key(one, where) for one in key)
+    key = key.item() if isinstance(key, np.generic) else key
+    if key is None or isinstance(key, (*PLAIN, str)):
+        return _plain(key)
+    raise UsageError(
+        f"{where}: a key or set element of type {type(key).__name__} cannot be sent to another "
+        f"worker; use numbers and strings"
     )
 
 

@@ -19,10 +19,13 @@ import torch
 import torch.distributed as dist
 
 from elastic.core.policy.microbatch import Span, additions_over, all_parts
-from elastic.worker.wires import Message, make_wires
+from elastic.worker.wires import Message, NcclWires, make_wires
 
-ONE_PHASE_BYTES = 64 << 10
-"""Up to this size a bucket is sent whole to everyone: latency counts, not bytes."""
+ONE_PHASE_BYTES = 256 << 10
+"""While a rank sends no more than this, it sends the bucket whole to everyone: one message's time
+counts for more than the bytes."""
+FIRST_TAG = 2_000_000
+"""Far from the tags of user code that sends by itself, whose default is 0."""
 TAGS_PER_BUCKET = 64
 """Tags keep the messages of different buckets, phases and subtrees apart."""
 RESULT = TAGS_PER_BUCKET - 1
@@ -66,6 +69,7 @@ class TreeExchange:
     Attributes:
         total: the scaled sum, once `finish` has returned.
         bytes_sent: to other ranks, so far.
+        has_tags: exchanges of different buckets may begin in another order on each rank.
     """
 
     def __init__(self, deal: Deal, number: int, like: torch.Tensor, group: Any) -> None:
@@ -81,9 +85,10 @@ class TreeExchange:
         self.bytes_sent = 0
         self._deal = deal
         self._wires = make_wires(group, like.device)
-        self._tag = number * TAGS_PER_BUCKET
+        self.has_tags = not isinstance(self._wires, NcclWires)
+        self._tag = FIRST_TAG + number * TAGS_PER_BUCKET
         size, world = like.numel(), deal.world_size
-        self._is_one_phase = like.nbytes <= ONE_PHASE_BYTES
+        self._is_one_phase = like.nbytes * (world - 1) <= ONE_PHASE_BYTES
         self._slices = [
             (0, size) if self._is_one_phase else (r * size // world, (r + 1) * size // world)
             for r in range(world)
@@ -112,13 +117,12 @@ class TreeExchange:
                 self.bytes_sent += tensor.nbytes
         self._wires.post(messages)
 
-    def add(self, sums: dict[Span, torch.Tensor], *, divisor: float, factor: float) -> None:
+    def add(self, sums: dict[Span, torch.Tensor], *, divisor: float) -> None:
         """Wait for the others' sums, add all, scale, and send the part that is ours to add.
 
         Args:
             sums: as given to `start`.
             divisor: what the total is divided by.
-            factor: what it is multiplied with after that.
 
         Raises:
             RuntimeError: the group broke.
@@ -137,8 +141,6 @@ class TreeExchange:
             scratch.add(total)
         mine = self.total[first:last]
         torch.div(values[0, deal.num_micro_batches], divisor, out=mine)
-        if factor != 1.0:
-            mine.mul_(factor)
         if self._is_one_phase:
             return
         messages = []
@@ -165,11 +167,13 @@ class SumExchange:
     Attributes:
         total: the scaled sum, once `finish` has returned.
         bytes_sent: to other ranks, so far, if the all-reduce goes in a ring.
+        has_tags: False, torch tells collectives apart by their order.
     """
 
     def __init__(self, deal: Deal, number: int, like: torch.Tensor, group: Any) -> None:
         """Allocate the result; see `TreeExchange`."""
-        del number  # torch keeps the order of collectives.
+        del number
+        self.has_tags = False
         self.total = torch.empty_like(like)
         self.bytes_sent = 0
         self._deal = deal
@@ -187,7 +191,7 @@ class SumExchange:
             world = self._deal.world_size
             self.bytes_sent += 2 * (world - 1) * self.total.nbytes // world
 
-    def add(self, sums: dict[Span, torch.Tensor], *, divisor: float, factor: float) -> None:
+    def add(self, sums: dict[Span, torch.Tensor], *, divisor: float) -> None:
         """Wait for the sum, and scale it.
 
         Raises:
@@ -198,8 +202,6 @@ class SumExchange:
             self._work.wait()
             self._work = None
         self.total.div_(divisor)
-        if factor != 1.0:
-            self.total.mul_(factor)
 
     def finish(self) -> None:
         """Do nothing more."""

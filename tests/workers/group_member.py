@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
 from elastic.worker.interrupt import GroupChanged, Interrupter
+from tests.workers.reduce_steps import Steps
 
 HOST = "127.0.0.1"
 
@@ -39,6 +40,7 @@ class Member:
         self.groups = ProcessGroups()
         self.interrupter = Interrupter()
         self.subgroup: Any = None
+        self.steps: Steps | None = None
 
     # ------------------------------------------------------------------------- control thread
 
@@ -100,6 +102,24 @@ class Member:
             model.zero_grad()
             model(torch.full((8, 200), float(dist.get_rank() + 1))).square().mean().backward()
         return sum(float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None)
+
+    def begin_steps(self, consistency: str) -> None:
+        """Begin a run of the reducer's in the group that stands."""
+        if self.steps is not None:
+            self.steps.reducer.close()
+        self.steps = Steps(consistency)
+        self.steps.attach()
+
+    def attach_steps(self) -> None:
+        """Go on with it in another group."""
+        self._the_steps().attach()
+
+    def do_steps(self, until: int, die_at: int) -> dict[str, Any]:
+        return self._the_steps().run(until, die_at)
+
+    def _the_steps(self) -> Steps:
+        assert self.steps is not None, "no run has begun"
+        return self.steps
 
     def compute(self, seconds: float) -> None:
         """Hold the interpreter, as busy Python code does."""

@@ -22,11 +22,13 @@ class Standing:
         has_state: it holds the run's state: it began the run, received it, or loaded it.
         cursor: the next step that it would commit.
         steps: steps of an epoch; 0 if it does not know its data yet.
+        is_inside: it is in a pass over this epoch's data; the code before the pass has run.
     """
 
     has_state: bool = False
     cursor: Cursor = field(default_factory=Cursor)
     steps: int = 0
+    is_inside: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,22 @@ def plan_transfers(standings: Sequence[Standing]) -> Decision[Transfers]:
         return Decision(Transfers(pairs, cursors), f"all {len(standings)} members are at {where}")
     names = ", ".join(f"{rank} from {sender}" for rank, sender in pairs)
     return Decision(Transfers(pairs, cursors), f"ranks receive the state of {where}: {names}")
+
+
+def next_places(standings: Sequence[Standing], transfers: Transfers) -> tuple[Cursor, ...]:
+    """Return the first cursor at which each member will run code of its own again, by rank.
+
+    A member inside a pass has run all code at its cursor: it goes on with the next step. One that
+    begins, or that receives the state of another epoch, runs the code before that epoch's pass.
+
+    Args:
+        standings: as given to `plan_transfers`.
+        transfers: what came of it.
+    """
+    steps = max(standing.steps for standing in standings)
+    places = []
+    for standing, cursor in zip(standings, transfers.cursors, strict=True):
+        is_inside = standing.is_inside and standing.cursor.epoch == cursor.epoch
+        has_more = cursor.step < steps
+        places.append(Cursor(cursor.epoch, cursor.step + 1) if is_inside and has_more else cursor)
+    return tuple(places)

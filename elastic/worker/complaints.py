@@ -1,0 +1,74 @@
+"""What the step engine says to code that uses it in a way that cannot work.
+
+Rule: each text says what was found and what to write instead.
+"""
+
+from __future__ import annotations
+
+from elastic.core.policy.cursor import Cursor
+from elastic.errors import UsageError
+
+
+def no_optimizer() -> UsageError:
+    """A loop over epochs began, and nothing is there to be stepped."""
+    return UsageError(
+        "train.epochs: no optimizer was prepared; call prepare_optimizer(optimizer) before the "
+        "loop, so that its steps are those of the whole group"
+    )
+
+
+def check_early(what: str, has_begun: bool) -> None:
+    """Refuse what is prepared inside the loop.
+
+    Raises:
+        UsageError: it has begun.
+    """
+    if has_begun:
+        raise UsageError(
+            f"{what} was called inside the loop over train.epochs(): call it before, so that a "
+            f"worker that joins later finds the same objects when it receives their state"
+        )
+
+
+def outside_epochs() -> UsageError:
+    """A loader was read to train with, and no epoch runs."""
+    return UsageError(
+        "a prepared loader was read outside the loop over train.epochs(): write "
+        "'for epoch in train.epochs(n): for batch in loader: ...'"
+    )
+
+
+def two_at_once() -> UsageError:
+    """A loader was read to train with, while another one is."""
+    return UsageError(
+        "two prepared loaders are read at the same time: train with one of them, and read the "
+        "other inside torch.no_grad(), or leave it unprepared"
+    )
+
+
+def read_again(epoch: int) -> UsageError:
+    """A second pass of training in one epoch; its steps would have the numbers of the first."""
+    return UsageError(
+        f"a second pass over a prepared loader began in epoch {epoch}, whose steps are all done: "
+        f"train in one pass per epoch (train.epochs(2 * n) for two), and evaluate inside "
+        f"torch.no_grad() or after model.eval()"
+    )
+
+
+def not_stepped(cursor: Cursor) -> UsageError:
+    """An iteration with all gradients of a step ended without a call of `optimizer.step()`."""
+    return UsageError(
+        f"optimizer.step() was not called in step {cursor.step} of epoch {cursor.epoch}: call it "
+        f"in every iteration; to add up gradients of several batches, give prepare_data_loader a "
+        f"larger global_batch_size"
+    )
+
+
+def unknown_parameters(names: list[str]) -> UsageError:
+    """Parameters that were frozen, or in no optimizer, when the loop began."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return UsageError(
+        f"{', '.join(names[:3])}{more}: parameters of a prepared optimizer that required no "
+        f"gradient, or were not there, when the loop over train.epochs() began, so that their "
+        f"gradients are not reduced: unfreeze and add them before it (freeze them inside it)"
+    )

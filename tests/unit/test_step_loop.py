@@ -1,0 +1,322 @@
+"""A plain training loop over the step engine, in this process: context, evaluation, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from elastic import train
+from elastic.errors import UsageError
+from elastic.train.torch import (
+    TorchTrainer,
+    prepare_data_loader,
+    prepare_model,
+    prepare_optimizer,
+    prepare_scheduler,
+)
+from elastic.worker.context import current, set_current
+from elastic.worker.local import LocalRun, local_context
+from tests.unit.engine_under_test import (
+    GLOBAL,
+    SAMPLES,
+    SIZE,
+    STEPS,
+    Loop,
+    V,
+    bits,
+    data,
+    each,
+    near,
+    network,
+    note,
+    reported,
+    square,
+    whole_batches,
+)
+
+
+@pytest.fixture(autouse=True)
+def _inside(tmp_path: Path) -> Iterator[None]:
+    reported.clear()
+    with local_context(LocalRun(job_name="here", run_path=str(tmp_path), on_report=note)):
+        yield
+
+
+def test_the_context_tells_how_a_step_is_cut() -> None:
+    loop = Loop.make()
+    context = train.get_context()
+    with pytest.raises(UsageError, match="known once a prepared loader is read"):
+        context.get_global_batch_size()
+    for _, x, y in loop.batches(1):
+        square(loop.model(x), y).backward()
+        loop.optimizer.step()
+        assert context.get_global_batch_size() == GLOBAL
+        assert context.get_micro_batch_size() == SIZE
+        assert context.get_num_micro_batches() == V
+    assert (context.get_world_size(), context.get_world_rank()) == (1, 0)
+    assert (context.get_epoch(), context.get_step()) == (1, 0)
+    assert len(loop.loader) == STEPS
+
+
+def test_epochs_begin_where_they_are_told_and_go_on_where_they_were() -> None:
+    loop = Loop.make()
+
+    def pass_through(total: int, **start: int) -> list[int]:
+        epochs = []
+        for epoch in train.epochs(total, **start):
+            epochs.append(epoch)
+            for _, x, y in loop.loader:
+                square(loop.model(x), y).backward()
+                loop.optimizer.step()
+        return epochs
+
+    assert pass_through(4, start=2) == [2, 3]
+    assert pass_through(4) == []
+    assert pass_through(6, start=1) == [4, 5]
+
+
+def test_an_epoch_may_be_left_early_and_may_have_no_pass_at_all() -> None:
+    loop = Loop.make()
+    before, epochs = bits(loop.plain), []
+    for epoch in train.epochs(3):
+        epochs.append((epoch, train.get_context().get_step()))
+        if epoch == 1:
+            continue
+        for count, (_, x, y) in enumerate(loop.loader):
+            square(loop.model(x), y).backward()
+            loop.optimizer.step()
+            if count == V:  # One step, and a bit of the second, which is forgotten.
+                break
+        assert train.stepped()
+    assert epochs == [(0, 0), (1, 0), (2, 0)]
+    assert bits(loop.plain) != before
+    assert all(p.grad is None for p in loop.plain.parameters()) or train.stepped()
+
+
+def test_evaluation_within_an_epoch_reads_everything_and_changes_nothing() -> None:
+    loop, twin = Loop.make(), network()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    test_loader = prepare_data_loader(DataLoader(data(), batch_size=5))
+    seen: list[list[int]] = []
+
+    def evaluate() -> None:
+        loop.model.eval()
+        with torch.no_grad():
+            seen.append([i for number, x, _ in test_loader for i in number.tolist()])
+        loop.model.train()
+
+    for _ in train.epochs(1):
+        for _, x, y in loop.loader:
+            evaluate()
+            square(loop.model(x), y).backward()
+            loop.optimizer.step()
+            evaluate()
+            loop.optimizer.zero_grad()
+        evaluate()
+    for _, x, y in whole_batches():
+        plain.zero_grad()
+        square(twin(x), y).backward()
+        plain.step()
+    assert len(seen) == 2 * STEPS * V + 1
+    assert all(one == list(range(SAMPLES)) for one in seen)
+    assert near(loop.plain, twin)
+
+
+def test_a_model_without_samples_left_in_a_step_still_steps() -> None:
+    model = prepare_model(nn.Linear(5, 1))
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    few = torch.utils.data.Subset(data(), [0, 1])
+    loader = prepare_data_loader(DataLoader(few, batch_size=SIZE), global_batch_size=GLOBAL)
+    for _ in train.epochs(1):
+        for _, x, y in loader:
+            square(model(x), y).backward()
+            optimizer.step()
+            train.log(count=1.0)
+        assert train.get_logged() == {"count": 1.0}
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert train.get_context().get_epoch() == 1
+
+
+def test_after_the_loop_optimizers_and_losses_are_ordinary_again() -> None:
+    loop = Loop.make()
+    for _, x, y in loop.batches(1):
+        square(loop.model(x), y).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    before = bits(loop.plain)
+    loop.plain(torch.ones(2, 5)).sum().backward()
+    assert all(p.grad is not None for p in loop.plain.parameters())
+    loop.optimizer.step()
+    assert bits(loop.plain) != before
+
+
+def test_a_loop_that_never_steps_is_refused_by_the_step() -> None:
+    loop = Loop.make()
+    with pytest.raises(UsageError, match=r"step\(\) was not called in step 0 of epoch 0"):
+        each(loop.batches(), lambda batch: square(loop.model(batch[1]), batch[2]).backward())
+
+
+def test_a_closure_is_refused() -> None:
+    loop = Loop.make(torch.optim.LBFGS)
+    with pytest.raises(UsageError, match=r"LBFGS\.step\(closure\).*takes no closure"):
+        each(loop.batches(), lambda _: loop.optimizer.step(lambda: 0.0))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "what"),
+    [
+        (lambda loop: prepare_model(nn.Linear(1, 1)), "prepare_model"),
+        (
+            lambda loop: prepare_optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters())),
+            "prepare_optimizer",
+        ),
+        (
+            lambda loop: prepare_scheduler(torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)),
+            "prepare_scheduler",
+        ),
+        (lambda loop: train.register(thing=loop.optimizer), "train.register"),
+    ],
+)
+def test_nothing_is_prepared_inside_the_loop(prepare: Callable[[Loop], Any], what: str) -> None:
+    loop = Loop.make()
+    with pytest.raises(UsageError, match=f"{what} was called inside the loop"):
+        each(train.epochs(1), lambda _: prepare(loop))
+
+
+def test_nothing_is_prepared_twice() -> None:
+    loop = Loop.make()
+    scheduler = prepare_scheduler(torch.optim.lr_scheduler.StepLR(loop.optimizer, 1))
+    with pytest.raises(UsageError, match="optimizer is prepared already"):
+        prepare_optimizer(loop.optimizer)
+    with pytest.raises(UsageError, match="scheduler is prepared already"):
+        prepare_scheduler(scheduler)
+    with pytest.raises(UsageError, match="object has no step, state_dict"):
+        prepare_scheduler(object())
+
+
+@pytest.mark.parametrize(
+    ("thing", "says"), [(object(), "object has no state_dict"), (nn.Linear(1, 1), "this name")]
+)
+def test_an_object_that_cannot_be_registered_is_refused(thing: Any, says: str) -> None:
+    train.register(mine=nn.Linear(1, 1))
+    with pytest.raises(UsageError, match=says):
+        train.register(mine=thing)
+
+
+def test_a_loop_without_an_optimizer_is_refused() -> None:
+    prepare_model(nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="no optimizer was prepared"):
+        list(train.epochs(1))
+
+
+@pytest.mark.parametrize("total", [-1, 1.5, True, "3", None])
+def test_numbers_of_epochs_that_are_none_are_refused(total: Any) -> None:
+    Loop.make()
+    with pytest.raises(UsageError, match=r"train\.epochs: total=.*expected an int"):
+        train.epochs(total)
+    with pytest.raises(UsageError, match=r"train\.epochs: start=.*expected an int"):
+        train.epochs(1, start=total)
+
+
+def test_a_loop_in_a_loop_is_refused() -> None:
+    Loop.make()
+    with pytest.raises(UsageError, match="running already"):
+        each(train.epochs(1), lambda _: next(train.epochs(1)))
+
+
+def test_two_loaders_at_once_are_refused() -> None:
+    loop = Loop.make()
+    other = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+    with pytest.raises(UsageError, match="two prepared loaders are read at the same time"):
+        each(loop.batches(), lambda _: next(iter(other)))
+
+
+def test_a_loader_that_deals_by_itself_is_refused_in_the_loop() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    Loop.make()
+    loader = prepare_data_loader(DataLoader(Stream(), batch_size=2))
+    with pytest.raises(UsageError, match=r"cannot be read in a loop over train\.epochs"):
+        each(train.epochs(1), lambda _: next(iter(loader)))
+
+
+@pytest.mark.parametrize("size", [3, 7, 1, 0, -2])
+def test_a_global_batch_that_is_no_multiple_is_refused(size: int) -> None:
+    with pytest.raises(UsageError, match=rf"global_batch_size={size}\): expected a multiple.*=2"):
+        prepare_data_loader(DataLoader(data(), batch_size=2), global_batch_size=size)
+
+
+def test_a_global_batch_without_a_batch_size_or_for_too_many_workers_is_refused() -> None:
+    with pytest.raises(UsageError, match="the loader has no batch_size"):
+        prepare_data_loader(DataLoader(data(), batch_size=None), global_batch_size=8)
+    context = current()
+    assert context is not None
+    set_current(replace(context, max_workers=5))
+    with pytest.raises(UsageError, match="at least 10, one micro-batch for each of at most 5"):
+        prepare_data_loader(DataLoader(data(), batch_size=2), global_batch_size=8)
+    set_current(context)
+
+
+def test_what_user_code_raises_in_the_loop_comes_out_and_leaves_a_working_process() -> None:
+    loop = Loop.make()
+
+    def fail(_: Any) -> None:
+        raise LookupError("the user's own")
+
+    with pytest.raises(LookupError, match="the user's own"):
+        each(loop.batches(), fail)
+    loop.plain(torch.ones(2, 5)).sum().backward()
+    assert all(p.grad is not None for p in loop.plain.parameters())
+
+
+@pytest.mark.parametrize(
+    "call", [train.log, train.get_logged, train.register, train.stepped, lambda: train.epochs(1)]
+)
+def test_outside_of_a_train_function_the_loop_has_no_words(call: Callable[[], Any]) -> None:
+    context = current()
+    set_current(None)
+    try:
+        with pytest.raises(UsageError, match="outside a train function"):
+            call()
+    finally:
+        set_current(context)
+
+
+def test_the_trainer_takes_a_whole_loop(tmp_path: Path) -> None:
+    def function(config: dict[str, int]) -> float:
+        loop = Loop.make(torch.optim.AdamW)
+        for epoch in train.epochs(config["epochs"]):
+            for _, x, y in loop.loader:
+                loss = square(loop.model(x), y)
+                loss.backward()
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                train.log(loss=loss)
+            train.report({"epoch": epoch})
+        return train.get_logged()["loss"]
+
+    outer = current()
+    set_current(None)
+    try:
+        result = TorchTrainer(
+            function,
+            train_loop_config={"epochs": 5},
+            scaling_config=train.ScalingConfig(num_workers=0),
+            run_config=train.RunConfig(name="whole", storage_path=tmp_path),
+        ).fit()
+    finally:
+        set_current(outer)
+    losses = [row["metrics"]["loss"] for row in result.history]
+    assert [row["metrics"]["epoch"] for row in result.history] == list(range(5))
+    assert losses[-1] < losses[0] / 2
+    assert json.dumps(result.return_value)

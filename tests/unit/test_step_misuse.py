@@ -1,0 +1,102 @@
+"""Loops that the step engine cannot follow are refused, and odd ones that it can are not harmed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elastic import train
+from elastic.errors import UsageError
+from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
+from elastic.worker.local import LocalRun, run_local
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Leave the other core to others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(loop: Loop, *, frozen: bool = False) -> list[Any]:
+    """Train a small model by such a loop, on 32 numbers in steps of 8; return what it returned."""
+    found: list[Any] = []
+
+    def function() -> None:
+        model = prepare_model(nn.Linear(1, 1))
+        model.module.bias.requires_grad_(not frozen)
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        data = TensorDataset(torch.arange(32.0).reshape(32, 1) / 32)
+        loader = prepare_data_loader(DataLoader(data, batch_size=2), global_batch_size=8)
+        found.append(loop(model, optimizer, loader))
+
+    run_local(function, LocalRun(job_name="misuse"))
+    return found
+
+
+def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_value_that_is_logged_after_the_optimizer_stepped_counts_for_that_step() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+        logged = []
+        for _ in train.epochs(2):
+            for (x,) in loader:
+                iterate(model, optimizer, x)
+                train.log(x=x.mean())
+            logged.append(train.get_logged()["x"])
+        return logged
+
+    # The last step of an epoch has the numbers 24 to 31.
+    assert run(loop) == [[pytest.approx(27.5 / 32)] * 2]
+
+
+def test_a_second_pass_of_training_in_an_epoch_is_refused() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        for _ in train.epochs(2):
+            for _ in range(2):
+                for (x,) in loader:
+                    iterate(model, optimizer, x)
+
+    with pytest.raises(UsageError, match="a second pass over a prepared loader began in epoch 0"):
+        run(loop)
+
+
+def test_parameters_that_are_unfrozen_inside_the_loop_are_refused() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        for epoch in train.epochs(3):
+            model.module.bias.requires_grad_(epoch > 0)
+            for (x,) in loader:
+                iterate(model, optimizer, x)
+
+    with pytest.raises(UsageError, match=r"module\.bias: parameters of a prepared optimizer"):
+        run(loop, frozen=True)
+
+
+def test_a_loop_that_is_left_in_the_middle_of_a_step_leaves_nothing_for_the_next() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> Any:
+        for epoch in train.epochs(2):
+            for number, (x,) in enumerate(loader):
+                (model(x) * 1e6).mean().backward() if epoch == 0 else model(x).mean().backward()
+                if epoch == 0 and number == 2:
+                    break
+                if train.get_context().get_step() == 0 and number == 3:
+                    return model.module.bias.grad.item()
+                optimizer.step()
+                optimizer.zero_grad()
+        return None
+
+    assert run(loop) == [pytest.approx(1.0)]

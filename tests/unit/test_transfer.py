@@ -1,0 +1,249 @@
+"""What can be sent of a training state, and that it arrives as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import OrderedDict, defaultdict, namedtuple
+from enum import Enum, IntEnum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elastic.errors import UsageError
+from elastic.worker.state import TrainState
+from elastic.worker.transfer import _bytes_of, _sorted_by_size, _tensors_of, pack, unpack
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def sent(state: Any) -> Any:
+    """Return what a receiver makes of a state: skeleton and bytes are all that it gets."""
+    text, tensors = pack(state)
+    skeleton = torch.load(io.BytesIO(text), weights_only=True)
+    wanted = _tensors_of(skeleton)
+    arrived = [torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for one in wanted]
+    for mine, theirs in zip(arrived, tensors, strict=True):
+        _bytes_of(mine).copy_(_bytes_of(theirs))
+    return unpack(skeleton, arrived)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether both have the same types, shapes and bits all the way down."""
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and torch.equal(_bytes_of(one.detach()), _bytes_of(other))
+        )
+    if isinstance(one, np.ndarray):
+        return (
+            isinstance(other, np.ndarray)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return (
+            type(one) is type(other)
+            and len(one) == len(other)
+            and all(same(a, b) for a, b in zip(one, other, strict=True))
+        )
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+TENSORS = [
+    torch.randn(3, 4),
+    torch.randn(3, 4).to(torch.bfloat16),
+    torch.randn(2).to(torch.float16),
+    torch.randn(2, dtype=torch.float64),
+    torch.tensor([True, False, True]),
+    torch.tensor(3.5),
+    torch.tensor(7),
+    torch.tensor(True),
+    torch.empty(0),
+    torch.empty(2, 0, 3, dtype=torch.int64),
+    torch.arange(5, dtype=torch.uint8),
+    torch.arange(5, dtype=torch.int16),
+    torch.randn(2, dtype=torch.complex64),
+    torch.randn(4, 6).t(),
+    torch.randn(9)[::2],
+    torch.ones(1).expand(5),
+    torch.tensor([float("nan"), float("inf"), -0.0]),
+    nn.Parameter(torch.randn(2)),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: f"{t.dtype}-{tuple(t.shape)}")
+def test_a_tensor_arrives_with_its_bits(tensor: torch.Tensor) -> None:
+    back = sent({"it": tensor})["it"]
+    assert same(tensor, back)
+    assert not back.requires_grad
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.arange(6, dtype=np.int32)[::2],
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array([True, False]),
+        np.array(2.5),
+        np.empty((0, 3)),
+        np.arange(5, dtype=np.uint32),
+        np.arange(5, dtype=np.uint64),
+        np.arange(3, dtype=np.float16),
+    ],
+    ids=lambda a: f"{a.dtype}-{a.shape}",
+)
+def test_an_array_arrives_as_an_array(array: np.ndarray[Any, Any]) -> None:
+    assert same(array, sent([array])[0])
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        [],
+        (),
+        None,
+        {"a": [1, (2.5, None, True), {"b": "text", 3: b"bytes"}], (1, 2): 1 + 2j},
+        [[[[]]], [{}], ((),)],
+        {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(2)}, 1: {}},
+        {"big": 2**80, "nan": float("nan"), "inf": -float("inf"), "negative zero": -0.0},
+        [torch.ones(2), [torch.zeros(1), {"x": torch.empty(0)}], np.zeros(2), torch.ones(3)],
+        {"word": "ünï\0", "empty": "", "bytes": b"\0\xff"},
+    ],
+    ids=repr,
+)
+def test_containers_arrive_nested_as_they_were(state: Any) -> None:
+    assert same(state, sent(state))
+
+
+def test_what_only_looks_like_a_container_arrives_as_the_plain_one() -> None:
+    counts: defaultdict[str, int] = defaultdict(int, a=1)
+    state = {"order": OrderedDict(b=1, a=2), "counts": counts, "set": {3, 1}, "pair": Pair(1, 2)}
+    back = sent(state)
+    assert back == {"order": {"b": 1, "a": 2}, "counts": {"a": 1}, "set": {1, 3}, "pair": (1, 2)}
+    assert list(back["order"]) == ["b", "a"]
+    assert type(sent(np.float32(0.5))) is float
+    assert type(sent(np.int64(5))) is int
+    assert sent(np.bool_(True)) is True
+
+
+class Color(IntEnum):
+    RED = 3
+
+
+class Word(str, Enum):
+    YES = "w"
+
+
+def test_classes_of_the_users_around_plain_values_are_left_behind() -> None:
+    state = {Color.RED: Color.RED, Word.YES: Word.YES, "set": {Color.RED, "x"}, np.int64(5): 0}
+    back = sent(state)
+    assert back == {3: 3, "w": "w", "set": {3, "x"}, 5: 0}
+    assert [type(key) for key in back] == [int, str, str, int]
+    assert type(back[3]) is int
+    assert type(back["w"]) is str
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"a": [0, object()]}, r"state\['a'\]\[1\] is a object"),
+        ({"model": {"f": print}}, r"state\['model'\]\['f'\] is a builtin_function"),
+        ([nn.Linear(1, 1)], r"state\[0\] is a Linear"),
+        ({"a": np.array([object()])}, r"state\['a'\]: a NumPy array of object"),
+        ({"dtype": torch.float32}, r"state\['dtype'\] is a dtype"),
+        ({1: torch.device("cpu")}, r"state\[1\] is a device"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_with_its_place(state: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        pack(state)
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"a": {"words": np.array(["x", "y"])}}, r"state\['a'\]\['words'\]: a NumPy array of <U1"),
+        ({"when": np.array(["2020-01-01"], dtype="M8[D]")}, r"state\['when'\]: a NumPy array of"),
+        ({"a": torch.eye(2).to_sparse()}, r"state\['a'\]: a sparse tensor"),
+        ({"a": {(1, object())}}, r"state\['a'\]: a key or set element of type object"),
+        ({object(): 1}, r"state.*key"),
+    ],
+)
+def test_what_torch_or_python_would_stumble_over_is_refused_with_its_place(
+    state: Any, says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        pack(state)
+
+
+def test_tensors_are_looked_at_and_not_copied() -> None:
+    tensor = torch.zeros(3)
+    _, tensors = pack({"a": tensor, "b": np.zeros(2)})
+    tensor.fill_(1)
+    assert torch.equal(tensors[0], torch.ones(3))
+
+
+def test_small_tensors_travel_together_and_large_ones_alone() -> None:
+    parts = [torch.empty(size, dtype=torch.uint8) for size in (5, 1 << 20, (1 << 20) - 1, 0)]
+    small, large = _sorted_by_size(parts)
+    assert [number for number, _ in small] == [0, 2, 3]
+    assert [number for number, _ in large] == [1]
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_the_state_of_a_run_arrives_whole(make: Any) -> None:
+    def run(steps: int) -> TrainState:
+        torch.manual_seed(steps)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1).bfloat16())
+        loose = nn.Parameter(torch.randn(2))
+        optimizer = make([*model.parameters(), loose], lr=0.1, weight_decay=0.1)
+        state = TrainState()
+        state.models.append(model)
+        state.optimizers.append(optimizer)
+        state.schedulers.append(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10))
+        state.register("ema", copy.deepcopy(model))
+        for _ in range(steps):
+            out = model[2](model[:2](torch.randn(5, 3)).bfloat16())
+            (out.float().square().mean() + loose.square().sum()).backward()
+            optimizer.step()
+            state.schedulers[0].step()  # type: ignore[attr-defined]
+        return state
+
+    ahead, newcomer = run(3), run(0)
+    state = sent(ahead.take())
+    identities = [id(p) for p in newcomer.models[0].parameters()]
+    newcomer.put(state)
+    assert same(newcomer.take(), ahead.take())
+    assert [id(p) for p in newcomer.models[0].parameters()] == identities
+
+
+def test_a_state_of_other_objects_is_refused_and_changes_nothing() -> None:
+    def of(*sizes: int) -> TrainState:
+        state = TrainState()
+        for size in sizes:
+            state.models.append(nn.Linear(size, 1))
+            state.optimizers.append(torch.optim.SGD(state.models[-1].parameters()))
+        return state
+
+    mine = of(3)
+    before = copy.deepcopy(mine.take())
+    with pytest.raises(UsageError, match=r"model 0, weight: \(1, 3\) in this worker, \(1, 4\) in"):
+        mine.put(sent(of(4).take()))
+    with pytest.raises(UsageError, match="models prepared: 1 in this worker, 2 in the state"):
+        mine.put(sent(of(3, 3).take()))
+    other = of(3)
+    other.register("ema", nn.Linear(1, 1))
+    with pytest.raises(UsageError, match=r"registered objects: \[\] in this worker, \['ema'\]"):
+        mine.put(sent(other.take()))
+    assert same(mine.take(), before)
