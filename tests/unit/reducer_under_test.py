@@ -1,4 +1,4 @@
-"""What the helpers of the gradient engine's tests are: models, shares, oracles."""
+"""What the tests of the gradient engine share: models, shares, oracles."""
 
 from __future__ import annotations
 
