@@ -122,7 +122,7 @@ def _with_sampler(loader: DataLoader[Any], rank: int, world_size: int) -> DataLo
             f"prepare_data_loader: the loader has its own sampler ({type(sampler).__name__}); "
             f"use shuffle=True or False, or deal out by rank and pass add_dist_sampler=False"
         )
-    seed = loader.generator.initial_seed() if loader.generator is not None else 0
+    seed = _seed_of(loader, 0)
     kept = {name: getattr(loader, name) for name in KEPT_ARGUMENTS if hasattr(loader, name)}
     if loader.num_workers == 0:
         # DataLoader refuses these without worker processes, even at their defaults.

@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from elastic.errors import UsageError
-from elastic.train.session import require_context
+from elastic.train.session import require_engine
 from elastic.worker.state import Stateful
-from elastic.worker.step import StepEngine
 
 
 def epochs(total: int, *, start: int = 0) -> Iterator[int]:
@@ -40,7 +39,7 @@ def epochs(total: int, *, start: int = 0) -> Iterator[int]:
     for name, value in (("total", total), ("start", start)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise UsageError(f"train.epochs: {name}={value!r}: expected an int, 0 or more")
-    engine = _engine("train.epochs")
+    engine = require_engine("train.epochs")
     # A sharded model is no member's own: its loop is like any other, and is re-entered.
     return iter(range(start, total)) if engine.trains_plainly else engine.epochs(total, start)
 
@@ -56,7 +55,7 @@ def log(**values: Any) -> None:
     Raises:
         UsageError: outside a train function.
     """
-    _engine("train.log").log(values)
+    require_engine("train.log").log(values)
 
 
 def get_logged() -> dict[str, float]:
@@ -68,7 +67,7 @@ def get_logged() -> dict[str, float]:
     Raises:
         UsageError: outside a train function.
     """
-    return dict(_engine("train.get_logged").logbook.latest)
+    return dict(require_engine("train.get_logged").logbook.latest)
 
 
 def register(**objects: Stateful) -> None:
@@ -82,7 +81,7 @@ def register(**objects: Stateful) -> None:
     Raises:
         UsageError: outside a train function, inside the loop, or an object without these methods.
     """
-    engine = _engine("train.register")
+    engine = require_engine("train.register")
     for name, thing in objects.items():
         engine.register(name, thing)
 
@@ -96,11 +95,4 @@ def stepped() -> bool:
     Raises:
         UsageError: outside a train function.
     """
-    return _engine("train.stepped").has_stepped()
-
-
-def _engine(what: str) -> StepEngine:
-    context = require_context(what)
-    if context.engine is None:
-        raise UsageError(f"{what}: this train function runs without a step engine")
-    return context.engine
+    return require_engine("train.stepped").has_stepped()

@@ -7,13 +7,16 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic.core.policy.cursor import Cursor, Epochs
 from elastic.errors import UsageError
 from elastic.train.checkpoint import Checkpoint
 from elastic.worker import context as worker_context
 from elastic.worker.context import WorkerContext
+
+if TYPE_CHECKING:
+    from elastic.worker.step import StepEngine
 
 
 def require_context(what: str) -> WorkerContext:
@@ -45,6 +48,21 @@ def require_place(what: str) -> WorkerContext:
     """
     context = require_context(what)
     return context.join() if context.join is not None else context
+
+
+def require_engine(what: str) -> StepEngine:
+    """Return the step engine of the train function that runs.
+
+    Args:
+        what: the call that needs it, for the error.
+
+    Raises:
+        UsageError: this process does not run a train function, or runs it without one.
+    """
+    engine = require_context(what).engine
+    if engine is None:
+        raise UsageError(f"{what}: this train function runs without a step engine")
+    return engine
 
 
 def is_driver() -> bool:

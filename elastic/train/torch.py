@@ -19,12 +19,11 @@ from elastic.errors import UsageError
 from elastic.train.config import TorchConfig
 from elastic.train.devices import get_device, get_devices
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
-from elastic.train.session import require_context
+from elastic.train.session import require_context, require_engine
 from elastic.train.trainer import TorchTrainer
 from elastic.worker import context as worker_context
 from elastic.worker.context import WorkerContext
 from elastic.worker.prepared import Prepared
-from elastic.worker.step import StepEngine
 
 __all__ = [
     "PreparedLoader",
@@ -136,7 +135,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
     Raises:
         UsageError: outside a train function, prepared twice, or prepared inside the loop.
     """
-    _engine_of("prepare_optimizer").add_optimizer(optimizer)
+    require_engine("prepare_optimizer").add_optimizer(optimizer)
     return optimizer
 
 
@@ -152,15 +151,8 @@ def prepare_scheduler(scheduler: Any) -> Any:
     Raises:
         UsageError: outside a train function, not a scheduler, or prepared inside the loop.
     """
-    _engine_of("prepare_scheduler").add_scheduler(scheduler)
+    require_engine("prepare_scheduler").add_scheduler(scheduler)
     return scheduler
-
-
-def _engine_of(what: str) -> StepEngine:
-    context = require_context(what)
-    if context.engine is None:
-        raise UsageError(f"{what}: this train function runs without a step engine")
-    return context.engine
 
 
 def _ensure_group() -> None:

@@ -39,12 +39,10 @@ from elastic.worker.outcome import NO_RESULT, exit_code_of, result_json
 from elastic.worker.progress import StepCounter
 from elastic.worker.pruning import Pruner
 from elastic.worker.reporting import Place, Reporter
-from elastic.worker.seeding import seed_everything
+from elastic.worker.seeding import FIRST_SEED, seed_everything
 from elastic.worker.step import StepEngine
 from elastic.worker.storage import RunDirectory
 
-FIRST_SEED = 0
-"""As in a worker: what is random before the first step is seeded with this."""
 FACTS_KEY = "facts"
 CHOICE_KEY = "choice"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any, Protocol
 
@@ -269,9 +269,4 @@ class Prepared(torch.nn.Module):
     def no_sync(self) -> Any:
         """Do as DistributedDataParallel's, where that is in use."""
         plain = self.__dict__["_plain"]
-        return plain.no_sync() if plain is not None else _nothing()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+        return plain.no_sync() if plain is not None else nullcontext()

@@ -50,7 +50,7 @@ from elastic.worker.progress import StepCounter
 from elastic.worker.pruning import Pruner
 from elastic.worker.reporting import Place, Reporter
 from elastic.worker.rungs import Carry, Reenter
-from elastic.worker.seeding import seed_everything
+from elastic.worker.seeding import FIRST_SEED, seed_everything
 from elastic.worker.step import StepEngine
 from elastic.worker.storage import RunDirectory
 
@@ -60,9 +60,6 @@ LOOK_INTERVAL_NS = 50_000_000
 """How often a member that waits in a report looks whether its peers are still connected."""
 BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
 """With accelerators: tensors may be on either side, and gloo's connections show a lost peer."""
-
-FIRST_SEED = 0
-"""What is random before the first step is seeded with this, unless the train function does."""
 
 TrainEvent = TrainReturned | TrainLeft | TrainRaised
 

@@ -17,6 +17,8 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 
 from elastic.core.policy.cursor import AUGMENT, MASK_32, derive, sample_seed
 
+FIRST_SEED = 0
+"""What is random before the first step is seeded with this, unless the train function does."""
 COLLATE = 1
 """So that a micro-batch of one sample is not collated with the numbers that the sample had."""
 

@@ -19,9 +19,10 @@ import pytest
 from elastic.core.config import JobSpec
 from elastic.core.view import JobView
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, NodePhase
+from elastic.testing.chaos_jobs import JOBS
 from elastic.testing.local_cluster import LocalCluster
 
-SCRIPT = Path(__file__).with_name("epochs.py")
+SCRIPT = JOBS / "epochs_job.py"
 EPOCHS = 5
 """At least so many; a job goes on until the test has seen what it came for."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,3 +138,10 @@ class Pair:
         self.of_judge.zero_grad()
         self.judge_loss(x).backward()
         self.of_judge.step()
+
+
+def inside_a_run(tmp_path: Path) -> Iterator[None]:
+    """Be inside a train function of this process; a fixture of those who test its loop."""
+    reported.clear()
+    with local_context(LocalRun(job_name="here", run_path=str(tmp_path), on_report=note)):
+        yield

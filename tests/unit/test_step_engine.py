@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from elastic.train.torch import (
     prepare_optimizer,
     prepare_scheduler,
 )
-from elastic.worker.local import LocalRun, local_context
 from tests.unit.engine_under_test import (
     GLOBAL,
     SAMPLES,
@@ -31,21 +29,16 @@ from tests.unit.engine_under_test import (
     V,
     bits,
     data,
+    inside_a_run,
     inside_again,
     near,
     network,
-    note,
     reported,
     square,
     whole_batches,
 )
 
-
-@pytest.fixture(autouse=True)
-def _inside(tmp_path: Path) -> Iterator[None]:
-    reported.clear()
-    with local_context(LocalRun(job_name="here", run_path=str(tmp_path), on_report=note)):
-        yield
+_inside = pytest.fixture(autouse=True, name="_inside")(inside_a_run)
 
 
 def test_micro_batches_come_in_order_and_steps_count_samples() -> None:

@@ -23,7 +23,6 @@ from elastic.train.torch import (
     prepare_scheduler,
 )
 from elastic.worker.context import current, set_current
-from elastic.worker.local import LocalRun, local_context
 from tests.unit.engine_under_test import (
     GLOBAL,
     SAMPLES,
@@ -34,20 +33,14 @@ from tests.unit.engine_under_test import (
     bits,
     data,
     each,
+    inside_a_run,
     near,
     network,
-    note,
-    reported,
     square,
     whole_batches,
 )
 
-
-@pytest.fixture(autouse=True)
-def _inside(tmp_path: Path) -> Iterator[None]:
-    reported.clear()
-    with local_context(LocalRun(job_name="here", run_path=str(tmp_path), on_report=note)):
-        yield
+_inside = pytest.fixture(autouse=True, name="_inside")(inside_a_run)
 
 
 def test_the_context_tells_how_a_step_is_cut() -> None:
