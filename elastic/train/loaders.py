@@ -219,7 +219,7 @@ class PreparedLoader:
             self._by_step = MicroBatchLoader(
                 self._users, num_micro_batches=self._num_micro_batches, seed=seed
             )
-            engine.own(self._by_step)
+            engine.at_close.callback(self._by_step.close)
         return self._by_step
 
     def _pass_by_rank(self, context: WorkerContext) -> Iterator[Any]:

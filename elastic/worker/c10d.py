@@ -294,6 +294,11 @@ def any_nccl_error(groups: list[Any]) -> bool:
     return False
 
 
+def default_group() -> Any:
+    """Return the process group that stands."""
+    return distributed_c10d._get_default_group()
+
+
 def has_nccl(group: Any) -> bool:
     """Return whether a group carries tensors of a device by NCCL."""
     return _nccl_backend(group) is not None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from elastic.core.world import Generation, JobId, WorkerId
 from elastic.errors import check
 from elastic.worker.activity import Activity
+from elastic.worker.mesh import Reach
 from elastic.worker.progress import StepCounter
 from elastic.worker.reporting import Link, Reporter
 
@@ -37,6 +38,7 @@ class WorkerContext:
         device: "cpu", or the first accelerator that this process sees, such as "cuda:0".
         num_devices: accelerators that this process may use, 0 on CPU.
         max_workers: the largest group that the job may have.
+        reach: how the other members reach this one.
         config: what the user gave to the train function; None for scripts.
         options: what the library passed along with the train function.
         activity: what the control thread can see of the training loop.
@@ -62,6 +64,7 @@ class WorkerContext:
     device: str
     num_devices: int = 0
     max_workers: int = 1
+    reach: Reach = field(default_factory=Reach)
     config: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_local: bool = False

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from elastic.errors import GroupError
-from elastic.worker import c10d
+from elastic.worker import c10d, mesh
 from elastic.worker.sockets import (
     EventLoop,
     Watched,
@@ -194,6 +194,7 @@ class Life:
         if store_sockets is None and self.leader is not None:
             store_sockets = find_connections(self.known, self.leader)
         end_both_ways(store_sockets or ())
+        mesh.cut_all()
 
 
 class Undertaker:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from elastic.worker.agreement import Agreement
 from elastic.worker.context import WorkerContext, set_current
 from elastic.worker.entry import call_with_config
 from elastic.worker.exchange import Answer
+from elastic.worker.mesh import Reach
 from elastic.worker.outcome import NO_RESULT, exit_code_of, result_json
 from elastic.worker.progress import StepCounter
 from elastic.worker.pruning import Pruner
@@ -282,6 +284,7 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
         device=device,
         num_devices=1 if run.use_gpu else 0,
         max_workers=world_size,
+        reach=Reach(_own_address(), run.timeout_s),
         config=run.config,
         is_local=True,
         engine=engine,
@@ -297,6 +300,18 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
         step_counter=StepCounter(worker_id, generation, tell=link.post, clock=clock),
         link=link,
     )
+
+
+def _own_address() -> str:
+    """Return the address of this machine on the way to torchrun's first node."""
+    leader = os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        family, _, _, _, where = socket.getaddrinfo(leader, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect(where)  # Sends nothing, but finds a way.
+            return str(sock.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def _retention(run: LocalRun, job_id: JobId) -> JobSpec:

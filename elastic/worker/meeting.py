@@ -18,11 +18,10 @@ from elastic.core.policy.cursor import Cursor, Epochs, derive
 from elastic.core.policy.recovery import Standing, next_places, plan_transfers
 from elastic.errors import UsageError
 from elastic.worker.logbook import Logbook
+from elastic.worker.mesh import Door, Reach, join_mesh, leave_mesh, mesh_of, open_mesh, use_mesh
 from elastic.worker.reduce import Unit
+from elastic.worker.rows import tell_rows
 from elastic.worker.transfer import transfer
-
-ROW = 32
-"""Numbers in a row of `tell_rows`."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +41,15 @@ class Met:
     num_bytes: int
 
 
-def default_group() -> Any:
-    """Return the process group that stands."""
-    return dist.distributed_c10d._get_default_group()
-
-
 def meet(
     group: Any,
     standing: Standing,
     units: Sequence[Unit],
     epochs: Epochs | None,
     take: Callable[[], Any],
+    reach: Reach,
 ) -> Met:
-    """Find out who is how far, and send state to those who need it.
+    """Find out who is how far, connect directly, and send state to those who need it.
 
     Args:
         group: the process group that stands.
@@ -62,14 +57,18 @@ def meet(
         units: the parameters that we have prepared.
         epochs: how our data is cut, None if we do not know it yet.
         take: returns our state, called only if it is sent.
+        reach: how the others reach us.
 
     Raises:
         RuntimeError: the group broke; nothing of ours has changed.
         UsageError: members cannot train together; all of them raise it.
     """
     threads = torch.get_num_threads()
-    told = tell_all(group, Told(standing, _model_print(units), _data_print(epochs), threads))
+    door = open_mesh(group, reach)
+    mine = Told(standing, _model_print(units), _data_print(epochs), threads, door)
+    told = tell_all(group, mine)
     check_alike(told)
+    _connect(group, [one.door for one in told])
     standings = [one.standing for one in told]
     plan = plan_transfers(standings).value
     state, num_bytes = transfer(group, plan, take)
@@ -79,23 +78,19 @@ def meet(
     return Met(state, plan.cursors, next_places(standings, plan), num_bytes)
 
 
-def tell_rows(group: Any, values: Sequence[float]) -> list[list[float]]:
-    """Exchange a few numbers, and return everyone's by rank.
-
-    Args:
-        group: the process group that stands.
-        values: at most `ROW`; the rest is zeros.
-
-    Raises:
-        RuntimeError: the group broke.
-    """
-    row = torch.zeros(ROW, dtype=torch.float64)
-    row[: len(values)] = torch.tensor(list(values), dtype=torch.float64)
-    rows = [row]
-    if group.size() > 1:
-        rows = [torch.empty_like(row) for _ in range(group.size())]
-        dist.all_gather(rows, row, group=group)
-    return [one.tolist() for one in rows]
+def _connect(group: Any, doors: Sequence[Door]) -> None:
+    """Have direct connections to all members, if everyone can; all decide alike."""
+    if mesh_of(group) is not None:
+        return
+    if not all(door.port for door in doors):
+        leave_mesh(group)
+        return
+    is_joined = join_mesh(group, doors)
+    # By gloo: who has no connections hears of it, too.
+    if all(row[0] > 0 for row in tell_rows(group, [float(is_joined)])):
+        use_mesh(group)
+    else:
+        leave_mesh(group)
 
 
 def share_latest(group: Any, cursors: Sequence[Cursor], logbook: Logbook) -> None:
@@ -125,12 +120,14 @@ class Told:
         model: fingerprint of what it prepared, 0 <= it < 2**63.
         data: fingerprint of its data and batch, 0 if it does not know them yet.
         threads: CPU threads of one operation; their number can change the last bit of a sum.
+        door: where it lets the others in.
     """
 
     standing: Standing
     model: int
     data: int
     threads: int
+    door: Door
 
 
 def tell_all(group: Any, mine: Told) -> list[Told]:
@@ -145,16 +142,17 @@ def tell_all(group: Any, mine: Told) -> list[Told]:
     row = torch.tensor(
         [
             int(standing.has_state), standing.cursor.epoch, standing.cursor.step, standing.steps,
-            int(standing.is_inside), mine.model, mine.data, mine.threads,
+            int(standing.is_inside), mine.model, mine.data, mine.threads, *mine.door.numbers(),
         ],
         dtype=torch.int64,
     )  # fmt: skip
     rows = [torch.empty_like(row) for _ in range(group.size())]
     dist.all_gather(rows, row, group=group)
     told = []
-    for has_state, epoch, step, steps, inside, model, data, threads in (r.tolist() for r in rows):
+    for one in rows:
+        has_state, epoch, step, steps, inside, model, data, threads, *door = one.tolist()
         standing = Standing(bool(has_state), Cursor(epoch, step), steps, bool(inside))
-        told.append(Told(standing, model, data, threads))
+        told.append(Told(standing, model, data, threads, Door.of(door)))
     return told
 
 

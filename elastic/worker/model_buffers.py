@@ -20,10 +20,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from elastic.core.policy.microbatch import Span, additions_in
 from elastic.errors import UsageError
-from elastic.worker.tree_exchange import Deal, TreeExchange
-
-NUMBER = 10_000
-"""Where the buckets' numbers end; tags are made of them."""
+from elastic.worker.bucket_exchanges import Exchange, make_exchange
+from elastic.worker.tree_exchange import Deal
 
 
 @dataclass
@@ -81,6 +79,17 @@ class ModelBuffers:
         self._leaves: dict[int, torch.Tensor] = {}
         self._names: dict[int, tuple[str, ...]] = {}
         self._is_open = False
+        self._group: Any = None
+        # Of this group, by who holds what, and which buffers change.
+        self._exchanges: dict[tuple[Deal, tuple[str, ...]], Exchange] = {}
+        self._graveyard: Any = None
+
+    def attach(self, group: Any) -> None:
+        """Go on in another group; None for none, or for a group of one."""
+        if self._exchanges:
+            # The old group may write to their memory until its works are gone: not used again.
+            self._graveyard, self._exchanges = self._exchanges, {}
+        self._group = group
 
     def begin_step(self) -> None:
         """What the buffers are now is where each micro-batch begins."""
@@ -133,13 +142,12 @@ class ModelBuffers:
             self._leaves[number] = torch.cat(parts)
             self._names[number] = tuple(sorted(self._changed))
 
-    def settle(self, deal: Deal, samples: int, group: Any) -> None:
+    def settle(self, deal: Deal, samples: int) -> None:
         """Make the buffers what they are after the step.
 
         Args:
             deal: who held which micro-batches.
             samples: of the step.
-            group: the process group, None for a group of one.
 
         Raises:
             RuntimeError: the group broke.
@@ -155,11 +163,16 @@ class ModelBuffers:
                     f"let it change the same ones in every micro-batch"
                 )
             sums = {part: self._sum(part) for part in deal.mine}
-            exchange = TreeExchange(deal, NUMBER, next(iter(sums.values())), group)
+            exchange = self._exchange(deal, names, next(iter(sums.values())))
             exchange.start(sums)
             exchange.add(sums, divisor=1.0)
             exchange.finish()
             self._put(exchange.total, samples)
+
+    def _exchange(self, deal: Deal, names: tuple[str, ...], like: torch.Tensor) -> Exchange:
+        if (deal, names) not in self._exchanges:
+            self._exchanges[deal, names] = make_exchange(deal, like, self._group)
+        return self._exchanges[deal, names]
 
     def keep(self) -> None:
         """The step counts: what the buffers are now is not put back any more."""

@@ -30,6 +30,7 @@ OURS = ("runpy",)
 BROKEN_WORDS = (
     "gloo/transport",
     "[gloo]",
+    "mesh: ",
     "Connection closed by peer",
     "Connection reset by peer",
     "Application timeout caused pair closure",

@@ -15,70 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
-from elastic.core.policy.microbatch import Span, additions_in
 from elastic.errors import InvariantViolation, UsageError, check
 from elastic.worker import c10d
 from elastic.worker.activity import Activity
+from elastic.worker.bucket_exchanges import Exchanges
 from elastic.worker.buckets import BUCKET_BYTES, Bucket, Flat, Unit, lay_out
 from elastic.worker.model_buffers import ModelBuffers
-from elastic.worker.rows import CONTROL_MAX, RowExchange
+from elastic.worker.rows import ROW
 from elastic.worker.share import Share
-from elastic.worker.tree_exchange import Deal, Exchange, SumExchange, TreeExchange
+from elastic.worker.tree_exchange import Deal
 
-__all__ = ["CONTROL_MAX", "Reducer", "Share", "Unit"]
-
-
-class Sums:
-    """What one rank has added up of one bucket: whole subtrees, as they become complete."""
-
-    def __init__(self, bucket: Bucket, deal: Deal) -> None:
-        """Begin with nothing."""
-        self._bucket = bucket
-        self._flats: dict[Span, Flat] = {}
-        self._before: dict[Span, Flat] | None = None
-        self._additions: dict[int, list[tuple[Span, Span, Span]]] = {}
-        for part in deal.mine:
-            for one in additions_in(part):
-                after = self._additions.setdefault(one.right[1] - 1, [])
-                after.append((one.left, one.right, one.total))
-
-    def put(self, number: int, leaf: Flat) -> None:
-        """Add a micro-batch's gradients, in the order of the tree; the leaf is used up."""
-        self._flats[number, number + 1] = leaf
-        for left, right, total in self._additions.get(number, ()):
-            into, other = self._flats.pop(left), self._flats.pop(right)
-            into.tensor.add_(other.tensor)
-            self._bucket.free(other)
-            self._flats[total] = into
-
-    def put_for_now(self, number: int, leaf: Flat) -> None:
-        """Do the same in memory of its own; putting this number again takes it back first."""
-        self.take_back()
-        self._before = dict(self._flats)
-        self._flats[number, number + 1] = leaf
-        for left, right, total in self._additions.get(number, ()):
-            one, other = self._flats.pop(left), self._flats.pop(right)
-            into = self._bucket.flat()
-            torch.add(one.tensor, other.tensor, out=into.tensor)
-            self._flats[total] = into
-
-    def take_back(self) -> None:
-        """Be as before what was put for now."""
-        if self._before is not None:
-            self._flats, self._before = self._before, None
-
-    def tensors(self) -> dict[Span, torch.Tensor]:
-        """Return the sums by subtree."""
-        return {part: flat.tensor for part, flat in self._flats.items()}
-
-    def clear(self) -> None:
-        """Give all buffers back."""
-        for flat in self._flats.values():
-            self._bucket.free(flat)
-        self._flats, self._before = {}, None
+__all__ = ["ROW", "Reducer", "Share", "Unit"]
 
 
 class Reducer:
@@ -110,7 +59,7 @@ class Reducer:
         """
         self.broken: BaseException | None = None
         self.rows: list[tuple[float, ...]] = []
-        self._make: type[Exchange] = TreeExchange if consistency == "bitwise" else SumExchange
+        self._is_bitwise = consistency == "bitwise"
         self._activity = activity or Activity()
         self._buffers = ModelBuffers(modules)
         self._number_of = {id(unit): number for number, unit in enumerate(units)}
@@ -119,13 +68,11 @@ class Reducer:
             [b for b in self._buckets if b.unit == number] for number in range(len(units))
         ]
         self._group: Any = None
-        self._deal: Deal | None = None
         self._share: Share | None = None
         self._control: Sequence[float] = ()
-        self._row: RowExchange | None = None
-        self._has_sent_row = False
-        self._exchanges: list[Exchange] = []
-        self._sums: list[Sums] = []
+        # Of this group, by how the micro-batches are dealt.
+        self._made: dict[Deal, Exchanges] = {}
+        self._exchanges: Exchanges | None = None
         self._leaves: list[Flat | None] = [None] * len(self._buckets)
         self._waiting: list[Bucket] = []
         self._graveyard: list[Any] = []
@@ -150,15 +97,15 @@ class Reducer:
     def attach(self, group: Any) -> None:
         """Go on in another group; None for none. What was under way in the old one is forgotten."""
         self.abandon()
-        if self._exchanges:
+        if self._made:
             # The old group may write to their memory until its works are gone: not used again.
-            self._graveyard = [self._exchanges, self._row, self._sums, self._leaves]
+            self._graveyard = [self._made, self._leaves]
             for bucket in self._buckets:
                 bucket.pool = []
             self._leaves = [None] * len(self._buckets)
-        self._exchanges, self._sums, self._row = [], [], None
+        self._made, self._exchanges, self._share = {}, None, None
         self._group = group if group is not None and group.size() > 1 else None
-        self._deal = self._share = None
+        self._buffers.attach(self._group)
         self._keeps_leaves = True
         self.rest()
         self.broken = None
@@ -179,7 +126,7 @@ class Reducer:
     @property
     def bytes_sent(self) -> int:
         """Return the bytes of gradients that were sent in this group."""
-        return sum(exchange.bytes_sent for exchange in self._exchanges)
+        return sum(exchanges.bytes_sent for exchanges in self._made.values())
 
     # ------------------------------------------------------------------------- a step
 
@@ -188,18 +135,16 @@ class Reducer:
 
         Args:
             share: what we have to do in it.
-            control: at most `CONTROL_MAX` - 1 numbers, which all ranks get to see in `rows`.
+            control: at most `ROW` - 1 numbers, which all ranks get to see in `rows`.
         """
-        if share.deal != self._deal:
-            self._prepare(share.deal)
+        if self._exchanges is None or share.deal != self._exchanges.deal:
+            self._exchanges = self._exchanges_of(share.deal)
         elif not self._is_void:
             self._keeps_leaves = self._calls_several
-        self._share, self._control, self._has_sent_row = share, control, False
-        self.rows = []
+        self._exchanges.begin_step()
+        self._share, self._control, self.rows = share, control, []
         self._is_on, self._is_void, self._number = True, False, None
         self._reduced = [False] * len(self._reduced)
-        for sums in self._sums:
-            sums.clear()
         self._buffers.begin_step()
 
     def begin_micro_batch(self, number: int) -> None:
@@ -267,7 +212,7 @@ class Reducer:
         if self._is_void or self.broken is not None or self._number is None:
             return False
         self._buffers.end_micro_batch(self._number, share.counts[self._number])
-        self._guarded(lambda: self._buffers.settle(share.deal, share.samples, self._group))
+        self._guarded(lambda: self._buffers.settle(share.deal, share.samples))
         if self.broken is not None or not is_good():
             return False
         self._buffers.keep()
@@ -320,7 +265,7 @@ class Reducer:
         Where messages have no tags their order tells them apart, and ranks whose forward took
         other branches complete their buckets in other orders.
         """
-        if self._exchanges[bucket.number].has_tags:
+        if self._the_exchanges().of[bucket.number].has_tags:
             return True
         before = self._buckets[: bucket.number]
         return all(self._sent[one.number] or self._reduced[one.unit] for one in before)
@@ -368,7 +313,7 @@ class Reducer:
         """Let the last micro-batch be part of what we have added up, and send that."""
         share, number = self._the_share(), self._number
         check(number is not None, "no micro-batch is at hand")
-        leaf, sums = self._leaf(bucket), self._sums[bucket.number]
+        leaf, sums = self._leaf(bucket), self._the_exchanges().sums[bucket.number]
         weight = share.weight(number or 0)
         if self._keeps_leaves:
             copy = bucket.flat()
@@ -383,11 +328,9 @@ class Reducer:
         self._guarded(lambda: self._begin_exchange(bucket), waits=False)
 
     def _begin_exchange(self, bucket: Bucket) -> None:
-        if not self._has_sent_row:
-            # By now forward is through, and we know which buffers it changes.
-            self._has_sent_row = True
-            self._the_row().start([self._buffers.look(), *self._control])
-        self._exchanges[bucket.number].start(self._sums[bucket.number].tensors())
+        # By now forward is through, and we know which buffers it changes.
+        row = [self._buffers.look(), *self._control]
+        self._the_exchanges().start(bucket.number, row)
 
     def _reduce(self, numbers: list[int]) -> None:
         """Exchange what these units still have to, and put the totals into `p.grad`."""
@@ -403,26 +346,21 @@ class Reducer:
             self._show_totals(number)
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:
-        share = self._the_share()
-        for bucket in buckets:
-            sums = self._sums[bucket.number].tensors()
-            self._exchanges[bucket.number].add(sums, divisor=share.divisor)
-        for bucket in buckets:
-            self._exchanges[bucket.number].finish()
-        if not self.rows and self._has_sent_row:
-            rows = self._the_row().finish()
-            if any(row[0] != rows[0][0] for row in rows):
-                raise UsageError(
-                    "forward changes buffers of the model on some ranks and not on others, so "
-                    "that they cannot be averaged; let it change the same ones in every micro-batch"
-                )
-            self.rows = [row[1:] for row in rows]
+        rows = self._the_exchanges().finish(
+            [bucket.number for bucket in buckets], divisor=self._the_share().divisor
+        )
+        if any(row[0] != rows[0][0] for row in rows):
+            raise UsageError(
+                "forward changes buffers of the model on some ranks and not on others, so that "
+                "they cannot be averaged; let it change the same ones in every micro-batch"
+            )
+        self.rows = [row[1:] for row in rows]
 
     def _show_totals(self, number: int) -> None:
         """Let `p.grad` be the step's gradient; None where no micro-batch has given one."""
         share = self._the_share()
         for bucket in self._of_unit[number]:
-            total = bucket.view(self._exchanges[bucket.number].total)
+            total = bucket.view(self._the_exchanges().of[bucket.number].total)
             # Of a micro-batch without samples nothing counts, also not what it has used.
             counts = share.weight(self._number or 0) is not None
             seen = None if counts and all(bucket.used) else (total.flags != 0).tolist()
@@ -440,21 +378,17 @@ class Reducer:
         for bucket in self._buckets:
             leaf = self._leaf(bucket)
             bucket.complete(leaf, weight=share.weight(number))
-            self._sums[bucket.number].put(number, leaf)
+            self._the_exchanges().sums[bucket.number].put(number, leaf)
             self._leaves[bucket.number] = None
         self._buffers.end_micro_batch(number, share.counts[number])
 
-    def _prepare(self, deal: Deal) -> None:
-        """Allocate what a step needs in this group."""
-        self._deal = deal
-        self._sums = [Sums(bucket, deal) for bucket in self._buckets]
-        self._exchanges = []
-        for bucket in self._buckets:
-            like = bucket.flat()
-            exchange = self._make(deal, bucket.number, like.tensor, self._group)
-            self._exchanges.append(exchange)
-            bucket.free(like)
-        self._row = RowExchange(deal.rank, deal.world_size, self._group)
+    def _exchanges_of(self, deal: Deal) -> Exchanges:
+        """Return what a step needs in this group; made once for each way to deal."""
+        if deal not in self._made:
+            self._made[deal] = Exchanges(
+                self._buckets, deal, self._group, is_bitwise=self._is_bitwise
+            )
+        return self._made[deal]
 
     def _drop_gradients(self) -> None:
         for bucket in self._buckets:
@@ -483,10 +417,10 @@ class Reducer:
             raise InvariantViolation(f"bucket {bucket.number} has no leaf")
         return leaf
 
-    def _the_row(self) -> RowExchange:
-        if self._row is None:
-            raise InvariantViolation("no group was prepared")
-        return self._row
+    def _the_exchanges(self) -> Exchanges:
+        if self._exchanges is None:
+            raise InvariantViolation("no step has begun in this group")
+        return self._exchanges
 
     def _the_share(self) -> Share:
         if self._share is None:

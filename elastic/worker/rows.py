@@ -14,14 +14,17 @@ import torch
 
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError, check
-from elastic.worker.wires import GlooWires, Message, NoWires, Wires
+from elastic.worker.wires import Message, make_small_wires
 
-CONTROL_MAX = 36
+ROW = 36
+"""Numbers in a row as it is sent."""
 TAG = 1_000_000
 """Above the tags of transfers; those of buckets are above it."""
 STEP_BITS = 32
 HEAD = 3
 """Numbers before the logged ones."""
+Row = tuple[float, ...]
+"""A row as it was received: `ROW` numbers."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,20 @@ def read_rows(rows: Sequence[Sequence[float]]) -> list[StepRow]:
     return told
 
 
+def fill_row(row: Any, values: Sequence[float]) -> None:
+    """Write these numbers into a row, and zeros behind them.
+
+    Args:
+        row: a NumPy array of `ROW` float64: writing through a tensor takes ten times as long.
+        values: at most `ROW`.
+    """
+    check(len(values) <= ROW, f"{len(values)} numbers: at most {ROW}")
+    row[: len(values)] = values
+    row[len(values) :] = 0.0
+
+
 class RowExchange:
-    """Rows of `CONTROL_MAX` numbers, the newest of each rank."""
+    """Rows of `ROW` numbers, the newest of each rank."""
 
     def __init__(self, rank: int, world_size: int, group: Any) -> None:
         """Allocate the rows.
@@ -92,22 +107,19 @@ class RowExchange:
             group: the process group, None for a group of one.
         """
         self._rank = rank
-        self._rows = torch.zeros(world_size, CONTROL_MAX, dtype=torch.float64)
-        # The same memory: writing a few numbers through a tensor takes ten times as long.
+        self._rows = torch.zeros(world_size, ROW, dtype=torch.float64)
         self._mine = self._rows[rank].numpy()
-        self._wires: Wires = NoWires() if group is None else GlooWires(group)
+        self._wires = make_small_wires(group)
 
     def start(self, values: Sequence[float]) -> None:
         """Send ours; returns at once."""
-        check(len(values) <= CONTROL_MAX, f"{len(values)} numbers: at most {CONTROL_MAX}")
-        self._mine[: len(values)] = values
-        self._mine[len(values) :] = 0.0
+        fill_row(self._mine, values)
         mine = self._rows[self._rank]
         others = [rank for rank in range(len(self._rows)) if rank != self._rank]
         self._wires.post([Message(False, self._rows[rank], rank, TAG) for rank in others])
         self._wires.post([Message(True, mine, rank, TAG) for rank in others])
 
-    def finish(self) -> list[tuple[float, ...]]:
+    def finish(self) -> list[Row]:
         """Return everyone's, by rank.
 
         Raises:
@@ -115,3 +127,18 @@ class RowExchange:
         """
         self._wires.wait_all()
         return [tuple(row) for row in self._rows.tolist()]
+
+
+def tell_rows(group: Any, values: Sequence[float]) -> list[Row]:
+    """Exchange a few numbers at once, and return everyone's by rank.
+
+    Args:
+        group: the process group that stands.
+        values: at most `ROW`; the rest is zeros.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    exchange = RowExchange(group.rank(), group.size(), group if group.size() > 1 else None)
+    exchange.start(values)
+    return exchange.finish()

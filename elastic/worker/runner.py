@@ -46,6 +46,7 @@ from elastic.worker.control import flush_output
 from elastic.worker.exchange import Exchange
 from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
 from elastic.worker.interrupt import GroupChanged, Interrupter
+from elastic.worker.mesh import Reach
 from elastic.worker.progress import StepCounter
 from elastic.worker.pruning import Pruner
 from elastic.worker.reporting import Place, Reporter
@@ -424,6 +425,7 @@ class Runner:
             device="cuda:0" if assign.devices else "cpu",
             num_devices=len(assign.devices),
             max_workers=spec.max_workers,
+            reach=Reach(assign.host, spec.collective_timeout_s),
             config=call.config,
             options=call.options,
             reporter=self._reporter,

@@ -25,15 +25,16 @@ from elastic.core.policy.microbatch import deal
 from elastic.core.policy.recovery import Standing
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker import complaints
+from elastic.worker.c10d import default_group
 from elastic.worker.context import WorkerContext
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.loader import Batch, MicroBatchLoader
 from elastic.worker.logbook import Logbook, ReportPlaces
-from elastic.worker.meeting import default_group, meet, share_latest, tell_rows
+from elastic.worker.meeting import meet, share_latest
 from elastic.worker.outcome import is_group_broken
 from elastic.worker.prepared import DueSteps, Phase, adopt_optimizer, adopt_scheduler, scalers_know
 from elastic.worker.reduce import Reducer, Unit
-from elastic.worker.rows import StepRow, read_rows
+from elastic.worker.rows import StepRow, read_rows, tell_rows
 from elastic.worker.rungs import Carry, Home, Reenter
 from elastic.worker.seeding import seed_everything
 from elastic.worker.share import Share
@@ -52,6 +53,7 @@ class StepEngine:
         has_begun: the loop over epochs runs, so that groups change in place.
         seed: of shuffling, unless the loader brings its own.
         recovery: how this worker comes into the next group, as in `FailureConfig`.
+        at_close: what is to be done at the end of the call.
         trains_plainly: a model is sharded: its own wrapper reduces, and nothing goes in place.
     """
 
@@ -84,7 +86,7 @@ class StepEngine:
         # Where each member of this group runs code of its own next; and our reports in it.
         self._places: tuple[Cursor, ...] = ()
         self._reports = ReportPlaces()
-        self._stack, self._at_close = ExitStack(), ExitStack()
+        self._stack, self.at_close = ExitStack(), ExitStack()
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose, from what is known of this call."""
@@ -98,7 +100,7 @@ class StepEngine:
     def close(self) -> None:
         """The call of the train function is over, however it ended; again is no harm."""
         self._end()
-        self._at_close.close()
+        self.at_close.close()
 
     # ------------------------------------------------------------------- what is prepared
 
@@ -139,10 +141,6 @@ class StepEngine:
     def bytes_sent(self) -> int:
         """Return the bytes of gradients that this rank has sent in its present group."""
         return self._the_reducer().bytes_sent
-
-    def own(self, loader: MicroBatchLoader) -> None:
-        """Close this loader at the end of the call."""
-        self._at_close.callback(loader.close)
 
     # ------------------------------------------------------------------- epochs
 
@@ -435,7 +433,8 @@ class StepEngine:
         steps, is_inside = epochs.steps if epochs else 0, self._epoch == self.cursor.epoch
         standing = Standing(self._has_state, self.cursor, steps, is_inside)
         with self._context.activity.waiting():
-            met = meet(default_group(), standing, list(self._units.values()), epochs, self._take)
+            units, reach = list(self._units.values()), self._context.reach
+            met = meet(default_group(), standing, units, epochs, self._take, reach)
         if met.state is not None:
             self.state.put(met.state["objects"])
             self.cursor = Cursor(*met.state["cursor"])

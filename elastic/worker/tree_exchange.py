@@ -3,7 +3,8 @@
 Each rank owns a slice of the bucket. Everyone sends the owner its subtrees' part of the slice,
 the owner adds all of them in tree order, and sends the sum to everyone. That is as many bytes as
 a ring all-reduce where each rank holds one subtree, in two messages' time instead of 2 (W - 1).
-A small bucket goes in one: all send all to all, and each rank adds by itself.
+A small bucket goes in one: all send all to all, and each rank adds by itself. (On the CPU such a
+bucket is packed into one message, see `packed_exchange`.)
 
 Rule: whoever adds, adds the same operands in the same order, so that the bits are the same for
 every number of ranks.
@@ -11,14 +12,17 @@ every number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from elastic.core.policy.microbatch import Span, additions_over, all_parts
+from elastic.worker.rows import Row
 from elastic.worker.wires import Message, NcclWires, make_wires
 
 ONE_PHASE_BYTES = 256 << 10
@@ -29,6 +33,7 @@ FIRST_TAG = 2_000_000
 TAGS_PER_BUCKET = 64
 """Tags keep the messages of different buckets, phases and subtrees apart."""
 RESULT = TAGS_PER_BUCKET - 1
+_made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -63,30 +68,63 @@ class Deal:
         return self.parts[self.rank]
 
 
+def next_tag(group: Any) -> int:
+    """Return the first of `TAGS_PER_BUCKET` tags that no other exchange of this group has.
+
+    All ranks make the same exchanges in the same order, because they do the same steps; also those
+    of a later training loop in the same group.
+    """
+    number = _made.get(group, 0)
+    _made[group] = number + 1
+    return FIRST_TAG + number * TAGS_PER_BUCKET
+
+
+def add_in_order(
+    deal: Deal, sums: dict[Span, torch.Tensor], received: dict[Span, torch.Tensor]
+) -> torch.Tensor:
+    """Add the sums of all subtrees in the order of the tree, and return the total.
+
+    Args:
+        deal: who holds what.
+        sums: ours, which stay as they are: what is sent must not change.
+        received: the others', which are used up.
+    """
+    values = {**sums, **received}
+    scratch = set(received)
+    for left, right, total in deal.additions:
+        # Two of ours are never added to each other, for their sum would be one of ours; and
+        # addition commutes.
+        into, other = (left, right) if left in scratch else (right, left)
+        values[total] = values[into].add_(values[other])
+        scratch.add(total)
+    return values[0, deal.num_micro_batches]
+
+
 class TreeExchange:
     """The exchange of one bucket within one group; used once per step, over and over.
 
     Attributes:
         total: the scaled sum, once `finish` has returned.
+        rows: always empty: rows go beside these messages.
         bytes_sent: to other ranks, so far.
         has_tags: exchanges of different buckets may begin in another order on each rank.
     """
 
-    def __init__(self, deal: Deal, number: int, like: torch.Tensor, group: Any) -> None:
+    def __init__(self, deal: Deal, like: torch.Tensor, group: Any) -> None:
         """Allocate what is received.
 
         Args:
             deal: who holds what.
-            number: of the bucket.
             like: a flat tensor of the bucket's size, type and device.
             group: the process group; None for a group of one.
         """
         self.total = torch.empty_like(like)
+        self.rows: list[Row] = []
         self.bytes_sent = 0
         self._deal = deal
         self._wires = make_wires(group, like.device)
         self.has_tags = not isinstance(self._wires, NcclWires)
-        self._tag = FIRST_TAG + number * TAGS_PER_BUCKET
+        self._tag = 0 if group is None else next_tag(group)
         size, world = like.numel(), deal.world_size
         self._is_one_phase = like.nbytes * (world - 1) <= ONE_PHASE_BYTES
         self._slices = [
@@ -99,12 +137,14 @@ class TreeExchange:
             part: like.new_empty(last - first) for rank in self._others for part in deal.parts[rank]
         }
 
-    def start(self, sums: dict[Span, torch.Tensor]) -> None:
+    def start(self, sums: dict[Span, torch.Tensor], row: Sequence[float] = ()) -> None:
         """Send our subtrees' sums; returns at once.
 
         Args:
             sums: of what we hold; not to be changed before `finish`.
+            row: does not go this way.
         """
+        del row
         deal, messages = self._deal, []
         for rank in self._others:
             for place, part in enumerate(deal.parts[rank]):
@@ -130,17 +170,9 @@ class TreeExchange:
         deal = self._deal
         self._wires.wait_received()
         first, last = self._slices[deal.rank]
-        values = {part: tensor[first:last] for part, tensor in sums.items()}
-        values.update(self._received)
-        scratch = set(self._received)
-        for left, right, total in deal.additions:
-            # Ours stay as they are: what is sent must not change. Two of ours are never added to
-            # each other, for their sum would be one of ours; and addition commutes.
-            into, other = (left, right) if left in scratch else (right, left)
-            values[total] = values[into].add_(values[other])
-            scratch.add(total)
+        ours = {part: tensor[first:last] for part, tensor in sums.items()}
         mine = self.total[first:last]
-        torch.div(values[0, deal.num_micro_batches], divisor, out=mine)
+        torch.div(add_in_order(deal, ours, self._received), divisor, out=mine)
         if self._is_one_phase:
             return
         messages = []
@@ -166,22 +198,24 @@ class SumExchange:
 
     Attributes:
         total: the scaled sum, once `finish` has returned.
+        rows: always empty: rows go beside these messages.
         bytes_sent: to other ranks, so far, if the all-reduce goes in a ring.
         has_tags: False, torch tells collectives apart by their order.
     """
 
-    def __init__(self, deal: Deal, number: int, like: torch.Tensor, group: Any) -> None:
+    def __init__(self, deal: Deal, like: torch.Tensor, group: Any) -> None:
         """Allocate the result; see `TreeExchange`."""
-        del number
         self.has_tags = False
         self.total = torch.empty_like(like)
+        self.rows: list[Row] = []
         self.bytes_sent = 0
         self._deal = deal
         self._group = group
         self._work: Any = None
 
-    def start(self, sums: dict[Span, torch.Tensor]) -> None:
+    def start(self, sums: dict[Span, torch.Tensor], row: Sequence[float] = ()) -> None:
         """Add up what is ours, and begin to add up everyone's."""
+        del row
         first, *more = self._deal.mine
         self.total.copy_(sums[first])
         for part in more:
@@ -205,6 +239,3 @@ class SumExchange:
 
     def finish(self) -> None:
         """Do nothing more."""
-
-
-Exchange = TreeExchange | SumExchange

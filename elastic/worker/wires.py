@@ -1,7 +1,8 @@
 """Point-to-point messages of one exchange: posted at once, waited for later.
 
 Rule: tensors that were posted belong to the wires until they were waited for, or the group is
-gone. gloo carries CPU tensors in the background by itself; tensors of a device go by NCCL, or
+gone. gloo carries CPU tensors in the background by itself, small ones go faster through a mesh (see
+`mesh`); tensors of a device go by NCCL, or
 through pinned memory where the group has none.
 """
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.worker import c10d
+from elastic.worker.mesh import Mesh, mesh_of
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,36 @@ class GlooWires:
         for work in self._going:
             work.wait()
         self._going = []
+
+
+class MeshWires:
+    """CPU tensors, through the group's own direct connections."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Use this mesh."""
+        self._mesh = mesh
+        self._coming: list[tuple[int, int]] = []
+
+    def post(self, messages: Sequence[Message]) -> None:
+        """Begin to send and to receive; returns at once."""
+        for message in messages:
+            data = message.tensor.view(torch.uint8).numpy().data
+            if message.is_sent:
+                self._mesh.send(message.rank, message.tag, data)
+            else:
+                self._mesh.expect(message.rank, message.tag, data)
+                self._coming.append((message.rank, message.tag))
+
+    def wait_received(self) -> None:
+        """Wait for what is received; raises RuntimeError if the group broke."""
+        for rank, tag in self._coming:
+            self._mesh.wait(rank, tag)
+        self._coming = []
+
+    def wait_all(self) -> None:
+        """Wait until nothing is under way; raises RuntimeError if the group broke."""
+        self.wait_received()
+        self._mesh.flush()
 
 
 class StagedWires:
@@ -178,6 +210,18 @@ class NcclWires:
         for work in self._works:
             work.wait()
         self._works = []
+
+
+def make_small_wires(group: Any) -> Wires:
+    """Return what carries small CPU tensors.
+
+    Args:
+        group: the process group; None for a group of one.
+    """
+    if group is None:
+        return NoWires()
+    mesh = mesh_of(group)
+    return GlooWires(group) if mesh is None else MeshWires(mesh)
 
 
 def make_wires(group: Any, device: torch.device) -> Wires:

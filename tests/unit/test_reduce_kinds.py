@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from elastic.errors import InvariantViolation
-from elastic.worker.reduce import CONTROL_MAX, Unit
+from elastic.worker.reduce import ROW, Unit
 from tests.unit.reduce_under_test import (
     SIZE,
     Make,
@@ -268,7 +268,7 @@ def test_rows_come_back_and_are_limited(make: Make) -> None:
     mean_square(model, 0).backward()
     assert [row[:3] for row in reducer.rows] == [(1.0, 2.5, 0.0)]
     assert reducer.bytes_sent == 0
-    reducer.begin_step(share_of((4,)), [1.0] * CONTROL_MAX)
+    reducer.begin_step(share_of((4,)), [1.0] * ROW)
     reducer.begin_micro_batch(0)
-    with pytest.raises(InvariantViolation, match=f"{CONTROL_MAX + 1} numbers"):
+    with pytest.raises(InvariantViolation, match=f"{ROW + 1} numbers"):
         mean_square(model, 0).backward()

@@ -1,0 +1,442 @@
+"""Direct connections between all members of a group, for messages too small for gloo.
+
+gloo's own thread carries each message, after the receiver has said that it waits for it: four
+changes of thread where one system call and one wake-up do. With a model of 16,000 parameters that
+was most of a step. A mesh is made when a group meets; members who cannot reach each other agree to
+go without one.
+
+Rule: the main thread sends and receives, and only while it waits for something; any thread may cut
+a mesh, after which nothing waits in it. A message is taken in the order of its tag and sender,
+whether or not somebody waits for it already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from ipaddress import IPv6Address, ip_address
+from typing import Any
+from weakref import WeakKeyDictionary
+
+log = logging.getLogger(__name__)
+
+HEADER = struct.Struct("<qq")
+"""Before each message: its tag, its bytes."""
+HELLO = struct.Struct("<16sq")
+"""First words on a connection: the token of whom it goes to, the rank of whom it comes from."""
+DOOR = struct.Struct("<16sq16s")
+JOIN_S = 2.0
+"""How long members may take to connect to each other, once all have told of their doors."""
+HELLO_S = 0.5
+FAILURES_MAX = 2
+"""After so many a process tries no more: whatever stands between the members, it stays."""
+BYTES_MAX = 64 << 20
+"""No message is longer."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a member lets the others in.
+
+    Attributes:
+        address: IP address as text.
+        port: 0 for a member that has no door.
+        token: 16 bytes that whoever knocks must know; others are turned away.
+    """
+
+    address: str = "::"
+    port: int = 0
+    token: bytes = bytes(16)
+
+    def numbers(self) -> list[int]:
+        """Return it as five numbers of 64 bits."""
+        packed = _in_sixteen_bytes(self.address)
+        return list(struct.unpack("<5q", DOOR.pack(packed, self.port, self.token)))
+
+    @staticmethod
+    def of(numbers: Sequence[int]) -> Door:
+        """Read such numbers."""
+        packed, port, token = DOOR.unpack(struct.pack("<5q", *numbers))
+        address = IPv6Address(packed)
+        return Door(str(address.ipv4_mapped or address), port, token)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How a member is reached by others.
+
+    Attributes:
+        host: address of this machine that they reach, "" for none: small messages go by gloo.
+        timeout_s: how long a message is waited for.
+    """
+
+    host: str = ""
+    timeout_s: float = 1800.0
+
+
+def _in_sixteen_bytes(address: str) -> bytes:
+    ip = ip_address(address)
+    return ip.packed if ip.version == 6 else b"\0" * 10 + b"\xff\xff" + ip.packed
+
+
+@dataclass
+class _Peer:
+    """The connection to one member, and what is under way on it.
+
+    Attributes:
+        unsent: what the kernel has not taken yet.
+        head, taken: the header being read; bytes read of it, or of the message behind it.
+        tag, target: of the message being read, None between messages.
+        wanted: where messages of a tag go.
+        arrived: tags whose wanted message is there.
+        early: messages that nobody wanted yet.
+    """
+
+    rank: int
+    sock: socket.socket
+    unsent: deque[memoryview] = field(default_factory=deque)
+    head: memoryview = field(default_factory=lambda: memoryview(bytearray(HEADER.size)))
+    taken: int = 0
+    tag: int = 0
+    target: memoryview | None = None
+    wanted: dict[int, memoryview] = field(default_factory=dict)
+    arrived: set[int] = field(default_factory=set)
+    early: dict[int, deque[bytearray]] = field(default_factory=dict)
+    early_target: bytearray | None = None
+
+
+class Mesh:
+    """This rank's connections to all others of one group."""
+
+    def __init__(self, reach: Reach) -> None:
+        """Open a door.
+
+        Raises:
+            OSError: this machine does not have the address.
+        """
+        family, _, _, _, where = socket.getaddrinfo(reach.host, 0, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(where[:2], family=family, backlog=128)
+        address, port = self._listener.getsockname()[:2]
+        self.door = Door(str(address).partition("%")[0], port, secrets.token_bytes(16))
+        self._timeout_s = reach.timeout_s
+        self._peers: dict[int, _Peer] = {}
+        self._lock = threading.Lock()
+        self._is_cut = False
+
+    # ------------------------------------------------------------------------------ connecting
+
+    def join(self, rank: int, doors: Sequence[Door], limit_s: float = JOIN_S) -> None:
+        """Connect to all others, who do the same.
+
+        Args:
+            rank: ours.
+            doors: of all members, by rank.
+            limit_s: how long it may take.
+
+        Raises:
+            OSError: somebody could not be reached, or has not come in time.
+        """
+        deadline = time.monotonic() + limit_s
+        for other in range(rank):
+            door = doors[other]
+            sock = socket.create_connection((door.address, door.port), _left_s(deadline))
+            self._add(other, sock)
+            sock.sendall(HELLO.pack(door.token, rank))
+        while len(self._peers) < len(doors) - 1:
+            self._listener.settimeout(_left_s(deadline))
+            sock, _ = self._listener.accept()
+            other = self._rank_of(sock, deadline)
+            if rank < other < len(doors) and other not in self._peers:
+                self._add(other, sock)
+            else:
+                sock.close()
+        self._listener.close()
+        for peer in self._peers.values():
+            peer.sock.setblocking(False)
+
+    def _rank_of(self, sock: socket.socket, deadline: float) -> int:
+        """Return who knocks, -1 for a stranger."""
+        hello = b""
+        try:
+            sock.settimeout(min(HELLO_S, _left_s(deadline)))
+            while len(hello) < HELLO.size:
+                part = sock.recv(HELLO.size - len(hello))
+                if not part:
+                    return -1
+                hello += part
+        except OSError:
+            return -1
+        token, rank = HELLO.unpack(hello)
+        return int(rank) if secrets.compare_digest(token, self.door.token) else -1
+
+    def _add(self, rank: int, sock: socket.socket) -> None:
+        with self._lock:
+            self._peers[rank] = _Peer(rank, sock)
+            is_cut = self._is_cut
+        if is_cut:
+            raise OSError("the group is over")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    # -------------------------------------------------------------------------------- messages
+
+    def send(self, rank: int, tag: int, data: memoryview) -> None:
+        """Send bytes, which must stay as they are until `flush` has returned.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        peer = self._peers[rank]
+        header = HEADER.pack(tag, len(data))
+        sent = 0
+        if not peer.unsent:
+            try:
+                sent = peer.sock.sendmsg([header, data])
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise _broken(peer, error) from error
+        if sent < HEADER.size:
+            peer.unsent.append(memoryview(header)[sent:])
+        rest = data[max(0, sent - HEADER.size) :]
+        if len(rest):
+            peer.unsent.append(rest)
+
+    def expect(self, rank: int, tag: int, data: memoryview) -> None:
+        """Let the next message of this tag be written here; `wait` tells when it is there.
+
+        Raises:
+            RuntimeError: it has come already, with another length.
+        """
+        peer = self._peers[rank]
+        early = peer.early.get(tag)
+        if not early:
+            peer.wanted[tag] = data
+            return
+        message = early.popleft()
+        _check_length(peer, tag, len(message), len(data))
+        data[:] = message
+        peer.arrived.add(tag)
+
+    def wait(self, rank: int, tag: int) -> None:
+        """Wait for a message that is expected.
+
+        Raises:
+            RuntimeError: the group broke, or nothing came in time.
+        """
+        peer = self._peers[rank]
+        deadline = time.monotonic() + self._timeout_s
+        while tag not in peer.arrived:
+            if not self._read(peer):
+                self._wait_for(peer, deadline)
+        peer.arrived.discard(tag)
+
+    def flush(self) -> None:
+        """Wait until the kernel has taken everything that was sent.
+
+        Raises:
+            RuntimeError: the group broke, or somebody does not read.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while any(peer.unsent for peer in self._peers.values()):
+            self._wait_for(None, deadline)
+
+    def _read(self, peer: _Peer) -> bool:
+        """Read a part of a message; return whether there was anything."""
+        target = peer.head if peer.target is None else peer.target
+        try:
+            count = peer.sock.recv_into(target[peer.taken :])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise _broken(peer, error) from error
+        if not count:
+            raise _broken(peer, None)
+        peer.taken += count
+        if peer.taken == len(target):
+            peer.taken = 0
+            if peer.target is None:
+                self._begin(peer)
+            else:
+                self._end(peer)
+        return True
+
+    def _begin(self, peer: _Peer) -> None:
+        """A header is read: find the place for its message."""
+        peer.tag, size = HEADER.unpack(peer.head)
+        wanted = peer.wanted.pop(peer.tag, None)
+        if wanted is not None:
+            _check_length(peer, peer.tag, size, len(wanted))
+            peer.target = wanted
+            return
+        if not 0 < size <= BYTES_MAX:
+            raise RuntimeError(f"mesh: rank {peer.rank} announces a message of {size} bytes")
+        peer.early_target = bytearray(size)
+        peer.target = memoryview(peer.early_target)
+
+    def _end(self, peer: _Peer) -> None:
+        """A message is there."""
+        peer.target = None
+        if peer.early_target is None:
+            peer.arrived.add(peer.tag)
+        else:
+            peer.early.setdefault(peer.tag, deque()).append(peer.early_target)
+            peer.early_target = None
+
+    def _wait_for(self, peer: _Peer | None, deadline: float) -> None:
+        """Sleep until this peer has sent something, or anybody takes what we could not send.
+
+        Others may send meanwhile: the kernel keeps it until we wait for them.
+        """
+        poll = select.poll()
+        if peer is not None:
+            poll.register(peer.sock, select.POLLIN)
+        writers = {one.sock.fileno(): one for one in self._peers.values() if one.unsent}
+        for number, one in writers.items():
+            poll.register(number, select.POLLOUT | (select.POLLIN if one is peer else 0))
+        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1e3)
+        if not ready:
+            who = f"rank {peer.rank}" if peer is not None else "others to read"
+            raise RuntimeError(f"mesh: timed out after {self._timeout_s:.0f} s waiting for {who}")
+        for number, event in ready:
+            if number in writers and event & (select.POLLOUT | select.POLLHUP | select.POLLERR):
+                _send_rest(writers[number])
+
+    # ------------------------------------------------------------------------------ the end
+
+    def cut(self) -> None:
+        """End all connections; for any thread. Whoever waits in them raises."""
+        with self._lock:
+            self._is_cut = True
+            socks = [self._listener, *(peer.sock for peer in self._peers.values())]
+        for sock in socks:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of all connections; for the thread that uses them."""
+        self._listener.close()
+        for peer in self._peers.values():
+            peer.sock.close()
+
+    def __del__(self) -> None:
+        """Close what nobody can reach any more."""
+        if hasattr(self, "_peers"):
+            self.close()
+
+
+def _send_rest(peer: _Peer) -> None:
+    try:
+        while peer.unsent:
+            data = peer.unsent[0]
+            sent = peer.sock.send(data)
+            if sent < len(data):
+                peer.unsent[0] = data[sent:]
+                return
+            peer.unsent.popleft()
+    except BlockingIOError:
+        return
+    except OSError as error:
+        raise _broken(peer, error) from error
+
+
+def _check_length(peer: _Peer, tag: int, size: int, expected: int) -> None:
+    if size != expected:
+        raise RuntimeError(
+            f"mesh: rank {peer.rank} sent {size} bytes with tag {tag}, expected {expected}"
+        )
+
+
+def _broken(peer: _Peer, error: OSError | None) -> RuntimeError:
+    why = f" ({error})" if error is not None else ""
+    return RuntimeError(f"mesh: Connection closed by peer, rank {peer.rank}{why}")
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.01, deadline - time.monotonic())
+
+
+# ----------------------------------------------------------------------- the meshes of groups
+
+_meshes: WeakKeyDictionary[Any, Mesh] = WeakKeyDictionary()
+_ready: WeakKeyDictionary[Any, Mesh] = WeakKeyDictionary()
+_lock = threading.Lock()
+_failures = 0
+
+
+def mesh_of(group: Any) -> Mesh | None:
+    """Return the mesh of a group, None if it has none."""
+    return _ready.get(group)
+
+
+def open_mesh(group: Any, reach: Reach) -> Door:
+    """Open our door for this group, unless it has been opened before.
+
+    Returns:
+        Where the others find us; a door without a port if there is to be no mesh.
+    """
+    with _lock:
+        known = _meshes.get(group)
+    if known is not None:
+        return known.door
+    if group.size() < 2 or not reach.host or _failures >= FAILURES_MAX:
+        return Door()
+    try:
+        mesh = Mesh(reach)
+    except OSError as error:
+        log.info("mesh_without_door host=%s error=%r", reach.host, str(error))
+        return Door()
+    with _lock:
+        _meshes[group] = mesh
+    return mesh.door
+
+
+def join_mesh(group: Any, doors: Sequence[Door]) -> bool:
+    """Connect to the others of this group; they all must have told of their doors.
+
+    Returns:
+        Whether we have connections to all of them; what counts is that everyone says so.
+    """
+    global _failures
+    mesh = _meshes[group]
+    try:
+        mesh.join(group.rank(), doors)
+    except OSError as error:
+        _failures += 1
+        log.warning(
+            "mesh_failed error=%r: members cannot reach each other at the addresses that they "
+            "announce; small messages go by gloo, which is slower",
+            str(error),
+        )
+        return False
+    return True
+
+
+def use_mesh(group: Any) -> None:
+    """Take the mesh into use: all members have said that they are connected."""
+    _ready[group] = _meshes[group]
+
+
+def leave_mesh(group: Any) -> None:
+    """Let go of a mesh that not everyone has."""
+    with _lock:
+        mesh = _meshes.pop(group, None)
+    if mesh is not None:
+        mesh.cut()
+        mesh.close()
+
+
+def cut_all() -> None:
+    """Cut every mesh of this process; for any thread, when the group is over."""
+    with _lock:
+        meshes = list(_meshes.values())
+    for mesh in meshes:
+        mesh.cut()
