@@ -38,7 +38,7 @@ from elastic.agent.devices import (
 )
 from elastic.agent.driver import AgentDriver, AgentSettings
 from elastic.agent.node_lock import hold_node
-from elastic.agent.processes import Launch
+from elastic.agent.processes import ZYGOTE_COMMAND, Launch
 from elastic.core.config import AgentConfig, check_name
 from elastic.core.events.agent import ExitAgent
 from elastic.core.world import Node, NodeId
@@ -250,7 +250,7 @@ def read_settings(flags: Flags, env: Mapping[str, str]) -> AgentSettings:
         node=node,
         devices=devices.entries,
         config=AgentConfig(num_spares=flags.spares, drain_timeout_s=flags.drain_timeout),
-        launch=Launch(env=worker_env(env, devices, num_slots)),
+        launch=Launch(env=worker_env(env, devices, num_slots), zygote=ZYGOTE_COMMAND),
         log_dir=log_dir,
         event_log=event_log,
     )

@@ -29,6 +29,11 @@ def status_of_zombie(pid: int) -> os.waitid_result:
     return status
 
 
+def reap(pid: int) -> None:
+    """Let go of a zombie's pid."""
+    os.waitpid(pid, 0)
+
+
 def exit_cause(status: os.waitid_result, last_line: str = "") -> ExitCause:
     """Return the cause that a wait status tells; `last_line` goes into the detail."""
     if status.si_code == os.CLD_EXITED:

@@ -3,7 +3,7 @@
 Rule: a process's exit is told after everything it said and printed has been read, and its pid
 stays taken (by the zombie) until its session has been swept, so that no signal of ours can
 reach a stranger. Processes are started from the main thread: their parent-death signal is tied
-to the thread that started them.
+to the thread that started them. A spare is forked by the zygote, and our child all the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic.agent.kernel import (
@@ -26,11 +26,13 @@ from elastic.agent.kernel import (
     kill_quietly,
     process_state,
     readable,
+    reap,
     session_members,
     signal_group,
     status_of_zombie,
 )
 from elastic.agent.logs import Logs, OutputCopy, output_pipe
+from elastic.agent.zygote import Zygote, reap_adopted
 from elastic.core.events.agent import (
     AgentEvent,
     ProcessExited,
@@ -46,6 +48,7 @@ from elastic.wire.async_pipe import AsyncPipe
 log = logging.getLogger(__name__)
 
 WORKER_COMMAND = (sys.executable, "-m", "elastic.worker.main")
+ZYGOTE_COMMAND = (sys.executable, "-m", "elastic.worker.zygote")
 LOOK_INTERVAL_S = 0.2
 """How often the kernel is asked which processes are stopped."""
 SWEEPS_MAX = 5
@@ -56,6 +59,7 @@ class Child:
     """One process that this agent started and has not reaped.
 
     Attributes:
+        pid: the operating system's id, also the id of its session and process group.
         end: the agent's end of its pipe, which `pipe` reads and writes.
         listener: posts what it says, until it says no more.
         assigned: its output belongs to a worker.
@@ -63,7 +67,7 @@ class Child:
     """
 
     process_id: int
-    popen: subprocess.Popen[bytes]
+    pid: int
     end: socket.socket
     pipe: AsyncPipe
     output: OutputCopy
@@ -71,11 +75,6 @@ class Child:
     stopped: bool = False
     assigned: bool = False
     exited: bool = False
-
-    @property
-    def pid(self) -> int:
-        """The operating system's id, also the id of its session and process group."""
-        return self.popen.pid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +84,31 @@ class Launch:
     Attributes:
         env: its whole environment.
         command: `--pipe-fd N` is appended.
+        zygote: what forks spares instead, as long as it lives; `--socket-fd N` is appended.
+            Empty for none.
     """
 
     env: Mapping[str, str]
     command: Sequence[str] = field(default=WORKER_COMMAND)
+    zygote: Sequence[str] = ()
+
+
+@dataclass
+class Ends:
+    """Our ends of a process's pipe and output, while it is born.
+
+    Attributes:
+        killed: why it is to be killed as soon as it is born, "" if it is not.
+    """
+
+    pipe: socket.socket
+    output: int
+    killed: str = ""
+
+    def close(self) -> None:
+        """There is no such process."""
+        self.pipe.close()
+        os.close(self.output)
 
 
 class ChildProcesses:
@@ -112,19 +132,30 @@ class ChildProcesses:
         self._post = post
         self._loop = asyncio.get_running_loop()
         self._children: dict[int, Child] = {}
+        self._births: dict[int, Ends] = {}
+        self._zygote: Zygote | None = None
+        self._has_zygote = bool(launch.zygote)
         self._look_timer: asyncio.TimerHandle | None = None
         self._burials: list[asyncio.Task[None]] = []
         self._all_gone = asyncio.Event()
         self._all_gone.set()
 
     def spawn(self, process_id: int) -> None:
-        """Start a spare; posts `ProcessStarted` or `SpawnFailed`."""
+        """Start a spare; posts `ProcessStarted` or `SpawnFailed`, soon if not at once."""
         try:
-            child = self._start(process_id)
+            if self._has_zygote:
+                self._fork(process_id)
+            else:
+                pid, ends = self._start(process_id)
+                self._begin(process_id, pid, ends)
         except OSError as error:
             command = " ".join(self._launch.command)
             self._post(SpawnFailed(process_id, f"cannot start {command}: {error}"))
-            return
+
+    def _begin(self, process_id: int, pid: int, ends: Ends) -> None:
+        """A spare runs: hear it, and watch it."""
+        pipe = AsyncPipe(ends.pipe, f"process {process_id} (pid {pid})")
+        child = Child(process_id, pid, ends.pipe, pipe, self._logs.copy_spare(ends.output))
         self._children[process_id] = child
         self._all_gone.clear()
         child.listener = asyncio.ensure_future(self._listen(child))
@@ -157,6 +188,8 @@ class ChildProcesses:
 
     def kill(self, process_id: int, reason: str) -> None:
         """Send SIGKILL to the process and its group; its exit is posted as any other."""
+        if process_id in self._births:
+            self._births[process_id].killed = reason
         child = self._children.get(process_id)
         if child is not None and not child.exited:
             log.info("process_killed process=%d pid=%d reason=%r", process_id, child.pid, reason)
@@ -180,6 +213,12 @@ class ChildProcesses:
         A process in uninterruptible sleep (a hung network disk) outlives the wait; it dies when
         the kernel lets it.
         """
+        self._has_zygote = False
+        if self._zygote is not None:
+            self._zygote.close()
+        for ends in self._births.values():
+            ends.close()  # Whatever is born now finds nobody, and ends.
+        self._births.clear()
         for child in self._children.values():
             signal_group(child.pid)
         try:
@@ -192,7 +231,46 @@ class ChildProcesses:
 
     # ------------------------------------------------------------------------ start and end
 
-    def _start(self, process_id: int) -> Child:
+    def _fork(self, process_id: int) -> None:
+        """Ask the zygote for a spare, and start one in the first place."""
+        if self._zygote is None:
+            self._zygote = Zygote(
+                self._launch.zygote, self._launch.env, born=self._born, gone=self._zygote_gone
+            )
+        with self._ends() as (ends, theirs, output):
+            self._births[process_id] = ends
+            try:
+                self._zygote.ask(process_id, theirs, output)
+            except OSError:
+                del self._births[process_id]
+                raise
+
+    def _born(self, process_id: int, pid: int) -> None:
+        ends = self._births.pop(process_id)
+        if pid < 0:
+            ends.close()
+            self._post(SpawnFailed(process_id, f"cannot fork a worker: {os.strerror(-pid)}"))
+            return
+        self._begin(process_id, pid, ends)
+        if ends.killed:
+            self.kill(process_id, ends.killed)
+
+    def _zygote_gone(self) -> None:
+        """Start what it owed us the slow way, and all others from now on."""
+        self._has_zygote = False
+        births, self._births = self._births, {}
+        for process_id, ends in births.items():
+            ends.close()
+            self.spawn(process_id)
+            if ends.killed:
+                self.kill(process_id, ends.killed)
+
+    @contextlib.contextmanager
+    def _ends(self) -> Iterator[tuple[Ends, socket.socket, int]]:
+        """Make a pipe and an output; yields our ends of both, and the process's two.
+
+        Its own are closed afterwards, ours too if the block raises OSError.
+        """
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             reading, writing = output_pipe()
@@ -200,25 +278,30 @@ class ChildProcesses:
             mine.close()
             theirs.close()
             raise
+        ends = Ends(mine, reading)
         try:
-            popen = subprocess.Popen(
-                [*self._launch.command, "--pipe-fd", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=writing,
-                stderr=writing,
-                env=dict(self._launch.env),
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            yield ends, theirs, writing
         except OSError:
-            mine.close()
-            os.close(reading)
+            ends.close()
             raise
         finally:
             theirs.close()
             os.close(writing)
-        pipe = AsyncPipe(mine, f"process {process_id} (pid {popen.pid})")
-        return Child(process_id, popen, mine, pipe, self._logs.copy_spare(reading))
+
+    def _start(self, process_id: int) -> tuple[int, Ends]:
+        with self._ends() as (ends, theirs, output):
+            popen = subprocess.Popen(
+                [*self._launch.command, "--pipe-fd", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=dict(self._launch.env),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        popen.returncode = 0  # It is waited for here, and by nobody else.
+        log.debug("process_started process=%d pid=%d", process_id, popen.pid)
+        return popen.pid, ends
 
     def _watch(self, child: Child) -> None:
         """Have `_died` called when the process is dead, before it is reaped."""
@@ -269,7 +352,7 @@ class ChildProcesses:
             log.info("session_swept pid=%d left=%s", child.pid, ",".join(map(str, left)))
             for pid in left:
                 kill_quietly(pid)
-        child.popen.wait()
+        reap(child.pid)
         del self._children[child.process_id]
         if not self._children:
             self._all_gone.set()
@@ -299,5 +382,8 @@ class ChildProcesses:
             if stopped != child.stopped:
                 child.stopped = stopped
                 self._post(ProcessStopped(child.process_id, stopped))
+        if self._zygote is not None:
+            known = {self._zygote.pid, *(child.pid for child in self._children.values())}
+            reap_adopted(known.__contains__)
         if self._children:
             self._look_timer = self._loop.call_later(LOOK_INTERVAL_S, self._look)

@@ -1,4 +1,6 @@
-"""A worker process, from the start as a spare to its end: `python -m elastic.worker.main`.
+"""A worker process, from the start as a spare to its end.
+
+Forked by the zygote, or started by itself: `python -m elastic.worker.main`.
 
 Rule: the process belongs to the agent that holds the other end of its pipe. It dies with the
 agent, and it ends, leaves and begins only on the agent's word.
@@ -15,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from types import FrameType
 
 import click
@@ -108,8 +111,8 @@ def set_up_logs() -> None:
     ours.propagate = False
 
 
-def run_worker(sock: socket.socket) -> None:
-    """Warm up, start the control thread, and let the main thread take orders for ever."""
+def run_worker(sock: socket.socket, started_with: Mapping[str, str]) -> None:
+    """Start the control thread, and let the main thread take orders for ever."""
     from elastic.runtime.clock import SystemClock
     from elastic.wire.pipe import Pipe
     from elastic.worker.control import ControlThread
@@ -117,10 +120,7 @@ def run_worker(sock: socket.socket) -> None:
     from elastic.worker.group import ProcessGroups
     from elastic.worker.interrupt import Interrupter
     from elastic.worker.runner import Runner
-    from elastic.worker.warmup import warm_up
 
-    started_with = dict(os.environ)
-    warm_up()
     clock, exchange = SystemClock(), Exchange()
     groups, interrupter = ProcessGroups(), Interrupter()
     ControlThread(Pipe(sock), exchange, groups=groups, interrupter=interrupter, clock=clock).start()
@@ -133,6 +133,16 @@ def run_worker(sock: socket.socket) -> None:
 @click.option("--pipe-fd", type=int, required=True, help="Inherited socket to the agent.")
 def main(pipe_fd: int) -> None:
     """Be a worker until told to end."""
+    be_worker(pipe_fd)
+
+
+def be_worker(pipe_fd: int, started_with: Mapping[str, str] | None = None) -> None:
+    """Be a worker until told to end.
+
+    Args:
+        pipe_fd: socket to the agent, which is our parent.
+        started_with: the environment before warming up; None if that is still to be done.
+    """
     die_with_parent()
     sock = socket.socket(fileno=pipe_fd)
     if not has_agent(sock):
@@ -140,7 +150,16 @@ def main(pipe_fd: int) -> None:
     os.set_inheritable(pipe_fd, False)
     set_up_process()
     set_up_logs()
-    run_worker(sock)
+    run_worker(sock, warm_up_here() if started_with is None else started_with)
+
+
+def warm_up_here() -> Mapping[str, str]:
+    """Import what training needs; returns the environment before that."""
+    from elastic.worker.warmup import warm_up
+
+    started_with = dict(os.environ)
+    warm_up()
+    return started_with
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def with_echo(*given: object) -> AgentSettings:
     """Return the settings of the flags, with another command for spares."""
     settings = read_settings(*given)  # type: ignore[arg-type]
     env = {**settings.launch.env, "PYTHONPATH": str(Path(__file__).parents[2])}
-    launch = dataclasses.replace(settings.launch, command=ECHO, env=env)
+    launch = dataclasses.replace(settings.launch, command=ECHO, zygote=(), env=env)
     return dataclasses.replace(settings, launch=launch)
 
 

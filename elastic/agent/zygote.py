@@ -1,0 +1,146 @@
+"""The agent's side of its zygote: the process that has imported torch, and forks spares.
+
+Rule: a zygote that fails is no failure of the node. Whoever asked is told that it is gone, and
+starts spares the slow way from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import socket
+import struct
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+log = logging.getLogger(__name__)
+
+PR_SET_CHILD_SUBREAPER = 36
+BORN = struct.Struct("<qq")
+"""An answer: the number that was asked for, and the pid, or minus an error's number."""
+BIRTH_S_MAX = 60.0
+"""A zygote that has not answered by then is stuck; importing torch from a slow disk is not."""
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what our children leave behind.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(code)}")
+
+
+def reap_adopted(known: Callable[[int], bool]) -> None:
+    """Let go of dead processes that we adopted, and that nobody waits for.
+
+    Args:
+        known: whether somebody waits for a pid.
+    """
+    try:
+        dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        # What this process started for itself, and waits for, is in its own session.
+        if dead is not None and not known(dead.si_pid) and os.getsid(dead.si_pid) != os.getsid(0):
+            os.waitpid(dead.si_pid, os.WNOHANG)
+    except (ChildProcessError, ProcessLookupError):
+        return
+
+
+class Zygote:
+    """One zygote, from its start to its end; lives on the agent's event loop."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        born: Callable[[int, int], None],
+        gone: Callable[[], None],
+    ) -> None:
+        """Start it.
+
+        Args:
+            command: `--socket-fd N` is appended.
+            env: its whole environment, and that of what it forks.
+            born: called with the number that was asked for, and the pid (below 0: none).
+            gone: called once if it ends by itself; nothing more is born.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        adopt_orphans()
+        self._born, self._gone = born, gone
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, asyncio.TimerHandle] = {}
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._popen = subprocess.Popen(
+                [*command, "--socket-fd", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env=dict(env),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except OSError:
+            mine.close()
+            raise
+        finally:
+            theirs.close()
+        mine.setblocking(False)
+        self._sock = mine
+        self._loop.add_reader(mine, self._hear)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._popen.pid
+
+    def ask(self, number: int, pipe: socket.socket, output: int) -> None:
+        """Have a spare forked that owns this end of a pipe, and prints here.
+
+        Raises:
+            OSError: it is gone, or so many are asked for that it does not hear.
+        """
+        socket.send_fds(self._sock, [str(number).encode()], [pipe.fileno(), output])
+        self._waiting[number] = self._loop.call_later(BIRTH_S_MAX, self._is_stuck, number)
+
+    def close(self) -> None:
+        """Kill it; what it has forked lives on."""
+        if self._sock.fileno() < 0:
+            return
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        for timer in self._waiting.values():
+            timer.cancel()
+        self._waiting.clear()
+        self._popen.kill()
+        self._popen.wait()
+
+    def _hear(self) -> None:
+        try:
+            answer = self._sock.recv(BORN.size)
+        except BlockingIOError:
+            return
+        except OSError:
+            answer = b""
+        if len(answer) != BORN.size:
+            self._end("it ended")
+            return
+        number, pid = BORN.unpack(answer)
+        timer = self._waiting.pop(number, None)
+        if timer is not None:
+            timer.cancel()
+        self._born(number, pid)
+
+    def _is_stuck(self, number: int) -> None:
+        self._end(f"it has not forked process {number} within {BIRTH_S_MAX:g} s")
+
+    def _end(self, why: str) -> None:
+        log.warning("zygote_lost pid=%d reason=%r: spares take longer to start", self.pid, why)
+        self.close()
+        self._gone()
