@@ -142,15 +142,15 @@ class ChildProcesses:
 
     def spawn(self, process_id: int) -> None:
         """Start a spare; posts `ProcessStarted` or `SpawnFailed`, soon if not at once."""
+        if self._has_zygote and self._fork(process_id):
+            return
         try:
-            if self._has_zygote:
-                self._fork(process_id)
-            else:
-                pid, ends = self._start(process_id)
-                self._begin(process_id, pid, ends)
+            pid, ends = self._start(process_id)
         except OSError as error:
             command = " ".join(self._launch.command)
             self._post(SpawnFailed(process_id, f"cannot start {command}: {error}"))
+            return
+        self._begin(process_id, pid, ends)
 
     def _begin(self, process_id: int, pid: int, ends: Ends) -> None:
         """A spare runs: hear it, and watch it."""
@@ -231,19 +231,20 @@ class ChildProcesses:
 
     # ------------------------------------------------------------------------ start and end
 
-    def _fork(self, process_id: int) -> None:
-        """Ask the zygote for a spare, and start one in the first place."""
-        if self._zygote is None:
-            self._zygote = Zygote(
-                self._launch.zygote, self._launch.env, born=self._born, gone=self._zygote_gone
-            )
-        with self._ends() as (ends, theirs, output):
-            self._births[process_id] = ends
-            try:
+    def _fork(self, process_id: int) -> bool:
+        """Ask the zygote for a spare, and start one in the first place; return whether it heard."""
+        try:
+            if self._zygote is None:
+                self._zygote = Zygote(
+                    self._launch.zygote, self._launch.env, born=self._born, gone=self._zygote_gone
+                )
+            with self._ends() as (ends, theirs, output):
                 self._zygote.ask(process_id, theirs, output)
-            except OSError:
-                del self._births[process_id]
-                raise
+        except OSError as error:
+            log.warning("zygote_unusable error=%r: spares take longer to start", str(error))
+            return False
+        self._births[process_id] = ends
+        return True
 
     def _born(self, process_id: int, pid: int) -> None:
         ends = self._births.pop(process_id)

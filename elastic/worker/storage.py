@@ -274,8 +274,8 @@ class RunDirectory:
             for path in self._fs.glob(f"{self._root}/{CHECKPOINTS}/*/{MARKER}"):
                 try:
                     marker = Marker.from_json(self._fs.cat_file(path).decode())
-                except ValueError:
-                    continue
+                except (ValueError, FileNotFoundError):
+                    continue  # Torn; or pruned by another member since we listed it.
                 found.append((str(path).split("/")[-2], marker))
         except Exception as error:
             raise StorageError(f"cannot read {self.path}: {reason_of(error)}") from error

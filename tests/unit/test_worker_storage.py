@@ -87,6 +87,24 @@ def test_the_newest_checkpoint_is_the_one_committed_last_whatever_its_name(tmp_p
     assert run.newest_checkpoint() == str(tmp_path / "checkpoints" / "c")
 
 
+def test_a_checkpoint_that_is_pruned_while_we_look_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(str(tmp_path))
+    for name, unix_ns in (("kept", 1), ("pruned", 2)):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        run.commit(name, marker(unix_ns))
+    listed = run._fs.glob
+
+    def list_then_lose(pattern: str) -> list[str]:
+        found = listed(pattern)
+        (tmp_path / "checkpoints" / "pruned" / MARKER).unlink()
+        return list(found)
+
+    monkeypatch.setattr(run._fs, "glob", list_then_lose)
+    assert run.newest_checkpoint() == str(tmp_path / "checkpoints" / "kept")
+
+
 def test_a_discarded_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     source = directory_with(tmp_path / "source", model="x")
     run = RunDirectory(str(tmp_path / "run"))

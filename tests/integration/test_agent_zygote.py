@@ -1,0 +1,177 @@
+"""Spares that a zygote forks: as good as others, and quick; a zygote that fails is no failure."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from elastic.agent.kernel import process_state
+from elastic.agent.logs import Logs
+from elastic.agent.processes import ZYGOTE_COMMAND, ChildProcesses, Launch
+from elastic.agent.zygote import PR_SET_CHILD_SUBREAPER
+from elastic.core.events.agent import ProcessExited, ProcessSaid, ProcessStarted, SpawnFailed
+from elastic.core.messages import Ping, Pong, Warm
+from elastic.core.world import ExitCause, ExitKind
+from tests.integration.test_agent_processes import DEADLINE_S, ECHO, ENV, Events, wait_until
+
+pytestmark = pytest.mark.anyio
+
+
+LEAVES = """
+import os, time
+pid = os.fork()
+if pid:
+    os.write(1, str(pid).encode())
+else:
+    os.closerange(0, 3)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _adopts_no_more() -> Iterator[None]:
+    yield
+    assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+
+
+class Node:
+    """Processes of one agent."""
+
+    def __init__(self, folder: Path, zygote: tuple[str, ...]) -> None:
+        self.events = Events()
+        self.logs = Logs(folder, "n1", None)
+        launch = Launch(env=ENV, command=ECHO, zygote=zygote)
+        self.processes = ChildProcesses(launch, self.logs, self.events.post)
+
+    @property
+    def zygote(self) -> int:
+        found = self.processes._zygote
+        assert found is not None
+        return found.pid
+
+    async def warm(self, number: int) -> int:
+        """Start a spare; returns its pid once it is warm."""
+        self.processes.spawn(number)
+        return await self.is_warm(number)
+
+    async def is_warm(self, number: int) -> int:
+        started = await self.events.wait_for(ProcessStarted, lambda e: e.process_id == number)
+        said = await self.events.wait_for(ProcessSaid, lambda e: e.process_id == number)
+        assert said.message == Warm(started.pid)
+        return started.pid
+
+    async def exit_of(self, number: int) -> ExitCause:
+        exited = await self.events.wait_for(ProcessExited, lambda e: e.process_id == number)
+        return exited.cause
+
+
+@asynccontextmanager
+async def running(folder: Path, zygote: tuple[str, ...] = ZYGOTE_COMMAND) -> AsyncIterator[Node]:
+    """A node that leaves nothing behind."""
+    node = Node(folder, zygote)
+    try:
+        yield node
+    finally:
+        with anyio.CancelScope(shield=True):
+            await node.processes.close(DEADLINE_S)
+            await node.logs.close(DEADLINE_S)
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def parent_of(pid: int) -> int:
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return int(text.rpartition(")")[2].split()[1])
+
+
+async def test_forked_spares_are_our_children_and_answer(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        pids = [await node.warm(number) for number in (1, 2, 3)]
+        assert len(set(pids)) == 3
+        for number, pid in enumerate(pids, 1):
+            assert parent_of(pid) == os.getpid()
+            assert os.getsid(pid) == pid != os.getsid(0)
+            node.processes.send(number, Ping(number))
+            await node.events.wait_for(ProcessSaid, lambda e, n=number: e.message == Pong(n))
+        os.kill(pids[1], signal.SIGKILL)
+        assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9, "SIGKILL")
+        await wait_until(lambda: not Path(f"/proc/{pids[1]}").exists())
+        assert node.processes.pids() == {1: pids[0], 3: pids[2]}
+
+
+async def test_a_spare_that_is_killed_before_it_is_born_ends(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        node.processes.spawn(1)
+        node.processes.kill(1, "changed our mind")
+        assert await node.exit_of(1) == ExitCause(ExitKind.SIGNAL, 9, "SIGKILL")
+        assert node.processes.pids() == {}
+
+
+@pytest.mark.parametrize("owes", [0, 2])
+async def test_a_zygote_that_is_killed_is_done_without(tmp_path: Path, owes: int) -> None:
+    async with running(tmp_path) as node:
+        first = await node.warm(9)
+        os.kill(node.zygote, signal.SIGSTOP)
+        for number in range(owes):
+            node.processes.spawn(number)
+        os.kill(node.zygote, signal.SIGKILL)
+        for number in range(owes):
+            await node.is_warm(number)
+        await wait_until(lambda: not node.processes._has_zygote)
+        await node.warm(5)
+        assert process_state(first) not in ("", "Z")
+
+
+@pytest.mark.parametrize(
+    "command", [("/no/such/program",), (sys.executable, "-c", "raise SystemExit(3)")]
+)
+async def test_a_zygote_that_cannot_start_is_done_without(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    async with running(tmp_path, zygote=command) as node:
+        await node.warm(1)
+        await node.warm(2)
+        assert not any(isinstance(event, SpawnFailed) for event in node.events.all)
+
+
+async def test_closing_leaves_nothing_of_what_is_being_born(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await node.warm(1)
+        zygote = node.zygote
+        for number in (2, 3, 4):
+            node.processes.spawn(number)
+    assert not exists(zygote)
+    await wait_until(lambda: not children_of(os.getpid()))
+
+
+def children_of(pid: int) -> list[int]:
+    """Living ones; those that are dead are reaped."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        number = int(path.name)
+        try:
+            if parent_of(number) == pid and process_state(number) not in ("Z", "X", ""):
+                found.append(number)
+        except OSError:
+            continue
+    return found
+
+
+async def test_what_a_worker_leaves_behind_is_adopted_and_reaped(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await node.warm(1)
+        left = await anyio.run_process([sys.executable, "-c", LEAVES], start_new_session=True)
+        pid = int(left.stdout)
+        assert parent_of(pid) == os.getpid()
+        os.kill(pid, signal.SIGKILL)
+        await wait_until(lambda: not exists(pid))

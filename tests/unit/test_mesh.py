@@ -1,0 +1,222 @@
+"""Direct connections between members: messages in order, by tag; strangers, cuts and lost peers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.worker import mesh as mesh_module
+from elastic.worker.mesh import HEADER, HELLO, Door, Mesh, Reach
+from elastic.worker.outcome import is_group_broken
+
+DEADLINE_S = 20.0
+REACH = Reach("127.0.0.1", DEADLINE_S)
+
+
+@contextlib.contextmanager
+def members(size: int, reach: Reach = REACH) -> Iterator[list[Mesh]]:
+    """Meshes of a whole group, connected."""
+    meshes = [Mesh(reach) for _ in range(size)]
+    doors = [mesh.door for mesh in meshes]
+    try:
+        at_once([lambda r=r, m=m: m.join(r, doors, DEADLINE_S) for r, m in enumerate(meshes)])
+        yield meshes
+    finally:
+        for mesh in meshes:
+            mesh.close()
+
+
+def at_once(calls: list[Callable[[], object]]) -> None:
+    """Do all of these, each in a thread of its own."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        for future in [threads.submit(call) for call in calls]:
+            future.result(DEADLINE_S)
+
+
+def take(mesh: Mesh, rank: int, tag: int, size: int) -> bytes:
+    """Wait for a message."""
+    data = bytearray(size)
+    mesh.expect(rank, tag, memoryview(data))
+    mesh.wait(rank, tag)
+    return bytes(data)
+
+
+def give(mesh: Mesh, rank: int, tag: int, data: bytes) -> None:
+    mesh.send(rank, tag, memoryview(data))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_everyone_hears_everyone(size: int) -> None:
+    with members(size) as meshes:
+        for rank, mesh in enumerate(meshes):
+            for other in range(size):
+                if other != rank:
+                    give(mesh, other, 7, b"%d to %d" % (rank, other))
+        for rank, mesh in enumerate(meshes):
+            for other in range(size):
+                if other != rank:
+                    assert take(mesh, other, 7, 6) == b"%d to %d" % (other, rank)
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_each_tag_keeps_its_order_whenever_it_is_expected(data: st.DataObject) -> None:
+    sent = data.draw(st.lists(st.tuples(st.integers(1, 3), st.binary(min_size=1)), max_size=12))
+    by_tag: dict[int, list[bytes]] = {}
+    for tag, text in sent:
+        by_tag.setdefault(tag, []).append(text)
+    order = data.draw(st.permutations([tag for tag, _ in sent]))
+    with members(2) as (one, other):
+        for tag, text in sent:
+            give(one, 1, tag, text)
+        for tag in order:
+            expected = by_tag[tag].pop(0)
+            assert take(other, 0, tag, len(expected)) == expected
+
+
+def test_what_is_expected_beforehand_goes_where_it_belongs() -> None:
+    with members(2) as (one, other):
+        places = [bytearray(3), bytearray(3)]
+        for tag, place in enumerate(places):
+            other.expect(0, tag, memoryview(place))
+        give(one, 1, 1, b"two")
+        give(one, 1, 0, b"one")
+        other.wait(0, 0)
+        other.wait(0, 1)
+        assert places == [b"one", b"two"]
+
+
+def test_all_may_send_more_than_the_kernel_holds_before_anyone_reads() -> None:
+    size = 8 << 20
+    with members(3) as meshes:
+        texts = [bytes([rank]) * size for rank in range(3)]
+
+        def exchange(rank: int) -> None:
+            others = [other for other in range(3) if other != rank]
+            for other in others:
+                give(meshes[rank], other, 1, texts[rank])
+            for other in others:
+                assert take(meshes[rank], other, 1, size) == texts[other]
+            meshes[rank].flush()
+
+        at_once([lambda rank=rank: exchange(rank) for rank in range(3)])
+
+
+@pytest.mark.parametrize("how", ["cut", "close"])
+def test_a_peer_that_ends_is_a_broken_group(how: str) -> None:
+    with members(2) as (one, other):
+        give(one, 1, 5, b"last")
+        getattr(one, how)()
+        assert take(other, 0, 5, 4) == b"last"
+        with pytest.raises(RuntimeError, match="closed by peer, rank 0") as raised:
+            take(other, 0, 5, 4)
+        assert is_group_broken(raised.value)
+
+
+def test_a_cut_frees_whoever_waits() -> None:
+    with members(2) as (one, _):
+        waiting = threading.Event()
+        failed: list[BaseException] = []
+
+        def wait() -> None:
+            waiting.set()
+            try:
+                take(one, 1, 1, 10)
+            except RuntimeError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert waiting.wait(DEADLINE_S)
+        one.cut()
+        thread.join(DEADLINE_S)
+        assert len(failed) == 1
+        assert is_group_broken(failed[0])
+
+
+def test_a_cut_ends_joining() -> None:
+    mesh, other = Mesh(REACH), Mesh(REACH)
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(mesh.join, 0, [mesh.door, other.door], DEADLINE_S)
+        began = time.monotonic()
+        # A cut before it listens counts, too: so no moment is the wrong one.
+        mesh.cut()
+        with pytest.raises(OSError, match=r"."):
+            joining.result(DEADLINE_S)
+        assert time.monotonic() - began < DEADLINE_S / 2
+    mesh.close()
+    other.close()
+
+
+def test_whoever_stays_silent_too_long_is_named() -> None:
+    with members(2, Reach("127.0.0.1", 0.05)) as (one, _):
+        with pytest.raises(RuntimeError, match="timed out after 0 s waiting for rank 1") as raised:
+            take(one, 1, 1, 1)
+        assert is_group_broken(raised.value)
+
+
+def test_strangers_are_turned_away() -> None:
+    one, other = Mesh(REACH), Mesh(REACH)
+    doors = [one.door, other.door]
+    where = (one.door.address, one.door.port)
+    strangers = [socket.create_connection(where) for _ in range(5)]
+    strangers[0].close()
+    strangers[1].sendall(b"GET / HTTP/1.0\r\n\r\n" * 3)
+    strangers[2].sendall(HELLO.pack(bytes(16), 1))
+    strangers[3].sendall(HELLO.pack(one.door.token, 7))
+    strangers[4].sendall(b"half")
+    at_once([lambda: one.join(0, doors, DEADLINE_S), lambda: other.join(1, doors, DEADLINE_S)])
+    give(other, 0, 1, b"hello")
+    assert take(one, 1, 1, 5) == b"hello"
+    for sock in strangers:
+        sock.close()
+    one.close()
+    other.close()
+
+
+def test_a_member_that_does_not_come_is_not_waited_for_long() -> None:
+    mesh, other = Mesh(REACH), Mesh(REACH)
+    with pytest.raises(OSError, match="timed out"):
+        mesh.join(0, [mesh.door, other.door], 0.05)
+    other.close()
+    with pytest.raises(OSError, match=r"."):
+        mesh.join(1, [other.door, mesh.door], 0.05)
+    mesh.close()
+
+
+def test_a_message_of_another_length_is_refused() -> None:
+    with members(2) as (one, other):
+        give(one, 1, 1, b"four")
+        with pytest.raises(RuntimeError, match="rank 0 sent 4 bytes with tag 1, expected 5"):
+            take(other, 0, 1, 5)
+    with members(2) as (one, other):
+        give(one, 1, 1, b"four")
+        give(one, 1, 2, b"x")
+        assert take(other, 0, 2, 1) == b"x"
+        with pytest.raises(RuntimeError, match="rank 0 sent 4 bytes with tag 1, expected 5"):
+            take(other, 0, 1, 5)
+
+
+@pytest.mark.parametrize("size", [-1, 0, mesh_module.BYTES_MAX + 1])
+def test_nonsense_is_refused_before_memory_is_given_to_it(size: int) -> None:
+    with members(2) as (one, other):
+        one._peers[1].sock.sendall(HEADER.pack(3, size))
+        with pytest.raises(RuntimeError, match=f"rank 0 announces a message of {size} bytes"):
+            take(other, 0, 1, 5)
+
+
+@given(st.ip_addresses().map(str), st.integers(0, 65535), st.binary(min_size=16, max_size=16))
+def test_a_door_travels_as_five_numbers(address: str, port: int, token: bytes) -> None:
+    door = Door(address, port, token)
+    numbers = door.numbers()
+    assert all(-(2**63) <= number < 2**63 for number in numbers)
+    if not address.lower().startswith("::ffff:"):
+        assert Door.of(numbers) == door
