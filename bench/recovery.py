@@ -1,11 +1,12 @@
-"""What a kill and a join cost, ours beside torchrun: the same model, data and kill in one run.
+"""What a kill and a join cost, ours beside the peers: the same model, data and kill in one run.
 
     python -m bench.recovery --kills 10
 
 Ours are three nodes with one worker each on this machine, SQLite store, gloo, in
 `elastic/testing/jobs/steps_job.py`; torchrun is one node with three workers, with a plain DDP
-script and checkpoints. Victims and moments are drawn. Both write a line after each optimizer step,
-from which everything is computed (`bench/marks.py`). Prints one table.
+script and checkpoints. Ray Train and torchft are measured where they are installed: Ray with the
+same script as torchrun, torchft with its own wrappers. Victims and moments are drawn. All write a
+line after each optimizer step, from which all is computed (`bench/marks.py`). Prints one table.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.marks import Marks, Row
-from bench.peers import torchrun
+from bench.peers import ray_train, torchft_replicas, torchrun
 from elastic.core.view import JobView, WorkerView
 from elastic.core.world import ENDED, Entry, JobPhase
 from elastic.errors import Unavailable
@@ -49,8 +50,9 @@ EVENTS = (
     "node joins: members' pause",
     "worker SIGSTOP: next step",
 )
-"""What is measured of ours; torchrun has rows for the first two."""
-OTHERS = {"Ray Train": "ray", "torchft": "torchft"}
+"""What is measured of ours; the peers have rows for the first two."""
+PEERS = {"torchrun": "torch", "Ray Train": "ray", "torchft": "torchft"}
+"""Beside which we are put, and the package that must be there."""
 
 
 def job_of(directory: Path, pace_s: float) -> ChaosJob:
@@ -205,45 +207,45 @@ def table_of(rows: list[Row], paces: dict[str, float]) -> Table:
 
 def notes() -> str:
     """Return what a reader of the table has to know."""
-    here = ", ".join(
-        f"{name} {'is' if find_spec(module) else 'is not'} installed"
-        for name, module in OTHERS.items()
-    )
+    left_out = [name for name, module in PEERS.items() if not find_spec(module)]
     return (
-        "seconds: the one step that was done is part of each; the pace is sleep in both.\n"
+        "seconds: the one step that was done is part of each; the pace is sleep in all.\n"
         "steps again: complete ones, median; the step under way is lost besides. pids changed: "
         "survivors that ended up in another process.\n"
-        f"torchrun: tuned, a checkpoint every {torchrun.EVERY} steps; it goes on only with the "
-        "full group, ours with two and then with the successor.\n"
+        f"torchrun, Ray Train: tuned, a checkpoint every {torchrun.EVERY} steps; they go on only "
+        "with the full group, ours and torchft with two and then with the successor.\n"
+        "torchft: tuned; it changes the batch with the group, and skips or repeats samples.\n"
         "node joins: from the plan to a step of all, and the longest time between two steps of "
-        "a member.\n"
-        f"{here} (pip install -r bench/requirements-peers.txt): no rows of theirs, there are "
-        "no job scripts for them."
+        "a member."
+    ) + "".join(
+        f"\n{name} is not installed (pip install -r bench/requirements-peers.txt)."
+        for name in left_out
     )
 
 
 @click.command()
 @click.option("--kills", default=10, show_default=True, help="Of each kind.")
-@click.option("--only", type=click.Choice([OURS, torchrun.SYSTEM]), help="One system.")
+@click.option("--only", type=click.Choice([OURS, *PEERS]), help="One system.")
 @click.option("--pace", default=0.01, show_default=True, help="Seconds of sleep a micro-batch.")
 @click.option("--seed", default=0, show_default=True, help="Draws victims and moments.")
 def main(kills: int, only: str | None, pace: float, seed: int) -> None:
-    """Kill workers and nodes of ours and of torchrun, and print one table."""
+    """Kill workers and nodes of ours, and workers of the peers, and print one table."""
     rows: list[Row] = []
     paces: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as scratch:
         directory = Path(scratch)
-        if only != torchrun.SYSTEM:
+        if only in (None, OURS):
             measured, paces[OURS] = measure_ours(directory / OURS, kills, pace, seed)
             rows += measured
-        if only != OURS:
-            # The busiest rank of ours has so many micro-batches in a step.
-            step_s = pace * -(-MICRO_BATCHES // WORLD)
-            next_step, full, paces[torchrun.SYSTEM] = torchrun.measure(
-                directory / torchrun.SYSTEM, kills, step_s=step_s, world=WORLD,
-                rng=random.Random(seed),
-            )  # fmt: skip
-            rows += [next_step, full]
+        for peer in (torchrun.PEER, ray_train.PEER, torchft_replicas.PEER):
+            if only in (None, peer.name) and find_spec(PEERS[peer.name]):
+                # The busiest rank of ours has so many micro-batches in a step.
+                step_s = pace * -(-MICRO_BATCHES // WORLD)
+                measured, paces[peer.name] = peer.measure(
+                    directory / peer.name.replace(" ", ""), kills, step_s=step_s, world=WORLD,
+                    rng=random.Random(seed),
+                )  # fmt: skip
+                rows += measured
     Console(width=120, highlight=False).print(table_of(rows, paces))
     print(notes())
 

@@ -7,23 +7,18 @@ without the shared store, with which most jobs never recover from a kill on one 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import random
 import signal
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.marks import Marks, Row
+from bench.marks import Marks
+from bench.peers.kills import PATIENCE_S, Peer
 from elastic.testing.local_cluster import descendants
 
 JOB = Path(__file__).with_name("torchrun_job.py")
-SYSTEM = "torchrun"
-PATIENCE_S = 60.0
 EVERY = 10
 """Steps between two checkpoints."""
 
@@ -65,50 +60,4 @@ def running(directory: Path, world: int, step_s: float) -> Iterator[Marks]:
         agent.wait()
 
 
-def measure(
-    directory: Path, kills: int, *, step_s: float, world: int, rng: random.Random
-) -> tuple[Row, Row, float]:
-    """Kill a worker so many times.
-
-    Args:
-        directory: for logs, marks and checkpoints; one for each time that torchrun is started.
-        kills: how many.
-        step_s: what a step sleeps.
-        world: workers.
-        rng: draws victims and moments.
-
-    Returns:
-        What came of it, until the next step and until the whole group trains, which is the same
-        here; and the milliseconds of a step.
-    """
-    row = Row("worker SIGKILL: next step", SYSTEM)
-    step_ms: list[float] = []
-    number = 0
-    while len(row.seconds) < kills:
-        number += 1
-        with running(directory / str(number), world, step_s) as marks:
-            while len(row.seconds) < kills and _kill(marks, row, world, rng):
-                print(f"{SYSTEM}: {row.event}: {row.seconds[-1]:.3f} s", file=sys.stderr)
-            step_ms.append(marks.step_ms(world))
-    full = Row("worker SIGKILL: full group", SYSTEM, row.seconds, row.again)
-    full.changed, full.survivors = row.changed, row.survivors
-    return row, full, statistics.median(step_ms)
-
-
-def _kill(marks: Marks, row: Row, world: int, rng: random.Random) -> bool:
-    """Kill one worker; return whether the job went on."""
-    time.sleep(rng.uniform(2.0, 3.0))
-    before = marks.newest()
-    pids = marks.lives[before].pids
-    victim = rng.choice(sorted(pids))
-    began_ns = time.time_ns()
-    os.kill(victim, signal.SIGKILL)
-    after = marks.wait(before, world=world, timeout_s=PATIENCE_S)
-    if after is None:
-        row.seconds.append(math.inf)
-        print(f"{SYSTEM}: not back after {PATIENCE_S:g} s, started anew", file=sys.stderr)
-        return False
-    row.seconds.append((marks.lives[after].began_ns - began_ns) / 1e9)
-    row.again.append(marks.steps_again(before))
-    row.count_pids(pids - {victim}, marks.lives[after].pids)
-    return True
+PEER = Peer("torchrun", running)

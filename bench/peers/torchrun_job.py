@@ -54,10 +54,9 @@ def save(path: Path, content: dict[str, object]) -> None:
     os.replace(fresh, path)
 
 
-def train(args: argparse.Namespace) -> None:
-    """Train until somebody ends this process."""
+def train(args: argparse.Namespace, life: int) -> None:
+    """Train until somebody ends this process; a life is what ends with a kill."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     marks = os.open(args.marks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     data = data_of(args.samples)
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
@@ -100,19 +99,24 @@ def train(args: argparse.Namespace) -> None:
                 save(args.checkpoint, content | {"step": number})
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return a parser of the options that all peers have."""
+    found = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    found.add_argument("--marks", required=True)
+    found.add_argument("--checkpoint", type=Path, required=True)
+    found.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
+    found.add_argument("--width", type=int, default=64)
+    found.add_argument("--samples", type=int, default=1000)
+    found.add_argument("--global-batch", type=int, default=32)
+    found.add_argument("--pace", type=float, default=0.0, help="seconds for each step")
+    return found
+
+
 def main() -> None:
-    """Read the arguments, join the group and train."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--marks", required=True)
-    parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=1000)
-    parser.add_argument("--global-batch", type=int, default=32)
-    parser.add_argument("--pace", type=float, default=0.0, help="seconds for each step")
-    args = parser.parse_args()
+    """Join the group and train."""
+    args = parser().parse_args()
     dist.init_process_group("gloo")
-    train(args)
+    train(args, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 
 
 if __name__ == "__main__":
