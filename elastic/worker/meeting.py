@@ -186,7 +186,12 @@ def check_alike(told: Sequence[Told]) -> None:
                 f"rank {rank} has prepared other parameters than rank 0 (their names or shapes "
                 f"differ): every worker must build the same model from the same config"
             )
-    known = {one.data: rank for rank, one in enumerate(told) if one.data}
+    # Epochs may have loaders of their own, and a member may be in the next epoch already.
+    by_epoch: dict[int, dict[int, int]] = {}
+    for rank, one in enumerate(told):
+        if one.data:
+            by_epoch.setdefault(one.standing.cursor.epoch, {})[one.data] = rank
+    known = max(by_epoch.values(), key=len, default={})
     if len(known) > 1:
         raise UsageError(
             f"ranks {', '.join(map(str, sorted(known.values())))} have data sets of different "

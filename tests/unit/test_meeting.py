@@ -1,0 +1,36 @@
+"""Members that meet: who cannot train together is told why, and nobody else is."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.recovery import Standing
+from elastic.errors import UsageError
+from elastic.worker.meeting import Told, check_alike
+from elastic.worker.mesh import Door
+
+
+def told(model: int = 7, data: int = 0, epoch: int = 0, step: int = 0) -> Told:
+    standing = Standing(has_state=True, cursor=Cursor(epoch, step), is_inside=True)
+    return Told(standing, model, data, 1, Door())
+
+
+def test_other_parameters_are_refused_by_the_rank_that_has_them() -> None:
+    with pytest.raises(UsageError, match="rank 2 has prepared other parameters than rank 0"):
+        check_alike([told(), told(), told(model=8)])
+
+
+def test_other_data_in_the_same_epoch_is_refused() -> None:
+    with pytest.raises(UsageError, match="ranks 0, 2 have data sets of different length"):
+        check_alike([told(data=1), told(), told(data=3)])
+
+
+def test_whoever_does_not_know_its_data_yet_is_no_stranger() -> None:
+    check_alike([told(data=5), told(), told(data=5, step=1)])
+
+
+def test_epochs_may_have_loaders_of_their_own() -> None:
+    check_alike([told(data=5, epoch=0, step=9), told(data=6, epoch=1), told(data=5, step=9)])
+    with pytest.raises(UsageError, match="ranks 1, 3 have"):
+        check_alike([told(data=5), told(data=6, epoch=1), told(data=5), told(data=8, epoch=1)])
