@@ -8,6 +8,7 @@ agent, and it ends, leaves and begins only on the agent's word.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import io
@@ -43,6 +44,12 @@ def has_agent(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return not any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))
+
+
+def name_process(name: str) -> None:
+    """Let `top` and `ps -o comm` show this name; at most 15 characters of it."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="ascii") as file:
+        file.write(name)
 
 
 def leave_to_agent(number: int, _frame: FrameType | None) -> None:
@@ -144,6 +151,7 @@ def be_worker(pipe_fd: int, started_with: Mapping[str, str] | None = None) -> No
         started_with: the environment before warming up; None if that is still to be done.
     """
     die_with_parent()
+    name_process("elastic-worker")
     sock = socket.socket(fileno=pipe_fd)
     if not has_agent(sock):
         sys.exit(EXIT_AGENT_GONE)

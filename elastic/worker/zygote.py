@@ -19,7 +19,14 @@ import time
 
 import click
 
-from elastic.worker.main import EXIT_AGENT_GONE, be_worker, die_with_parent, has_agent, warm_up_here
+from elastic.worker.main import (
+    EXIT_AGENT_GONE,
+    be_worker,
+    die_with_parent,
+    has_agent,
+    name_process,
+    warm_up_here,
+)
 
 BORN = struct.Struct("<qq")
 """An answer: the number that was asked for, and the pid, or minus the error's number."""
@@ -112,6 +119,7 @@ def open_streams_anew() -> None:
 def main(socket_fd: int) -> None:
     """Import everything, then fork until the agent ends."""
     die_with_parent()
+    name_process("elastic-zygote")
     sock = socket.socket(fileno=socket_fd)
     if not has_agent(sock):
         sys.exit(EXIT_AGENT_GONE)

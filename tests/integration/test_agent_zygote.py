@@ -89,6 +89,10 @@ def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 def parent_of(pid: int) -> int:
     text = Path(f"/proc/{pid}/stat").read_text()
     return int(text.rpartition(")")[2].split()[1])
@@ -100,6 +104,7 @@ async def test_forked_spares_are_our_children_and_answer(tmp_path: Path) -> None
         assert len(set(pids)) == 3
         for number, pid in enumerate(pids, 1):
             assert parent_of(pid) == os.getpid()
+            assert name_of(pid) == "elastic-worker"
             assert os.getsid(pid) == pid != os.getsid(0)
             node.processes.send(number, Ping(number))
             await node.events.wait_for(ProcessSaid, lambda e, n=number: e.message == Pong(n))
