@@ -47,7 +47,7 @@ def main() -> None:
         inner.load_state_dict(state["optimizer"])
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
+    replica = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=load,
         state_dict=lambda: {"model": module.state_dict(), "optimizer": inner.state_dict()},
@@ -61,8 +61,8 @@ def main() -> None:
         replica_id=f"replica{args.number}_{uuid.uuid4()}",
         hostname="127.0.0.1",
     )
-    model = DistributedDataParallel(manager, module)
-    optimizer = Optimizer(manager, inner)
+    model = DistributedDataParallel(replica, module)
+    optimizer = Optimizer(replica, inner)
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -71,12 +71,12 @@ def main() -> None:
             optimizer.zero_grad()
             logits, count = model(x, ids)
             (F.cross_entropy(logits, y) + count).backward()
-            before = manager.current_step()
+            before = replica.current_step()
             optimizer.step()
-            if manager.current_step() > before and manager.is_participating():
+            if replica.current_step() > before and replica.is_participating():
                 line = (
-                    f"{time.time_ns()} {manager.participating_rank()} {manager._quorum_id} "
-                    f"{manager.current_step()} {os.getpid()} {manager.num_participants()}\n"
+                    f"{time.time_ns()} {replica.participating_rank()} {replica._quorum_id} "
+                    f"{replica.current_step()} {os.getpid()} {replica.num_participants()}\n"
                 )
                 os.write(marks, line.encode())
         epoch += 1

@@ -1,0 +1,160 @@
+"""The reducer without a group: buffers of modules, and what is left of steps that did not count."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.errors import UsageError
+from elastic.worker.reduce import Unit
+from tests.unit.reduce_under_test import (
+    SIZE,
+    Make,
+    iterations,
+    mean_square,
+    mlp,
+    one_step,
+    reducers,
+    same,
+    unit_of,
+    written_out,
+)
+
+_make = pytest.fixture(name="make")(reducers)
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
+
+
+class Replaces(nn.Module):
+    """Puts a new tensor in its buffer's place, as `self.mean = ...` does, and one that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("cache", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean * 0.5 + x.mean(0).detach() * 0.5
+        self.cache = torch.zeros(len(self.cache) + 1)
+        return self.layer(x)
+
+
+class Least(nn.Module):
+    """Keeps the least that it has seen, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("least", torch.tensor(float("inf")))
+
+    def forward(self, x: torch.Tensor, keeps: bool = True) -> torch.Tensor:
+        if keeps:
+            self.least.copy_(torch.minimum(self.least, x.min()))
+        return self.layer(x)
+
+
+def steps(make: Make, model: nn.Module, inputs: Sequence[float], counts: Sequence[int]) -> None:
+    """Do a step; micro-batch i sees inputs that are all inputs[i]."""
+
+    def loss(module: nn.Module, number: int) -> torch.Tensor:
+        return module(torch.full((4, 2), inputs[number])).nan_to_num().sum()
+
+    unit = unit_of(model)
+    one_step(make([unit], [model]), unit, model, loss, counts)
+
+
+@pytest.mark.parametrize("counts", [(4, 4, 4), (4, 2, 0)])
+def test_statistics_are_the_mean_by_samples_to_the_bit(make: Make, counts: tuple[int, ...]) -> None:
+    model = normed()
+    totals: dict[str, torch.Tensor] = {}
+    for number, count in enumerate(counts):
+        alone = copy.deepcopy(model)
+        mean_square(alone, number)
+        for name in ("running_mean", "running_var"):
+            value = getattr(alone[1], name).double() * count
+            totals[name] = totals.get(name, torch.zeros_like(value)) + value
+    unit = unit_of(model)
+    one_step(make([unit], [model]), unit, model, mean_square, counts)
+    for name, total in totals.items():
+        assert torch.equal(getattr(model[1], name), (total / sum(counts)).float())
+
+
+def test_buffers_are_put_back_where_the_group_is_over_before_the_commit(make: Make) -> None:
+    model = normed()
+    unit = unit_of(model)
+    before = [one.clone() for one in model.buffers()]
+    reducer = make([unit], [model])
+    for number in iterations(reducer, (SIZE,)):
+        mean_square(model, number).backward()
+    assert reducer.settle(unit)
+    assert not reducer.settle_buffers(lambda: False)
+    reducer.abandon()
+    assert same(list(model.buffers()), before)
+
+
+def test_a_buffer_that_forward_replaces_becomes_the_mean_like_any_other(make: Make) -> None:
+    model = Replaces()
+    unit = unit_of(model)
+    reducer = make([unit], [model])
+
+    def loss(module: nn.Module, number: int) -> torch.Tensor:
+        return module(torch.full((4, 2), float(number + 1))).sum()  # type: ignore[no-any-return]
+
+    for mean in (0.75, 1.125):
+        one_step(reducer, unit, model, loss, (SIZE,) * 2)
+        assert model.mean.tolist() == [mean, mean]
+    assert len(model.cache) == 4
+
+
+def test_an_infinite_buffer_of_a_micro_batch_without_samples_counts_zero(make: Make) -> None:
+    model = Least()
+    steps(make, model, [1.0, 2.0, float("inf")], [4, 4, 0])
+    assert model.least.item() == 1.5
+
+
+def test_a_buffer_that_only_some_micro_batches_change_is_refused(make: Make) -> None:
+    model = Least()
+    unit = unit_of(model)
+
+    def loss(module: nn.Module, number: int) -> torch.Tensor:
+        return module(torch.ones(4, 2), keeps=number == 1).sum()  # type: ignore[no-any-return]
+
+    with pytest.raises(UsageError, match="in some micro-batches"):
+        one_step(make([unit], [model]), unit, model, loss, (SIZE,) * 2)
+
+
+@pytest.mark.parametrize("left", [0.0, 1.0])
+def test_what_an_earlier_step_left_in_grad_is_not_part_of_this_one(make: Make, left: float) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    unit = Unit("all", [("weight", weight)])
+    weight.grad = torch.full((2,), left)
+
+    def loss(_: nn.Module, number: int) -> torch.Tensor:
+        del number
+        return (weight * torch.tensor([-0.0, 1.0])).sum()
+
+    found = one_step(make([unit]), unit, nn.Module(), loss, (SIZE,) * 2)
+    assert same(found, [torch.tensor([-0.0, 1.0])])
+
+
+def test_nothing_is_left_of_a_step_that_was_begun_anew(make: Make) -> None:
+    model = mlp()
+    unit = unit_of(model)
+    right = written_out(model, mean_square, (SIZE,) * 4)
+    reducer = make([unit])
+    for done in (1, 2, 4):
+        for number in iterations(reducer, (SIZE,) * 4):
+            mean_square(model, number + 10).backward()
+            if number + 1 == done:
+                break
+        reducer.abandon()
+        reducer.attach(None)
+        assert same(one_step(reducer, unit, model, mean_square, (SIZE,) * 4), right)
