@@ -51,6 +51,7 @@ WORKER_COMMAND = (sys.executable, "-m", "elastic.worker.main")
 ZYGOTE_COMMAND = (sys.executable, "-m", "elastic.worker.zygote")
 LOOK_INTERVAL_S = 0.2
 """How often the kernel is asked which processes are stopped."""
+END_PAUSE_S = 0.01
 SWEEPS_MAX = 5
 
 
@@ -228,23 +229,40 @@ class ChildProcesses:
             log.error("processes_left pids=%s after_s=%g", left, timeout_s)
         if self._look_timer is not None:
             self._look_timer.cancel()
+        deadline = self._loop.time() + timeout_s
+        while self._zygote and not self._zygote.is_gone():
+            if self._loop.time() >= deadline:
+                break
+            await asyncio.sleep(END_PAUSE_S)
 
     # ------------------------------------------------------------------------ start and end
 
     def _fork(self, process_id: int) -> bool:
         """Ask the zygote for a spare, and start one in the first place; return whether it heard."""
         try:
-            if self._zygote is None:
-                self._zygote = Zygote(
-                    self._launch.zygote, self._launch.env, born=self._born, gone=self._zygote_gone
-                )
+            zygote = self._zygote = self._zygote or self._start_zygote()
             with self._ends() as (ends, theirs, output):
-                self._zygote.ask(process_id, theirs, output)
+                zygote.ask(process_id, theirs, output)
         except OSError as error:
             log.warning("zygote_unusable error=%r: spares take longer to start", str(error))
             return False
         self._births[process_id] = ends
         return True
+
+    def _start_zygote(self) -> Zygote:
+        reading, writing = output_pipe()
+        try:
+            zygote = Zygote(
+                self._launch.zygote, self._launch.env,
+                output=writing, born=self._born, gone=self._zygote_gone,
+            )  # fmt: skip
+        except OSError:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        self._logs.copy_spare(reading)
+        return zygote
 
     def _born(self, process_id: int, pid: int) -> None:
         ends = self._births.pop(process_id)
@@ -383,7 +401,8 @@ class ChildProcesses:
             if stopped != child.stopped:
                 child.stopped = stopped
                 self._post(ProcessStopped(child.process_id, stopped))
-        if self._zygote is not None:
+        if self._zygote is not None and not self._births:
+            # Not while somebody is born: its death must be told, and its pid stays taken.
             known = {self._zygote.pid, *(child.pid for child in self._children.values())}
             reap_adopted(known.__contains__)
         if self._children:

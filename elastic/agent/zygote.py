@@ -7,6 +7,7 @@ starts spares the slow way from then on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
@@ -15,13 +16,17 @@ import struct
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
+from elastic.agent.kernel import process_state
+
 log = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER = 36
 BORN = struct.Struct("<qq")
 """An answer: the number that was asked for, and the pid, or minus an error's number."""
-BIRTH_S_MAX = 60.0
+FIRST_BIRTH_S_MAX = 60.0
 """A zygote that has not answered by then is stuck; importing torch from a slow disk is not."""
+BIRTH_S_MAX = 5.0
+"""The same for one that has answered before."""
 
 
 def adopt_orphans() -> None:
@@ -42,13 +47,19 @@ def reap_adopted(known: Callable[[int], bool]) -> None:
     Args:
         known: whether somebody waits for a pid.
     """
+    for pid in _children():
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            # What is in our own session was not adopted from a worker's.
+            if not known(pid) and process_state(pid) == "Z" and os.getsid(pid) != os.getsid(0):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _children() -> list[int]:
     try:
-        dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        # What this process started for itself, and waits for, is in its own session.
-        if dead is not None and not known(dead.si_pid) and os.getsid(dead.si_pid) != os.getsid(0):
-            os.waitpid(dead.si_pid, os.WNOHANG)
-    except (ChildProcessError, ProcessLookupError):
-        return
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:  # A kernel without that list.
+        return []
 
 
 class Zygote:
@@ -59,6 +70,7 @@ class Zygote:
         command: Sequence[str],
         env: Mapping[str, str],
         *,
+        output: int,
         born: Callable[[int, int], None],
         gone: Callable[[], None],
     ) -> None:
@@ -67,6 +79,7 @@ class Zygote:
         Args:
             command: `--socket-fd N` is appended.
             env: its whole environment, and that of what it forks.
+            output: where it prints; its streams are those of what it forks, which prints to pipes.
             born: called with the number that was asked for, and the pid (below 0: none).
             gone: called once if it ends by itself; nothing more is born.
 
@@ -77,11 +90,14 @@ class Zygote:
         self._born, self._gone = born, gone
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.TimerHandle] = {}
+        self._patience_s = FIRST_BIRTH_S_MAX
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._popen = subprocess.Popen(
                 [*command, "--socket-fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 env=dict(env),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -100,6 +116,10 @@ class Zygote:
         """Its process id."""
         return self._popen.pid
 
+    def is_gone(self) -> bool:
+        """Return whether it has ended, and let go of its pid."""
+        return self._popen.poll() is not None
+
     def ask(self, number: int, pipe: socket.socket, output: int) -> None:
         """Have a spare forked that owns this end of a pipe, and prints here.
 
@@ -107,10 +127,10 @@ class Zygote:
             OSError: it is gone, or so many are asked for that it does not hear.
         """
         socket.send_fds(self._sock, [str(number).encode()], [pipe.fileno(), output])
-        self._waiting[number] = self._loop.call_later(BIRTH_S_MAX, self._is_stuck, number)
+        self._waiting[number] = self._loop.call_later(self._patience_s, self._is_stuck, number)
 
     def close(self) -> None:
-        """Kill it; what it has forked lives on."""
+        """Kill it; what it has forked lives on. It may take long to die, on a disk that hangs."""
         if self._sock.fileno() < 0:
             return
         self._loop.remove_reader(self._sock)
@@ -119,7 +139,7 @@ class Zygote:
             timer.cancel()
         self._waiting.clear()
         self._popen.kill()
-        self._popen.wait()
+        self._popen.poll()
 
     def _hear(self) -> None:
         try:
@@ -131,6 +151,7 @@ class Zygote:
         if len(answer) != BORN.size:
             self._end("it ended")
             return
+        self._patience_s = BIRTH_S_MAX
         number, pid = BORN.unpack(answer)
         timer = self._waiting.pop(number, None)
         if timer is not None:
@@ -138,7 +159,7 @@ class Zygote:
         self._born(number, pid)
 
     def _is_stuck(self, number: int) -> None:
-        self._end(f"it has not forked process {number} within {BIRTH_S_MAX:g} s")
+        self._end(f"it has not forked process {number} within {self._patience_s:g} s")
 
     def _end(self, why: str) -> None:
         log.warning("zygote_lost pid=%d reason=%r: spares take longer to start", self.pid, why)

@@ -37,6 +37,8 @@ DOOR = struct.Struct("<16sq16s")
 JOIN_S = 2.0
 """How long members may take to connect to each other, once all have told of their doors."""
 HELLO_S = 0.5
+POLL_S_MAX = 3600.0
+"""The kernel counts milliseconds in 32 bits."""
 FAILURES_MAX = 2
 """After so many a process tries no more: whatever stands between the members, it stays."""
 BYTES_MAX = 64 << 20
@@ -129,6 +131,8 @@ class Mesh:
         self.door = Door(str(address).partition("%")[0], port, secrets.token_bytes(16))
         self._timeout_s = reach.timeout_s
         self._peers: dict[int, _Peer] = {}
+        # All that is to be cut, be it connected or still on its way.
+        self._socks = [self._listener]
         self._lock = threading.Lock()
         self._is_cut = False
 
@@ -148,20 +152,39 @@ class Mesh:
         deadline = time.monotonic() + limit_s
         for other in range(rank):
             door = doors[other]
-            sock = socket.create_connection((door.address, door.port), _left_s(deadline))
-            self._add(other, sock)
+            family = socket.AF_INET6 if ":" in door.address else socket.AF_INET
+            sock = self._tracked(socket.socket(family))
+            sock.settimeout(_left_s(deadline))
+            sock.connect((door.address, door.port))
             sock.sendall(HELLO.pack(door.token, rank))
+            self._peers[other] = _Peer(other, sock)
         while len(self._peers) < len(doors) - 1:
             self._listener.settimeout(_left_s(deadline))
-            sock, _ = self._listener.accept()
+            sock = self._tracked(self._listener.accept()[0])
             other = self._rank_of(sock, deadline)
             if rank < other < len(doors) and other not in self._peers:
-                self._add(other, sock)
+                self._peers[other] = _Peer(other, sock)
             else:
-                sock.close()
-        self._listener.close()
+                self._drop(sock)
+        self._drop(self._listener)
         for peer in self._peers.values():
             peer.sock.setblocking(False)
+            peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _tracked(self, sock: socket.socket) -> socket.socket:
+        """Let `cut` know of a socket."""
+        with self._lock:
+            self._socks.append(sock)
+            is_cut = self._is_cut
+        if is_cut:
+            raise OSError("the group is over")
+        return sock
+
+    def _drop(self, sock: socket.socket) -> None:
+        """Close a socket, not while `cut` is at it, which could hit whoever gets the number."""
+        with self._lock:
+            self._socks.remove(sock)
+            sock.close()
 
     def _rank_of(self, sock: socket.socket, deadline: float) -> int:
         """Return who knocks, -1 for a stranger."""
@@ -178,14 +201,6 @@ class Mesh:
         token, rank = HELLO.unpack(hello)
         return int(rank) if secrets.compare_digest(token, self.door.token) else -1
 
-    def _add(self, rank: int, sock: socket.socket) -> None:
-        with self._lock:
-            self._peers[rank] = _Peer(rank, sock)
-            is_cut = self._is_cut
-        if is_cut:
-            raise OSError("the group is over")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
     # -------------------------------------------------------------------------------- messages
 
     def send(self, rank: int, tag: int, data: memoryview) -> None:
@@ -199,7 +214,7 @@ class Mesh:
         sent = 0
         if not peer.unsent:
             try:
-                sent = peer.sock.sendmsg([header, data])
+                sent = peer.sock.sendmsg([header, data], [], socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
@@ -302,8 +317,8 @@ class Mesh:
         writers = {one.sock.fileno(): one for one in self._peers.values() if one.unsent}
         for number, one in writers.items():
             poll.register(number, select.POLLOUT | (select.POLLIN if one is peer else 0))
-        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1e3)
-        if not ready:
+        ready = poll.poll(min(max(0.0, deadline - time.monotonic()), POLL_S_MAX) * 1e3)
+        if not ready and time.monotonic() >= deadline:
             who = f"rank {peer.rank}" if peer is not None else "others to read"
             raise RuntimeError(f"mesh: timed out after {self._timeout_s:.0f} s waiting for {who}")
         for number, event in ready:
@@ -316,20 +331,20 @@ class Mesh:
         """End all connections; for any thread. Whoever waits in them raises."""
         with self._lock:
             self._is_cut = True
-            socks = [self._listener, *(peer.sock for peer in self._peers.values())]
-        for sock in socks:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            for sock in self._socks:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Let go of all connections; for the thread that uses them."""
-        self._listener.close()
-        for peer in self._peers.values():
-            peer.sock.close()
+        with self._lock:
+            for sock in self._socks:
+                sock.close()
+            self._socks = []
 
     def __del__(self) -> None:
         """Close what nobody can reach any more."""
-        if hasattr(self, "_peers"):
+        if hasattr(self, "_lock"):
             self.close()
 
 
@@ -337,7 +352,7 @@ def _send_rest(peer: _Peer) -> None:
     try:
         while peer.unsent:
             data = peer.unsent[0]
-            sent = peer.sock.send(data)
+            sent = peer.sock.send(data, socket.MSG_NOSIGNAL)
             if sent < len(data):
                 peer.unsent[0] = data[sent:]
                 return
@@ -405,33 +420,37 @@ def join_mesh(group: Any, doors: Sequence[Door]) -> bool:
     Returns:
         Whether we have connections to all of them; what counts is that everyone says so.
     """
-    global _failures
-    mesh = _meshes[group]
     try:
-        mesh.join(group.rank(), doors)
+        _meshes[group].join(group.rank(), doors)
     except OSError as error:
-        _failures += 1
-        log.warning(
-            "mesh_failed error=%r: members cannot reach each other at the addresses that they "
-            "announce; small messages go by gloo, which is slower",
-            str(error),
-        )
+        log.info("mesh_not_joined error=%r", str(error))
         return False
     return True
 
 
 def use_mesh(group: Any) -> None:
     """Take the mesh into use: all members have said that they are connected."""
+    global _failures
     _ready[group] = _meshes[group]
+    _failures = 0
 
 
 def leave_mesh(group: Any) -> None:
-    """Let go of a mesh that not everyone has."""
+    """Let go of a mesh that not everyone could join or wanted; the group itself stands."""
+    global _failures
     with _lock:
         mesh = _meshes.pop(group, None)
-    if mesh is not None:
-        mesh.cut()
-        mesh.close()
+    if mesh is None:
+        return
+    # A death among us does not get here: it breaks the group, and says nothing of the network.
+    _failures += 1
+    log.warning(
+        "mesh_left host=%s: not all members reach each other at the addresses that they announce; "
+        "small messages go by gloo, which is slower",
+        mesh.door.address,
+    )
+    mesh.cut()
+    mesh.close()
 
 
 def cut_all() -> None:

@@ -11,7 +11,9 @@ subreaper), and dies with the agent like any worker.
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import socket
 import struct
 import sys
@@ -63,7 +65,7 @@ def serve(sock: socket.socket) -> int:
         os.close(reading)
         if pid > 0:
             os.waitpid(pid, 0)
-        sock.send(BORN.pack(int(request), int(answer or -1)))
+        sock.send(BORN.pack(int(request), int(answer or -errno.ECHILD)))
 
 
 def _fork(writing: int) -> int:
@@ -94,26 +96,6 @@ def _fork(writing: int) -> int:
     return 0
 
 
-def open_streams_anew() -> None:
-    """Let `sys.stdout` and `sys.stderr` be streams to pipes, which they are in what is forked.
-
-    Ours may go to a file, which has a position; whoever imports a module that keeps the stream
-    for good must get one that needs none.
-    """
-    reading, writing = os.pipe()
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        old = getattr(sys, name)
-        ours = os.dup(number)
-        os.dup2(writing, number)
-        new = open(number, "w", encoding=old.encoding, errors=old.errors, closefd=False)  # noqa: SIM115
-        setattr(sys, name, new)
-        setattr(sys, f"__{name}__", new)
-        os.dup2(ours, number)
-        os.close(ours)
-    os.close(reading)
-    os.close(writing)
-
-
 @click.command(help="The process that spares are forked from; started by elastic-agent.")
 @click.option("--socket-fd", type=int, required=True, help="Inherited socket to the agent.")
 def main(socket_fd: int) -> None:
@@ -124,12 +106,17 @@ def main(socket_fd: int) -> None:
     if not has_agent(sock):
         sys.exit(EXIT_AGENT_GONE)
     os.set_inheritable(socket_fd, False)
-    open_streams_anew()
+    # A signal to the whole node is left to the agent, as workers do.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    import numpy as np
+
     import elastic.worker.control
     import elastic.worker.runner  # noqa: F401
 
     started_with = warm_up_here()
     pipe_fd = serve(sock)
+    np.random.seed()  # As Python's own does after a fork; or all would draw the same.
     be_worker(pipe_fd, started_with)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from elastic.agent.kernel import process_state
 from elastic.agent.logs import Logs
-from elastic.agent.processes import ZYGOTE_COMMAND, ChildProcesses, Launch
+from elastic.agent.processes import LOOK_INTERVAL_S, ZYGOTE_COMMAND, ChildProcesses, Launch
 from elastic.agent.zygote import PR_SET_CHILD_SUBREAPER
 from elastic.core.events.agent import ProcessExited, ProcessSaid, ProcessStarted, SpawnFailed
 from elastic.core.messages import Ping, Pong, Warm
@@ -112,6 +112,33 @@ async def test_forked_spares_are_our_children_and_answer(tmp_path: Path) -> None
         assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9, "SIGKILL")
         await wait_until(lambda: not Path(f"/proc/{pids[1]}").exists())
         assert node.processes.pids() == {1: pids[0], 3: pids[2]}
+
+
+async def test_one_that_dies_before_it_is_told_of_is_told_of(tmp_path: Path) -> None:
+    """Its zygote is held up between the birth and the word of it."""
+    async with running(tmp_path) as node:
+        await node.warm(1)
+        before = set(children_of(os.getpid()))
+        node.processes.spawn(2)
+        (born,) = await new_children(before)
+        os.kill(node.zygote, signal.SIGSTOP)
+        os.kill(born, signal.SIGKILL)
+        await wait_until(lambda: process_state(born) in ("Z", ""))
+        await anyio.sleep(2 * LOOK_INTERVAL_S)  # Whoever reaps it would do so now.
+        os.kill(node.zygote, signal.SIGCONT)
+        assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9, "SIGKILL")
+
+
+async def new_children(before: set[int]) -> set[int]:
+    """Wait for children that were not there before."""
+    found: set[int] = set()
+
+    def came() -> bool:
+        found.update(set(children_of(os.getpid())) - before)
+        return bool(found)
+
+    await wait_until(came)
+    return found
 
 
 async def test_a_spare_that_is_killed_before_it_is_born_ends(tmp_path: Path) -> None:

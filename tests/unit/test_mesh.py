@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -51,6 +52,12 @@ def take(mesh: Mesh, rank: int, tag: int, size: int) -> bytes:
 
 def give(mesh: Mesh, rank: int, tag: int, data: bytes) -> None:
     mesh.send(rank, tag, memoryview(data))
+
+
+def give_for_ever(mesh: Mesh, rank: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        give(mesh, rank, 1, bytes(1000))
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -163,6 +170,48 @@ def test_whoever_stays_silent_too_long_is_named() -> None:
         assert is_group_broken(raised.value)
 
 
+def test_a_wait_may_be_long() -> None:
+    with members(2, Reach("127.0.0.1", 1e9)) as (one, other):
+        threading.Timer(0.05, give, [other, 0, 1, b"late"]).start()
+        assert take(one, 1, 1, 4) == b"late"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_cut_frees_whoever_connects(rank: int) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=1) as silent,
+        contextlib.ExitStack() as held,
+    ):
+        door = Door("127.0.0.1", silent.getsockname()[1])
+        for _ in range(3):  # More than it takes: who comes now is not answered.
+            sock = held.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(("127.0.0.1", door.port))
+        mesh = Mesh(REACH)
+        doors = [door, mesh.door] if rank else [mesh.door, door]
+        with ThreadPoolExecutor(1) as threads:
+            joining = threads.submit(mesh.join, rank, doors, DEADLINE_S)
+            began = time.monotonic()
+            while len(mesh._socks) < 1 + rank:
+                assert time.monotonic() - began < DEADLINE_S
+            mesh.cut()
+            with pytest.raises(OSError, match=r"."):
+                joining.result(DEADLINE_S)
+            assert time.monotonic() - began < DEADLINE_S / 2
+        mesh.close()
+
+
+def test_sigpipe_does_not_end_who_sends_to_a_dead_peer() -> None:
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        with members(2) as (one, other):
+            other.close()
+            with pytest.raises(RuntimeError, match="closed by peer, rank 1"):
+                give_for_ever(one, 1)
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
 def test_strangers_are_turned_away() -> None:
     one, other = Mesh(REACH), Mesh(REACH)
     doors = [one.door, other.door]
@@ -220,3 +269,40 @@ def test_a_door_travels_as_five_numbers(address: str, port: int, token: bytes) -
     assert all(-(2**63) <= number < 2**63 for number in numbers)
     if not address.lower().startswith("::ffff:"):
         assert Door.of(numbers) == door
+
+
+class Group:
+    """As much of a process group as a mesh asks for."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = (lambda: rank), (lambda: size)
+
+
+def test_only_groups_that_stand_without_a_mesh_count_against_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mesh_module, "_failures", 0)
+    for _ in range(5):  # A peer dies before it connects: nobody gets to say so in this group.
+        group = Group(0, 2)
+        door = mesh_module.open_mesh(group, REACH)
+        mesh_module.cut_all()
+        assert not mesh_module.join_mesh(group, [door, Door("127.0.0.1", 1)])
+    assert mesh_module.open_mesh(Group(0, 2), REACH).port
+    for _ in range(mesh_module.FAILURES_MAX):
+        group = Group(0, 2)
+        assert mesh_module.open_mesh(group, REACH).port
+        mesh_module.leave_mesh(group)
+        assert mesh_module.mesh_of(group) is None
+    assert mesh_module.open_mesh(Group(0, 2), REACH) == Door()
+
+
+def test_one_that_works_makes_good_for_those_that_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "_failures", mesh_module.FAILURES_MAX - 1)
+    group = Group(0, 2)
+    assert mesh_module.open_mesh(group, REACH).port
+    mesh_module.use_mesh(group)
+    assert mesh_module.mesh_of(group) is not None
+    group = Group(0, 2)
+    assert mesh_module.open_mesh(group, REACH).port
+    mesh_module.leave_mesh(group)
+    assert mesh_module.open_mesh(Group(0, 2), REACH).port
