@@ -17,7 +17,7 @@ from typing import TypeVar
 from elastic.core.view import JobView
 from elastic.core.world import WorkerPhase
 from elastic.errors import ElasticError
-from elastic.testing.local_cluster import LocalCluster, descendants
+from elastic.testing.local_cluster import LocalCluster, descendants, start_of
 
 Item = TypeVar("Item")
 
@@ -41,7 +41,7 @@ class Breaker:
         self._starting = threading.Lock()
         self._stopped: list[int] = []
         self._workers: dict[str, int] = {}
-        self._pids: dict[int, None] = {}
+        self._pids: dict[int, str] = {}
         self.generation = 0
         self.size = 0
         threading.Thread(target=self._watch, name="chaos-watch", daemon=True).start()
@@ -70,9 +70,12 @@ class Breaker:
         self._start_coordinator()
         self._cluster.wait_nodes(self._cluster.num_nodes, restart=True)
 
-    def seen_pids(self) -> list[int]:
-        """Return the pids of all workers that were ever heard of."""
-        return list(self._pids)
+    def seen_processes(self) -> dict[int, str]:
+        """Return the pids of all workers that were ever heard of, with when each was started.
+
+        In a long run numbers are given out again, to anybody.
+        """
+        return dict(self._pids)
 
     # ------------------------------------------------------------ workers
 
@@ -190,7 +193,7 @@ class Breaker:
                     group = event.record.group
                     self.size = len(group.members) if group else 0
                     self._workers = pids
-                    self._pids.update(dict.fromkeys(pids.values()))
+                    self._pids.update({pid: start_of(pid) for pid in pids.values()})
 
 
 def _one_of(candidates: Sequence[Item], draw: float) -> Item | None:

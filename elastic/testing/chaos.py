@@ -32,7 +32,7 @@ from elastic.core.world import ENDED
 from elastic.errors import ElasticError
 from elastic.testing.breaking import Breaker
 from elastic.testing.chaos_jobs import ChaosFailed, ChaosJob, Verdict, chaos_job
-from elastic.testing.local_cluster import LocalCluster, is_running
+from elastic.testing.local_cluster import LocalCluster, start_of
 
 BURST_S = 0.3
 WEIGHTS = {
@@ -137,7 +137,7 @@ class Chaos:
         job.finish.touch()
         view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
         verdict = job.check(view)
-        check_processes(breaker.seen_pids())
+        check_processes(breaker.seen_processes())
         check_logs(cluster)
         return Outcome(
             faults=tuple(kind for kind, _, _ in done),
@@ -176,14 +176,17 @@ class Chaos:
 # ---------------------------------------------------------------- what must hold in the end
 
 
-def check_processes(pids: list[int]) -> None:
+def check_processes(seen: dict[int, str]) -> None:
     """Wait until no worker of the job is left.
+
+    Args:
+        seen: pids of all that there were, and when each was started.
 
     Raises:
         ChaosFailed: some stay.
     """
     deadline = time.monotonic() + 10
-    while left := [pid for pid in pids if is_running(pid)]:
+    while left := [pid for pid, start in seen.items() if start and start_of(pid) == start]:
         if time.monotonic() > deadline:
             raise ChaosFailed(f"the job has ended and its processes {left} are still there")
         time.sleep(0.05)

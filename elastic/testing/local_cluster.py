@@ -337,9 +337,15 @@ def _children(pid: int) -> Iterator[int]:
                 yield int(child)
 
 
+def start_of(pid: int) -> str:
+    """Return when a process was started, in the kernel's ticks; "" if it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
 def is_running(pid: int) -> bool:
     """Return whether the process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return bool(start_of(pid))
