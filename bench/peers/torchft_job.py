@@ -74,9 +74,12 @@ def main() -> None:
             before = replica.current_step()
             optimizer.step()
             if replica.current_step() > before and replica.is_participating():
+                # In the first step of a quorum who joins it only receives the model.
+                world = replica.num_participants()
+                life = replica._quorum_id * 100 + world
                 line = (
-                    f"{time.time_ns()} {replica.participating_rank()} {replica._quorum_id} "
-                    f"{replica.current_step()} {os.getpid()} {replica.num_participants()}\n"
+                    f"{time.time_ns()} {replica.participating_rank()} {life} "
+                    f"{replica.current_step()} {os.getpid()} {world}\n"
                 )
                 os.write(marks, line.encode())
         epoch += 1
