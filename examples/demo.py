@@ -241,7 +241,9 @@ def undisturbed(directory: Path, epochs: int) -> str:
         sys.executable, str(HERE / "digits.py"), "--num-workers", "0", "--epochs", str(epochs),
         "--storage-path", str(directory),
     ]  # fmt: skip
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    # As many threads as the workers have: how a sum is divided among threads is seen in its bits.
+    env = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
     return next(
         line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("weights")
     )

@@ -1,8 +1,11 @@
 """Handwritten digits: a small CNN on real data that survives the loss of any of its machines.
 
     python examples/digits.py                       # on this machine, 2 to 3 workers
-    python examples/digits.py --num-workers 0       # in one process: the same weights, bit by bit
     elastic submit examples/digits.py --num-workers 2:3 -- --epochs 40
+    OMP_NUM_THREADS=1 python examples/digits.py --num-workers 0
+
+The last one trains in one process, and ends with the same weights, bit by bit; with one thread,
+because workers that share a machine have one each.
 
 scikit-learn carries the data: 1,797 images of 8x8 pixels. 360 of them, drawn once, are held out.
 """

@@ -85,6 +85,29 @@ async def running(folder: Path, zygote: tuple[str, ...] = ZYGOTE_COMMAND) -> Asy
             await node.logs.close(DEADLINE_S)
 
 
+COMPUTES = """
+import os, torch
+from elastic.worker.main import warm_up_here
+warm_up_here()
+assert torch.get_num_threads() == 2
+pid = os.fork()
+if pid == 0:
+    # Large enough to be divided among threads; libgomp hangs in the child of one that did so.
+    (torch.ones(1500, 1500) @ torch.ones(1500, 1500)).sum()
+    torch.nn.functional.conv2d(torch.ones(64, 32, 32, 32), torch.ones(64, 32, 3, 3)).relu_()
+    torch.ones(1 << 22).exp_()
+    os._exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+"""
+
+
+async def test_what_is_forked_computes_with_several_threads() -> None:
+    with anyio.fail_after(2 * DEADLINE_S):
+        await anyio.run_process(
+            [sys.executable, "-c", COMPUTES], env={**ENV, "OMP_NUM_THREADS": "2"}
+        )
+
+
 def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
