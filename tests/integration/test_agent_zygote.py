@@ -15,7 +15,7 @@ import pytest
 
 from elastic.agent.kernel import process_state
 from elastic.agent.logs import Logs
-from elastic.agent.processes import LOOK_INTERVAL_S, ZYGOTE_COMMAND, ChildProcesses, Launch
+from elastic.agent.processes import ZYGOTE_COMMAND, ChildProcesses, Launch
 from elastic.agent.zygote import PR_SET_CHILD_SUBREAPER
 from elastic.core.events.agent import ProcessExited, ProcessSaid, ProcessStarted, SpawnFailed
 from elastic.core.messages import Ping, Pong, Warm
@@ -147,9 +147,22 @@ async def test_one_that_dies_before_it_is_told_of_is_told_of(tmp_path: Path) -> 
         os.kill(node.zygote, signal.SIGSTOP)
         os.kill(born, signal.SIGKILL)
         await wait_until(lambda: process_state(born) in ("Z", ""))
-        await anyio.sleep(2 * LOOK_INTERVAL_S)  # Whoever reaps it would do so now.
+        await wait_for_looks(node, 2)  # Whoever reaps it would do so now.
         os.kill(node.zygote, signal.SIGCONT)
         assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9, "SIGKILL")
+
+
+async def wait_for_looks(node: Node, count: int) -> None:
+    """Wait until the agent has looked after its processes so many times more."""
+    seen: list[None] = []
+    look = node.processes._look
+
+    def counted() -> None:
+        look()
+        seen.append(None)
+
+    node.processes._look = counted  # type: ignore[method-assign]
+    await wait_until(lambda: len(seen) >= count)
 
 
 async def new_children(before: set[int]) -> set[int]:
@@ -200,13 +213,14 @@ async def test_a_zygote_that_cannot_start_is_done_without(
 
 
 async def test_closing_leaves_nothing_of_what_is_being_born(tmp_path: Path) -> None:
+    before = set(children_of(os.getpid()))  # Of other tests: Python's resource tracker.
     async with running(tmp_path) as node:
         await node.warm(1)
         zygote = node.zygote
         for number in (2, 3, 4):
             node.processes.spawn(number)
     assert not exists(zygote)
-    await wait_until(lambda: not children_of(os.getpid()))
+    await wait_until(lambda: set(children_of(os.getpid())) <= before)
 
 
 def children_of(pid: int) -> list[int]:
