@@ -28,7 +28,7 @@ from elastic.client.jobs import Client
 from elastic.core.config import JobSpec
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import NodePhase
-from elastic.errors import ElasticError, Unavailable
+from elastic.errors import ElasticError, Refused, Unavailable
 from elastic.runtime.rpc import read_token_file
 from elastic.wire.codec_jobs import TimedNote
 
@@ -166,6 +166,13 @@ class LocalCluster:
     def signal_node(self, name: str, number: int) -> None:
         """Send a signal to an agent alone, such as SIGTERM for a drain."""
         os.kill(self.agents[name].pid, number)
+
+    def stop_jobs(self) -> None:
+        """Stop every job, and wait until none has a worker."""
+        for left in self.client.list(include_ended=False):
+            with contextlib.suppress(Refused):  # It has just ended by itself.
+                self.client.stop(left.record.spec.job_id, "its test is over")
+            self.wait(left.record.spec.job_id, lambda view: not view.workers, "the end")
 
     def stop(self, *, keep: bool = False) -> None:
         """End everything that was started; leave the directory if `keep`."""

@@ -56,9 +56,7 @@ def cluster(shared: LocalCluster) -> Iterator[LocalCluster]:
             shared.start_node(name)
     shared.wait_nodes(3)
     yield shared
-    for left in shared.client.list(include_ended=False):
-        shared.client.stop(left.record.spec.job_id, "its test is over")
-        shared.wait(left.record.spec.job_id, lambda view: not view.workers, "the end")
+    shared.stop_jobs()
 
 
 def trains_with(size: int, generation: int = 1) -> object:

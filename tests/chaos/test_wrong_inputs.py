@@ -27,7 +27,6 @@ from elastic.core.view import JobView
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Resources
 from elastic.errors import (
     CoordinatorUnreachable,
-    ElasticError,
     NameTaken,
     NotAuthorized,
     StorageError,
@@ -59,10 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 @pytest.fixture(autouse=True)
 def _no_job_is_left(cluster: LocalCluster) -> Iterator[None]:
     yield
-    for left in cluster.client.list(include_ended=False):
-        with contextlib.suppress(ElasticError):
-            cluster.client.stop(left.record.spec.job_id, "its test is over")
-        cluster.wait(left.record.spec.job_id, lambda view: not view.workers, "the end")
+    cluster.stop_jobs()
 
 
 @pytest.fixture
