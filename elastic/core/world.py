@@ -296,13 +296,33 @@ class Entry:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint that the coordinator has recorded: it counts, whatever happens next."""
+    """A checkpoint that the coordinator has recorded: it counts, whatever happens next.
+
+    Attributes:
+        path: of its directory, as an fsspec path.
+        generation: of the group that wrote it.
+        index: which report of its generation brought it, from 0. Automatic checkpoints are no
+            reports of the script: they are numbered from `FIRST_AUTOMATIC` on.
+        metrics: JSON object: what was reported with it.
+    """
 
     path: str
     generation: Generation
     index: int
     metrics: str = "{}"
-    """JSON object: what was reported with it."""
+
+    @property
+    def automatic(self) -> bool:
+        """Return whether the step engine took it, rather than the script."""
+        return is_automatic(self.index)
+
+
+FIRST_AUTOMATIC = 1 << 32
+
+
+def is_automatic(index: int) -> bool:
+    """Return whether this is the number of an automatic checkpoint, not of a report."""
+    return index >= FIRST_AUTOMATIC
 
 
 class JobPhase(Enum):

@@ -11,8 +11,8 @@ from fsspec.core import url_to_fs
 
 from elastic.core.world import CheckpointRecord
 from elastic.errors import ElasticError, StorageError, UsageError
+from elastic.storage.run_directory import RunDirectory
 from elastic.train.checkpoint import Checkpoint
-from elastic.worker.storage import RunDirectory
 
 METRICS_FILE = "metrics.jsonl"
 

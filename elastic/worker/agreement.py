@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import Store
 
 from elastic.errors import GroupError, check
+from elastic.storage.marker import StoredFile
 
 log = logging.getLogger(__name__)
 
@@ -81,13 +82,13 @@ class Part:
 
     Attributes:
         name: of the checkpoint; the same from every member.
-        files: (relative path, bytes), also of files that another member wrote.
+        files: also those that another member wrote, without their checksums.
         error: why this share could not be stored, "" if it was.
     """
 
     rank: int
     name: str
-    files: tuple[tuple[str, int], ...] = ()
+    files: tuple[StoredFile, ...] = ()
     error: str = ""
 
 
@@ -155,7 +156,7 @@ class Agreement:
         parts = []
         for line in lines:
             rank, name, files, error = json.loads(line)
-            parts.append(Part(rank, name, tuple((path, size) for path, size in files), error))
+            parts.append(Part(rank, name, tuple(StoredFile(*file) for file in files), error))
         return tuple(sorted(parts, key=lambda part: part.rank))
 
     def vote(self, index: Index, vote: Vote, *, voters: int | None = None) -> None:

@@ -32,6 +32,7 @@ from elastic.core.world import (
 )
 from elastic.errors import ElasticError, GroupError, UsageError
 from elastic.runtime.clock import Clock, SystemClock
+from elastic.storage.run_directory import RunDirectory
 from elastic.worker.agreement import Agreement
 from elastic.worker.context import WorkerContext, set_current
 from elastic.worker.entry import call_with_config
@@ -43,7 +44,6 @@ from elastic.worker.pruning import Pruner
 from elastic.worker.reporting import Place, Reporter
 from elastic.worker.seeding import FIRST_SEED, seed_everything
 from elastic.worker.step import StepEngine
-from elastic.worker.storage import RunDirectory
 
 FACTS_KEY = "facts"
 CHOICE_KEY = "choice"

@@ -14,8 +14,8 @@ from elastic.core.config import JobSpec
 from elastic.core.policy import retention
 from elastic.core.world import CheckpointRecord
 from elastic.errors import StorageError
+from elastic.storage.run_directory import RunDirectory
 from elastic.worker.exchange import Answer
-from elastic.worker.storage import RunDirectory
 
 log = logging.getLogger(__name__)
 

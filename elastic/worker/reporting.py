@@ -25,11 +25,12 @@ from elastic.core.messages import Progress
 from elastic.core.world import Generation, JobId
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import Clock
+from elastic.storage.marker import UNKNOWN, Marker, StoredFile
+from elastic.storage.run_directory import RunDirectory
 from elastic.worker.agreement import Agreement, Index, Outcome, Part, Tally, Vote
 from elastic.worker.exchange import Answer
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.pruning import Pruner
-from elastic.worker.storage import Marker, RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +274,7 @@ class Reporter:
         parts = self._agreement.parts(key) if has_part else ()
         if parts and parts[0].rank == self._place.rank:
             outcome = self._commit(index, metrics, parts, leaves=tally.leaves())
-            claimed = {relative for part in parts for relative, _ in part.files}
+            claimed = {file.path for part in parts for file in part.files}
             self._agreement.tell_outcome(key, outcome, tuple(sorted(claimed)))
         else:
             self._post(metrics, "")
@@ -325,7 +326,6 @@ class Reporter:
         if refusal:
             run.discard(name)
             raise StorageError(f"checkpoint {name} was not committed: {refusal}")
-        sizes = {relative: size for part in parts for relative, size in part.files}
         marker = Marker(
             job_id=self._place.job_id,
             generation=self._place.generation,
@@ -333,7 +333,7 @@ class Reporter:
             world_size=self._place.world_size,
             unix_ns=self._clock.unix_ns(),
             metrics=metrics,
-            files=tuple(sorted(sizes.items())),
+            files=_files_of(parts),
         )
         return run.commit(name, marker)
 
@@ -377,11 +377,21 @@ def _refusal(parts: tuple[Part, ...]) -> str:
         return f"members reported it under different names: {', '.join(names)}"
     seen: dict[str, tuple[int, int]] = {}
     for part in parts:
-        for relative, size in part.files:
-            rank, other = seen.setdefault(relative, (part.rank, size))
-            if other != size:
+        for file in part.files:
+            rank, other = seen.setdefault(file.path, (part.rank, file.size))
+            if other != file.size:
                 return (
-                    f"ranks {rank} and {part.rank} both have a file {relative}, of {other} and "
-                    f"{size} bytes; give each rank's file a name of its own"
+                    f"ranks {rank} and {part.rank} both have a file {file.path}, of {other} and "
+                    f"{file.size} bytes; give each rank's file a name of its own"
                 )
     return ""
+
+
+def _files_of(parts: tuple[Part, ...]) -> tuple[StoredFile, ...]:
+    """Return every file once, as the member knows it that wrote it."""
+    files: dict[str, StoredFile] = {}
+    for part in parts:
+        for file in part.files:
+            if file.path not in files or file.crc32 != UNKNOWN:
+                files[file.path] = file
+    return tuple(files[path] for path in sorted(files))

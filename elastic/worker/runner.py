@@ -38,6 +38,7 @@ from elastic.core.messages import Assign
 from elastic.core.world import NO_GENERATION, Assignment
 from elastic.errors import GroupError, InvariantViolation, UsageError
 from elastic.runtime.clock import Clock
+from elastic.storage.run_directory import RunDirectory
 from elastic.worker import entry, environment, outcome
 from elastic.worker.agreement import Agreement
 from elastic.worker.ahead import joining_on_demand
@@ -53,7 +54,6 @@ from elastic.worker.reporting import Place, Reporter
 from elastic.worker.rungs import Carry, Reenter
 from elastic.worker.seeding import FIRST_SEED, seed_everything
 from elastic.worker.step import StepEngine
-from elastic.worker.storage import RunDirectory
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from tests.tidy.tree import (
 )
 
 BELOW = {"errors", "core"}
-DRIVERS = {"store", "wire", "runtime"}
+DRIVERS = {"store", "wire", "runtime", "storage"}
 PROCESSES = {"coord", "agent", "worker", "client"}
 # What each part of the house may import, itself aside. A part that is not here has no place yet.
 MAY_IMPORT = {
@@ -31,9 +31,10 @@ MAY_IMPORT = {
     "store": BELOW,
     "wire": BELOW,
     "runtime": BELOW,
+    "storage": BELOW,
     "agent": BELOW | {"wire", "runtime"},
-    "worker": BELOW | {"wire", "runtime"},
-    "client": BELOW | {"wire", "runtime"},
+    "worker": BELOW | {"wire", "runtime", "storage"},
+    "client": BELOW | {"wire", "runtime", "storage"},
     # `elastic-coord status` asks as any user would: through the client.
     "coord": BELOW | DRIVERS | {"client"},
     "data": BELOW | DRIVERS | PROCESSES,

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic.errors import GroupError, InvariantViolation
+from elastic.storage.marker import StoredFile
 from elastic.worker.agreement import Agreement, Outcome, Part, Tally, Vote
 
 T = TypeVar("T")
@@ -107,14 +108,14 @@ def test_a_file_that_several_members_have_is_written_by_one() -> None:
 
 def test_parts_and_outcome_reach_every_member() -> None:
     both = members(2)
-    both[1].add_part(0, Part(1, "c", (("b.pt", 2), ("ü.pt", 3))))
+    both[1].add_part(0, Part(1, "c", (StoredFile("b.pt", 2, 7), StoredFile("ü.pt", 3))))
     both[0].add_part(0, Part(0, "c", error="disk full"))
     for agreement in both:
         agreement.vote(0, Vote(True, False, True))
     both[0].tell_outcome(0, Outcome(error="no"), ("b.pt",))
     assert both[1].parts(0) == (
         Part(0, "c", error="disk full"),
-        Part(1, "c", (("b.pt", 2), ("ü.pt", 3))),
+        Part(1, "c", (StoredFile("b.pt", 2, 7), StoredFile("ü.pt", 3))),
     )
     assert both[1].wait_outcome(0) == Outcome(error="no")
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from elastic.core.config import JobSpec
 from elastic.core.world import JobId
+from elastic.storage.marker import Marker
+from elastic.storage.run_directory import RunDirectory
 from elastic.worker.exchange import Answer
 from elastic.worker.pruning import Pruner
-from elastic.worker.storage import Marker, RunDirectory
 from tests.strategies import SCRIPT
 
 

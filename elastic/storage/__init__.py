@@ -1,0 +1,1 @@
+"""Durable storage through fsspec: run directories, and checkpoints that count once marked."""

@@ -1,0 +1,96 @@
+"""The marker of a checkpoint: written last, and what the rest is held against.
+
+Rule: a directory without a marker that can be read does not exist. The marker names every file
+with its size and checksum, and carries a checksum of itself, so that no flipped bit of any file
+goes unseen.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from elastic.core.world import is_automatic
+
+MARKER = "_COMMITTED"
+RECORDED = "_RECORDED"
+FORMAT = 2
+UNKNOWN = -1
+"""Stands where a checksum is not known."""
+
+
+class StoredFile(NamedTuple):
+    """One file of a checkpoint.
+
+    Attributes:
+        path: relative to the checkpoint, with slashes.
+        size: bytes.
+        crc32: CRC-32 of its content, `UNKNOWN` if nobody computed it.
+    """
+
+    path: str
+    size: int
+    crc32: int = UNKNOWN
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a marker says of its checkpoint.
+
+    Attributes:
+        job_id, generation, world_size: who wrote it.
+        index: which one of its generation; see `CheckpointRecord`.
+        unix_ns: when it was committed.
+        metrics: JSON object: what was reported with it.
+        files: sorted by path.
+    """
+
+    job_id: str
+    generation: int
+    index: int
+    world_size: int
+    unix_ns: int
+    metrics: str
+    files: tuple[StoredFile, ...]
+
+    @property
+    def automatic(self) -> bool:
+        """Return whether the step engine took it, rather than the script."""
+        return is_automatic(self.index)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    def to_json(self) -> str:
+        """Return the text of the file."""
+        files = {file.path: [file.size, file.crc32] for file in self.files}
+        fields = {**vars(self), "metrics": json.loads(self.metrics), "files": files}
+        body = {"format": FORMAT, **fields}
+        return json.dumps({**body, "crc32": _checksum(body)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Marker:
+        """Read the text of the file.
+
+        Raises:
+            ValueError: it is torn, changed, or of another format.
+        """
+        body: Any = json.loads(text)
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise ValueError(f"expected an object with format {FORMAT}")
+        if body.pop("crc32", None) != _checksum(body):
+            raise ValueError("its checksum does not fit")
+        try:
+            del body["format"]
+            files = tuple(StoredFile(path, *rest) for path, rest in body.pop("files").items())
+            return cls(**{**body, "metrics": json.dumps(body["metrics"])}, files=files)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _checksum(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())

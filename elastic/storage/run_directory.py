@@ -1,0 +1,215 @@
+"""The run directory: metrics of every report, and checkpoints that count once they are marked.
+
+    RUN/metrics.jsonl            what rank 0 reported, one JSON object a line
+    RUN/metrics-rank3.jsonl      the same of rank 3
+    RUN/checkpoints/NAME/        files of one checkpoint
+    RUN/checkpoints/NAME/_COMMITTED    written last: a directory without it does not exist
+    RUN/checkpoints/NAME/_RECORDED     the coordinator has it in its records, as far as we heard
+
+Rule: every failure of the storage below becomes a `StorageError` that names the path and the
+reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from elastic.core.world import CheckpointRecord
+from elastic.errors import StorageError
+from elastic.storage.files import CHUNK_BYTES, Files, reason_of
+from elastic.storage.marker import MARKER, RECORDED, Marker, StoredFile
+
+CHECKPOINTS = "checkpoints"
+
+
+class RunDirectory:
+    """One run's directory, on any file system that fsspec has."""
+
+    def __init__(self, path: str) -> None:
+        """Touch nothing yet.
+
+        Args:
+            path: storage_path/name, as an fsspec path such as "/data/run" or "s3://b/run".
+
+        Raises:
+            StorageError: no file system for such a path.
+        """
+        self.files = Files(path)
+        self.path = self.files.path
+
+    def checkpoint_path(self, name: str) -> str:
+        """Return the path under which users find a checkpoint."""
+        return f"{self.path}/{CHECKPOINTS}/{name}"
+
+    def checkpoint(self, name: str) -> Files:
+        """Return the files of a checkpoint."""
+        return Files(self.checkpoint_path(name))
+
+    def append_metrics(self, rank: int, record: dict[str, Any]) -> None:
+        """Add a line to this rank's metrics.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        name = "metrics.jsonl" if rank == 0 else f"metrics-rank{rank}.jsonl"
+        line = json.dumps(record, ensure_ascii=False) + "\n"
+        try:
+            self.files.append(name, line.encode())
+        except StorageError as error:
+            raise StorageError(f"rank {rank} {error}") from error
+
+    def upload(
+        self, source: Path, name: str, *, claim: Callable[[str], bool]
+    ) -> tuple[StoredFile, ...]:
+        """Copy the files below `source` into a checkpoint that is not committed yet.
+
+        Args:
+            source: a local directory.
+            name: of the checkpoint.
+            claim: is asked for each relative path; those that it refuses are some other
+                member's to write.
+
+        Returns:
+            Every file of ours, claimed or not; those claimed with their checksums.
+
+        Raises:
+            StorageError: something cannot be read or written.
+        """
+        target = self.checkpoint(name)
+        current = str(source)
+        try:
+            if not source.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "it is not a directory", str(source))
+            files = []
+            for path in sorted(p for p in source.rglob("*") if p.is_file()):
+                current = str(path)
+                relative = path.relative_to(source).as_posix()
+                if relative in (MARKER, RECORDED):
+                    continue  # The directory is a copy of an older checkpoint.
+                if claim(relative):
+                    files.append(_copied(path, target, relative))
+                else:
+                    files.append(StoredFile(relative, path.stat().st_size))
+            return tuple(files)
+        except Exception as error:
+            reason = str(error) if isinstance(error, StorageError) else reason_of(error)
+            raise StorageError(
+                f"cannot store {current} in {self.checkpoint_path(name)}: {reason}"
+            ) from error
+
+    def is_committed(self, name: str) -> bool:
+        """Return whether a checkpoint of this name counts already.
+
+        Raises:
+            StorageError: the directory cannot be read.
+        """
+        return self.checkpoint(name).exists(MARKER)
+
+    def commit(self, name: str, marker: Marker) -> str:
+        """Make a checkpoint count, once all its files are there.
+
+        Returns:
+            Its path.
+
+        Raises:
+            StorageError: the marker cannot be written.
+        """
+        with _as("cannot commit", self.checkpoint_path(name)):
+            self.checkpoint(name).write(MARKER, marker.to_json().encode())
+        return self.checkpoint_path(name)
+
+    def discard(self, name: str) -> None:
+        """Remove what there is of a checkpoint that will not be committed, if that is possible."""
+        # Without a marker it does not exist for anyone; it only takes up room.
+        with contextlib.suppress(StorageError):
+            self.files.delete(f"{CHECKPOINTS}/{name}")
+
+    def remove(self, name: str) -> None:
+        """Delete a committed checkpoint; it ceases to exist before its first file goes.
+
+        Raises:
+            StorageError: something cannot be deleted.
+        """
+        self.files.delete(f"{CHECKPOINTS}/{name}/{MARKER}")
+        self.files.delete(f"{CHECKPOINTS}/{name}")
+
+    def mark_recorded(self, name: str) -> None:
+        """Remember beside a committed checkpoint that the coordinator has recorded it.
+
+        Raises:
+            StorageError: the note cannot be written.
+        """
+        self.checkpoint(name).write(RECORDED, b"")
+
+    def recorded(self, job_id: str) -> list[tuple[str, Marker]]:
+        """Return name and marker of a job's checkpoints that are recorded, in that order.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        known = {path.split("/")[1] for path in self.files.list(f"{CHECKPOINTS}/*/{RECORDED}")}
+        found = [(n, m) for n, m in self.markers() if m.job_id == job_id and n in known]
+        return sorted(found, key=lambda pair: (pair[1].generation, pair[1].index))
+
+    def records(self, job_id: str = "") -> tuple[CheckpointRecord, ...]:
+        """Return the committed checkpoints of a job, or of all for "", in the order of commits.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        found = [(name, m) for name, m in self.markers() if job_id in ("", m.job_id)]
+        found.sort(key=lambda pair: (pair[1].generation, pair[1].index))
+        return tuple(
+            CheckpointRecord(self.checkpoint_path(name), m.generation, m.index, m.metrics)
+            for name, m in found
+        )
+
+    def newest_checkpoint(self) -> str:
+        """Return the path of the reported checkpoint that was committed last, "" for none.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        reported = [(m.unix_ns, name) for name, m in self.markers() if not m.automatic]
+        newest = max(reported, default=(0, ""))
+        return self.checkpoint_path(newest[1]) if newest[1] else ""
+
+    def markers(self) -> list[tuple[str, Marker]]:
+        """Return name and marker of every checkpoint whose marker can be read.
+
+        Raises:
+            StorageError: the directory cannot be read.
+        """
+        found = []
+        for path in self.files.list(f"{CHECKPOINTS}/*/{MARKER}"):
+            try:
+                marker = Marker.from_json(self.files.read(path).decode())
+            except ValueError:
+                continue  # Torn.
+            except StorageError as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    continue  # Pruned by another member since we listed it.
+                raise
+            found.append((path.split("/")[1], marker))
+        return found
+
+
+def _copied(path: Path, target: Files, relative: str) -> StoredFile:
+    with open(path, "rb") as file, target.writing(relative) as output:
+        while chunk := file.read(CHUNK_BYTES):
+            output.write(chunk)
+    return StoredFile(relative, output.size, output.crc32)
+
+
+@contextlib.contextmanager
+def _as(what: str, path: str) -> Iterator[None]:
+    """Say what was tried, in words of the caller."""
+    try:
+        yield
+    except StorageError as error:
+        raise StorageError(f"{what} {path}: {error}") from error
