@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import anyio
 
+from elastic.agent.arenas import Arenas
 from elastic.agent.follow import Followers
 from elastic.agent.link import Link, LinkCallbacks
 from elastic.agent.logs import Logs
@@ -31,6 +32,7 @@ from elastic.core.events.agent import (
     ExitAgent,
     Kill,
     OpenLog,
+    ProcessExited,
     SendCoordinator,
     SendProcess,
     ShowStacks,
@@ -98,6 +100,7 @@ class AgentDriver:
         self._exit: ExitAgent | None = None
         self._logs = Logs(settings.log_dir, node.node_id)
         self._processes = ChildProcesses(settings.launch, self._logs, self.post)
+        self._arenas = Arenas()
         callbacks = LinkCallbacks(
             post=self.post,
             on_follow=lambda request: self._followers.handle(request),
@@ -116,6 +119,8 @@ class AgentDriver:
     def post(self, event: AgentEvent) -> None:
         """Take an event; from callbacks and tasks of this event loop only."""
         check(len(self._events) < EVENTS_MAX, f"{EVENTS_MAX} events wait for the agent's machine")
+        if isinstance(event, ProcessExited):
+            self._arenas.exited(event.process_id, event.cause)
         self._events.append(event)
         self._wake.set()
 
@@ -159,7 +164,9 @@ class AgentDriver:
         match effect:
             case SendProcess(process_id, Assign() as assign):
                 folder = str(self._logs.path_of(assign).parent)
-                self._processes.send(process_id, dataclasses.replace(assign, log_dir=folder))
+                snapshots = self._arenas.give(assign.spec.job_id, process_id)
+                told = dataclasses.replace(assign, log_dir=folder, snapshots=snapshots)
+                self._processes.send(process_id, told)
             case SendProcess(process_id, message):
                 self._processes.send(process_id, message)
             case SendCoordinator(session, said):
@@ -191,6 +198,7 @@ class AgentDriver:
     async def _end(self) -> None:
         """Kill what runs, read what it printed, send what waits: each with a limit."""
         await self._processes.close(END_S_MAX)
+        self._arenas.close()
         await self._logs.close(END_S_MAX)
         await self._followers.finish(FLUSH_S_MAX)
         await self._link.close(FLUSH_S_MAX)

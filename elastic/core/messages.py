@@ -296,6 +296,8 @@ class Assign:
         devices: accelerators it may see, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
         log_dir: directory of its output files, for people.
         ahead: call the train function before there is a group, up to where it needs one.
+        snapshots: paths of the agent's memory for this job, one for each slot; empty: the worker
+            takes memory of its own.
     """
 
     worker_id: WorkerId
@@ -304,6 +306,7 @@ class Assign:
     devices: tuple[str, ...] = ()
     log_dir: str = ""
     ahead: bool = False
+    snapshots: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

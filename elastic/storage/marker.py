@@ -34,6 +34,18 @@ class StoredFile(NamedTuple):
     size: int
     crc32: int = UNKNOWN
 
+    def check(self, content: bytes) -> None:
+        """Refuse content that is not what was written.
+
+        Raises:
+            ValueError: naming the file, and how it differs.
+        """
+        if len(content) != self.size:
+            raise ValueError(f"{self.path} has {len(content)} bytes instead of {self.size}")
+        found = zlib.crc32(content)
+        if self.crc32 not in (UNKNOWN, found):
+            raise ValueError(f"{self.path} is damaged: CRC-32 {found:#x}, not {self.crc32:#x}")
+
 
 @dataclass(frozen=True)
 class Marker:
@@ -64,6 +76,10 @@ class Marker:
     def num_bytes(self) -> int:
         """Return the bytes of all files."""
         return sum(file.size for file in self.files)
+
+    def about(self, name: str, default: Any = None) -> Any:
+        """Return one of the metrics."""
+        return json.loads(self.metrics).get(name, default)
 
     def to_json(self) -> str:
         """Return the text of the file."""

@@ -136,10 +136,16 @@ class FailureConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Which reported checkpoints are kept; the newest always is.
+    """When checkpoints are taken by themselves, and which are kept; the newest always is.
+
+    Automatic ones hold the whole state of a loop over `train.epochs()`; no code in the script
+    takes or reads them. They are numbered apart from those that the script reports.
 
     Attributes:
-        num_to_keep: None for all.
+        every_n_steps: after each n steps of the run; None for never.
+        every_s: when so many seconds have passed since the last one; None for never.
+        async_save: write while training goes on; False waits until each one is durable.
+        num_to_keep: None for all reported ones, and the newest two automatic ones.
         checkpoint_score_attribute: metric that ranks them; None ranks by age.
         checkpoint_score_order: "max" or "min" is best.
     """
@@ -147,6 +153,9 @@ class CheckpointConfig:
     num_to_keep: int | None = None
     checkpoint_score_attribute: str | None = None
     checkpoint_score_order: str = "max"
+    every_n_steps: int | None = None
+    every_s: float | None = 600.0
+    async_save: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -154,6 +163,15 @@ class CheckpointConfig:
         if kept is not None and (not isinstance(kept, int) or kept < 1):
             raise ConfigError(
                 f"CheckpointConfig: num_to_keep={kept!r}: expected None (all) or an int >= 1"
+            )
+        n = self.every_n_steps
+        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+            raise ConfigError(
+                f"CheckpointConfig: every_n_steps={n!r}: expected None (never) or an int >= 1"
+            )
+        if self.every_s is not None and not 0 < self.every_s < float("inf"):
+            raise ConfigError(
+                f"CheckpointConfig: every_s={self.every_s!r}: expected None (never) or seconds > 0"
             )
         if self.checkpoint_score_order not in ("max", "min"):
             raise ConfigError(

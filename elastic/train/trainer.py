@@ -248,9 +248,13 @@ class TorchTrainer:
             on_report=self._on_report,
         )
 
-    def _options(self) -> dict[str, str]:
+    def _options(self) -> dict[str, Any]:
         """Return what the step engine must know of this trainer's configuration."""
+        checkpoints = self.run_config.checkpoint_config
         return {
+            "every_n_steps": checkpoints.every_n_steps,
+            "every_s": checkpoints.every_s,
+            "async_save": checkpoints.async_save,
             "consistency": self.torch_config.consistency,
             "recovery": self.run_config.failure_config.recovery,
         }

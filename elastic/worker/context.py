@@ -17,6 +17,7 @@ from elastic.worker.activity import Activity
 from elastic.worker.mesh import Reach
 from elastic.worker.progress import StepCounter
 from elastic.worker.reporting import Link, Reporter
+from elastic.worker.saving import Saver
 
 if TYPE_CHECKING:
     from elastic.worker.step import StepEngine
@@ -43,6 +44,7 @@ class WorkerContext:
         options: what the library passed along with the train function.
         activity: what the control thread can see of the training loop.
         is_local: there is no agent; the train function runs in the user's own process.
+        saver: takes automatic checkpoints, over all calls of the train function.
         engine: of this call's training loop.
         join: puts a worker that runs ahead of its group into it, and returns the context there;
             None for one that has its place. Until then rank and world size say nothing.
@@ -72,6 +74,7 @@ class WorkerContext:
     step_counter: StepCounter = field(repr=False)
     link: Link = field(repr=False)
     activity: Activity = field(default_factory=Activity, repr=False)
+    saver: Saver | None = field(default=None, repr=False)
     engine: StepEngine | None = field(default=None, repr=False)
     join: Callable[[], WorkerContext] | None = field(default=None, repr=False)
     shielded: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)

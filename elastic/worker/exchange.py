@@ -114,6 +114,10 @@ class Exchange:
         wish = self._wish
         return (wish.reason or "planned change") if wish and wish.generation == generation else ""
 
+    def save_wish(self, generation: Generation) -> int:
+        """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
+        return 0
+
     def set_aborted(self, generation: Generation) -> None:
         """Remember that this group is over, before it is aborted."""
         self._aborted = max(self._aborted, generation)

@@ -42,8 +42,10 @@ from elastic.worker.outcome import NO_RESULT, exit_code_of, result_json
 from elastic.worker.progress import StepCounter
 from elastic.worker.pruning import Pruner
 from elastic.worker.reporting import Place, Reporter
+from elastic.worker.saving import Saver
 from elastic.worker.seeding import FIRST_SEED, seed_everything
 from elastic.worker.step import StepEngine
+from elastic.worker.writing import Writer
 
 FACTS_KEY = "facts"
 CHOICE_KEY = "choice"
@@ -110,6 +112,8 @@ def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
                 raise
             result = NO_RESULT
         context.the_reporter().finish()
+        if context.saver is not None:
+            context.saver.finish()
     kept: tuple[CheckpointRecord, ...] = ()
     if run.run_path:
         kept = RunDirectory(run.run_path).records(context.job_id)
@@ -131,6 +135,10 @@ class NoCoordinator:
     def wish(self, generation: Generation) -> str:
         """Return "": nothing ever changes."""
         return ""
+
+    def save_wish(self, generation: Generation) -> int:
+        """Return 0: nobody asks."""
+        return 0
 
     def expect_answer(self, generation: Generation, index: int) -> Answer:
         """Return consent."""
@@ -267,6 +275,12 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
         device = f"cuda:{local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     place = Place(JobId(job_id), generation, rank, world_size)
+    writer = None
+    if directory is not None:
+        writer = Writer(
+            directory, place.job_id, line=link, clock=clock, num_to_keep=run.num_to_keep
+        )
+    saver = Saver((), writer)
     worker_id = WorkerId(f"local/{rank}")
     return WorkerContext(
         job_id=place.job_id,
@@ -299,6 +313,7 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
         ),
         step_counter=StepCounter(worker_id, generation, tell=link.post, clock=clock),
         link=link,
+        saver=saver,
     )
 
 

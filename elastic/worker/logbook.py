@@ -105,6 +105,16 @@ class Logbook:
         self._sums, self._done = {}, {}
         self.latest = dict(latest)
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps; the same on all ranks."""
+        averages = {name: list(pair) for name, pair in self._averages.items()}
+        return {"latest": dict(self.latest), "averages": averages}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.receive(state["latest"])
+        self._averages = {name: (pair[0], pair[1]) for name, pair in state["averages"].items()}
+
     def take_averages(self) -> dict[str, float]:
         """Return averages over all steps since the last call."""
         averages = {name: total / weight for name, (total, weight) in self._averages.items()}

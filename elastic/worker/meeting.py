@@ -33,12 +33,14 @@ class Met:
         cursors: where each member stands now, by rank.
         places: where each member will run code of its own again, by rank.
         num_bytes: of state that we sent or received.
+        nobody: no member has the state of the run, and nothing was sent.
     """
 
     state: Any
     cursors: tuple[Cursor, ...]
     places: tuple[Cursor, ...]
     num_bytes: int
+    nobody: bool = False
 
 
 def meet(
@@ -48,6 +50,8 @@ def meet(
     epochs: Epochs | None,
     take: Callable[[], Any],
     reach: Reach,
+    *,
+    begins: bool = True,
 ) -> Met:
     """Find out who is how far, connect directly, and send state to those who need it.
 
@@ -58,6 +62,7 @@ def meet(
         epochs: how our data is cut, None if we do not know it yet.
         take: returns our state, called only if it is sent.
         reach: how the others reach us.
+        begins: where nobody has the state of the run, rank 0's is that of its beginning.
 
     Raises:
         RuntimeError: the group broke; nothing of ours has changed.
@@ -70,6 +75,8 @@ def meet(
     check_alike(told)
     _connect(group, [one.door for one in told])
     standings = [one.standing for one in told]
+    if not begins and not any(one.has_state for one in standings):
+        return Met(None, (), (), 0, nobody=True)
     plan = plan_transfers(standings).value
     state, num_bytes = transfer(group, plan, take)
     source = plan.source_of(group.rank())

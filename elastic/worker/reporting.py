@@ -54,6 +54,10 @@ class Link(Protocol):
         """Return why this generation is to be left at its next boundary, "" if it is not."""
         ...
 
+    def save_wish(self, generation: Generation) -> int:
+        """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
+        ...
+
     def expect_answer(self, generation: Generation, index: int) -> Answer:
         """Ask to be told what becomes of a report; called before it is posted."""
         ...

@@ -23,6 +23,8 @@ TAG = 1_000_000
 STEP_BITS = 32
 HEAD = 3
 """Numbers before the logged ones."""
+WISHES, SAVES, BUSY = 1, 2, 4
+"""Bits of a row's first number."""
 Row = tuple[float, ...]
 """A row as it was received: `ROW` numbers."""
 
@@ -33,6 +35,8 @@ class StepRow:
 
     Attributes:
         wishes: it knows of a planned change.
+        saves: it asks for a snapshot after the step.
+        busy: it has no room for one.
         cursor: the step that its gradients belong to.
         stepped: bits of the optimizers that stepped last in this group, 0 before the first step.
         values: what it has logged.
@@ -42,18 +46,28 @@ class StepRow:
     cursor: Cursor
     stepped: int
     values: tuple[float, ...] = ()
+    saves: bool = False
+    busy: bool = False
 
     def numbers(self) -> list[float]:
         """Return the row as it is sent: each number is exact in a float64."""
         where = (self.cursor.epoch << STEP_BITS) + self.cursor.step
-        return [float(self.wishes), float(where), float(self.stepped), *self.values]
+        flags = self.wishes * WISHES + self.saves * SAVES + self.busy * BUSY
+        return [float(flags), float(where), float(self.stepped), *self.values]
 
     @staticmethod
     def of(numbers: Sequence[float]) -> StepRow:
         """Read such a row."""
         epoch, step = divmod(int(numbers[1]), 1 << STEP_BITS)
-        values = tuple(numbers[HEAD:])
-        return StepRow(numbers[0] > 0, Cursor(epoch, step), int(numbers[2]), values)
+        values, flags = tuple(numbers[HEAD:]), int(numbers[0])
+        return StepRow(
+            bool(flags & WISHES),
+            Cursor(epoch, step),
+            int(numbers[2]),
+            values,
+            bool(flags & SAVES),
+            bool(flags & BUSY),
+        )
 
 
 def read_rows(rows: Sequence[Sequence[float]]) -> list[StepRow]:

@@ -51,6 +51,7 @@ class Carry:
         logbook: what was logged.
         generation: the group that has agreed on it already, 0 if none has.
         places: in this group, where each member runs code of its own again, by rank.
+        steps: committed in the run.
     """
 
     state: State
@@ -58,3 +59,4 @@ class Carry:
     logbook: Logbook
     generation: int = 0
     places: tuple[Cursor, ...] = ()
+    steps: int = 0

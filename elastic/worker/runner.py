@@ -52,8 +52,10 @@ from elastic.worker.progress import StepCounter
 from elastic.worker.pruning import Pruner
 from elastic.worker.reporting import Place, Reporter
 from elastic.worker.rungs import Carry, Reenter
+from elastic.worker.saving import Saver
 from elastic.worker.seeding import FIRST_SEED, seed_everything
 from elastic.worker.step import StepEngine
+from elastic.worker.writing import Writer
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +97,7 @@ class Runner:
         self._server: StoreServer | None = None
         self._prepare: Callable[[], entry.Call] | None = None
         self._run_directory: RunDirectory | None = None
+        self._saver: Saver | None = None
         # Of the call of the train function that runs now; `rejoin` moves it to other groups.
         self._called: entry.Call | None = None
         self._assignment: Assignment | None = None
@@ -127,6 +130,7 @@ class Runner:
             self._assign = assign
             self._server = StoreServer(assign.host)
             self._run_directory = RunDirectory(spec.run_path) if spec.run_path else None
+            self._saver = Saver(assign.snapshots, self._writer(assign))
             self._prepare = entry.load(spec.entry)
         except BaseException as error:
             # Also what a module of the user's does while it is imported, such as sys.exit.
@@ -217,6 +221,8 @@ class Runner:
             result = self._call_again(assign, assignment)
             if self._reporter is not None:
                 self._reporter.finish()
+            if self._saver is not None:
+                self._saver.finish()
             return TrainReturned(self._place.generation, outcome.result_json(result))
         except BaseException as error:
             event = self._ended_early(self._place.generation, error)
@@ -370,6 +376,18 @@ class Runner:
         run = self._run_directory
         return Pruner(run, assign.spec, assignment.checkpoint) if run is not None else None
 
+    def _writer(self, assign: Assign) -> Writer | None:
+        run, spec = self._run_directory, assign.spec
+        if run is None:
+            return None
+        return Writer(
+            run,
+            spec.job_id,
+            line=self._exchange,
+            clock=self._clock,
+            num_to_keep=spec.num_to_keep,
+        )
+
     def _make_reporter(self, assign: Assign, assignment: Assignment) -> Reporter:
         place = Place(
             assignment.job_id, assignment.generation, assignment.rank, assignment.world_size
@@ -434,6 +452,7 @@ class Runner:
             ),
             link=self._exchange,
             activity=self._exchange.activity,
+            saver=self._saver,
             engine=self._engine,
             join=self.join if assignment is None else None,
             shielded=self._interrupter.shielded,

@@ -105,6 +105,15 @@ class TrainState:
             units[id(optimizer)] = Unit(f"optimizer {number}", parameters)
         return units
 
+    def aliases(self) -> list[dict[str, str]]:
+        """Return for each model the other names of shared parameters, each with its first one."""
+        found = []
+        for model in self.models:
+            first = {id(parameter): name for name, parameter in model.named_parameters()}
+            every = model.named_parameters(remove_duplicate=False)
+            found.append({name: first[id(p)] for name, p in every if first[id(p)] != name})
+        return found
+
     def forget_step(self) -> None:
         """A step is done again: scalers have not seen its gradients. Their scale stays."""
         for scaler in self.scalers:

@@ -26,11 +26,13 @@ from elastic.core.policy.recovery import Standing
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker import complaints
 from elastic.worker.c10d import default_group
+from elastic.worker.catching_up import catch_up
 from elastic.worker.context import WorkerContext
 from elastic.worker.interrupt import GroupChanged
+from elastic.worker.keeping import Keeper
 from elastic.worker.loader import Batch, MicroBatchLoader
 from elastic.worker.logbook import Logbook, ReportPlaces
-from elastic.worker.meeting import meet, share_latest
+from elastic.worker.meeting import share_latest
 from elastic.worker.outcome import is_group_broken
 from elastic.worker.prepared import DueSteps, Phase, adopt_optimizer, adopt_scheduler, scalers_know
 from elastic.worker.reduce import Reducer, Unit
@@ -77,6 +79,7 @@ class StepEngine:
         self._reducer: Reducer | None = None
         self._units: dict[int, Unit] = {}
         self._due = DueSteps()
+        self._keeper = Keeper(self.state, self.logbook)
         self._loader: MicroBatchLoader | None = None
         self._batch: Batch | None = None
         self._epoch: int | None = None
@@ -92,10 +95,12 @@ class StepEngine:
         """Take what the user chose, from what is known of this call."""
         self._consistency = str(options.get("consistency", self._consistency))
         self.recovery = str(options.get("recovery", self.recovery))
+        self._keeper.configure(options)
 
     def enter(self, context: WorkerContext) -> None:
         """Be in this group from here on."""
         self._place = context
+        self._keeper.enter(context)
 
     def close(self) -> None:
         """The call of the train function is over, however it ended; again is no harm."""
@@ -110,21 +115,13 @@ class StepEngine:
         self.state.models.append(model)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer step when the gradients of a whole step are there.
-
-        Raises:
-            UsageError: it is prepared already, or the loop has begun.
-        """
+        """Let an optimizer step once for each step; UsageError if it is prepared already."""
         complaints.check_early("prepare_optimizer", self.has_begun)
         adopt_optimizer(optimizer, self)
         self.state.optimizers.append(optimizer)
 
     def add_scheduler(self, scheduler: Any) -> None:
-        """Let a scheduler step once for each step, or once for each epoch.
-
-        Raises:
-            UsageError: it is no scheduler, is prepared already, or the loop has begun.
-        """
+        """Let a scheduler step once for each step or epoch; UsageError if it is none."""
         complaints.check_early("prepare_scheduler", self.has_begun)
         adopt_scheduler(scheduler, self)
         self.state.schedulers.append(scheduler)
@@ -156,6 +153,7 @@ class StepEngine:
                 yield epoch
                 if self.cursor.epoch == epoch:
                     self.cursor = Cursor(epoch + 1, 0)
+            self._keeper.at_end(self.cursor, self.data, self._is_broken)
         finally:
             self._end()
 
@@ -179,6 +177,7 @@ class StepEngine:
         if carry is not None:
             self.state.put(carry.state)
             self.cursor, self.logbook, self._has_state = carry.cursor, carry.logbook, True
+            self._keeper.logbook, self._keeper.steps = carry.logbook, carry.steps
             if carry.generation == self._context.generation:
                 self._places = carry.places
                 self._attach()
@@ -238,6 +237,7 @@ class StepEngine:
             raise complaints.read_again(self._epoch)
         self.state.check_known(self._units)
         self._loader = loader
+        self._keeper.check_data(loader.epochs, self.cursor)
         self._deal()
         return self._epoch
 
@@ -262,7 +262,8 @@ class StepEngine:
         if batch.micro_batch == first:
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
             wishes = bool(self._context.link.wish(self._context.generation))
-            row = StepRow(wishes, self.cursor, self._stepped, tuple(self.logbook.row()))
+            logged = tuple(self.logbook.row())
+            row = StepRow(wishes, self.cursor, self._stepped, logged, *self._keeper.flags())
             reducer.begin_step(share, row.numbers())
         reducer.begin_micro_batch(batch.micro_batch)
         self._batch = batch
@@ -282,6 +283,7 @@ class StepEngine:
             self._context.note_step()
             self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
             self._phase = Phase.OUTSIDE
+            self._keeper.at_boundary(self.cursor, self.data, self._is_broken)
 
     # ------------------------------------------------------------------- optimizer steps
 
@@ -329,6 +331,7 @@ class StepEngine:
             self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
             self._phase, self._has_state = Phase.COMMITTED, True
             self._leaves = any(row.wishes for row in rows)
+            self._keeper.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
 
     def _make_void(self) -> None:
@@ -434,22 +437,11 @@ class StepEngine:
         standing = Standing(self._has_state, self.cursor, steps, is_inside)
         with self._context.activity.waiting():
             units, reach = list(self._units.values()), self._context.reach
-            met = meet(default_group(), standing, units, epochs, self._take, reach)
-        if met.state is not None:
-            self.state.put(met.state["objects"])
-            self.cursor = Cursor(*met.state["cursor"])
-            self.logbook.receive(met.state["logged"])
+            met, self.cursor = catch_up(self._keeper, standing, epochs, units, reach)
         self._has_state = True
         self._places = met.places
         share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes
-
-    def _take(self) -> dict[str, Any]:
-        return {
-            "objects": self.state.take(),
-            "cursor": [self.cursor.epoch, self.cursor.step],
-            "logged": dict(self.logbook.latest),
-        }
 
     def _pass_gate(self) -> bool:
         """Wait until everyone has committed the epoch's last step; False if the group broke.
@@ -480,7 +472,8 @@ class StepEngine:
         if self._carry is not None or not self._has_state:
             return self._carry
         generation = self._context.generation if in_this_group else 0
-        return Carry(self.state.take(), self.cursor, self.logbook, generation, self._places)
+        steps = self._keeper.steps
+        return Carry(self.state.take(), self.cursor, self.logbook, generation, self._places, steps)
 
     @property
     def data(self) -> Epochs | None:

@@ -26,8 +26,15 @@ TAG = 9_000
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """Stands in the skeleton where a tensor was."""
+class TensorSpec:
+    """Stands in the skeleton where a tensor was.
+
+    Attributes:
+        number: of the tensor, in the order in which `pack` gives them.
+        dtype: such as "float32".
+        shape: of the tensor.
+        is_array: it was a NumPy array.
+    """
 
     number: int
     dtype: str
@@ -115,13 +122,23 @@ def _plain_key(key: Any, where: str) -> Any:
     )
 
 
-def _tensors_of(skeleton: Any) -> list[_Tensor]:
-    found: list[_Tensor] = []
+def read_skeleton(text: bytes) -> Any:
+    """Return the plain values of a state, from the bytes that `pack` made; runs no code in them.
+
+    Raises:
+        Exception: these are no such bytes.
+    """
+    return torch.load(io.BytesIO(text), weights_only=True)
+
+
+def tensors_of(skeleton: Any) -> list[TensorSpec]:
+    """Return what stands in a skeleton for tensors, by number."""
+    found: list[TensorSpec] = []
 
     def walk(node: Any) -> None:
         kind, content = node[0], node[1]
         if kind == "tensor":
-            found.append(_Tensor(content, node[2], tuple(node[3]), node[4]))
+            found.append(TensorSpec(content, node[2], tuple(node[3]), node[4]))
         elif kind == "dict":
             for _, value in content:
                 walk(value)
@@ -202,8 +219,8 @@ def _receive(group: Any, source: int) -> tuple[Any, int]:
 
     length = int(receive(1, 0, torch.int64))
     text = receive(length, 1).numpy().tobytes()
-    skeleton = torch.load(io.BytesIO(text), weights_only=True)
-    wanted = _tensors_of(skeleton)
+    skeleton = read_skeleton(text)
+    wanted = tensors_of(skeleton)
     tensors = [torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in wanted]
     parts = [_bytes_of(tensor) for tensor in tensors]
     small, large = _sorted_by_size(parts)

@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic.errors import UsageError
 from elastic.worker.state import TrainState
-from elastic.worker.transfer import _bytes_of, _sorted_by_size, _tensors_of, pack, unpack
+from elastic.worker.transfer import _bytes_of, _sorted_by_size, pack, tensors_of, unpack
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -24,7 +24,7 @@ def sent(state: Any) -> Any:
     """Return what a receiver makes of a state: skeleton and bytes are all that it gets."""
     text, tensors = pack(state)
     skeleton = torch.load(io.BytesIO(text), weights_only=True)
-    wanted = _tensors_of(skeleton)
+    wanted = tensors_of(skeleton)
     arrived = [torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for one in wanted]
     for mine, theirs in zip(arrived, tensors, strict=True):
         _bytes_of(mine).copy_(_bytes_of(theirs))

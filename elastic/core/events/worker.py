@@ -114,6 +114,23 @@ class UserReported:
 
 
 @dataclass(frozen=True)
+class StateSaved:
+    """An automatic checkpoint lies in storage, all but its marker; the writer's thread.
+
+    Attributes:
+        generation: that this worker is in now.
+        index: number of the checkpoint, from `FIRST_AUTOMATIC`.
+        metrics: JSON object: where in the run it was taken.
+        checkpoint: its path.
+    """
+
+    generation: Generation
+    index: int
+    metrics: str
+    checkpoint: str
+
+
+@dataclass(frozen=True)
 class Looked:
     """What the control thread saw of the main thread, at the moment that the machine asked for.
 
@@ -142,6 +159,7 @@ WorkerEvent = (
     | TrainRaised
     | TrainLeft
     | UserReported
+    | StateSaved
     | Looked
     | Tick
 )

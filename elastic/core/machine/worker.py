@@ -24,6 +24,7 @@ from elastic.core.events.worker import (
     Setup,
     SetupFailed,
     Started,
+    StateSaved,
     StoreOpened,
     TrainLeft,
     TrainRaised,
@@ -36,6 +37,7 @@ from elastic.core.events.worker import (
 from elastic.core.machine.story import Story, note
 from elastic.core.machine.transitions import MAIN, WORKER, MainPhase, check_move
 from elastic.core.machine.worker_pulse import PulseWatch
+from elastic.core.machine.worker_reports import ReportBook
 from elastic.core.messages import (
     Announce,
     Assign,
@@ -44,7 +46,6 @@ from elastic.core.messages import (
     PipeToWorker,
     Pong,
     Pulse,
-    Report,
     ReportAck,
     Reported,
     Stop,
@@ -95,8 +96,7 @@ class WorkerMachine:
         self._stop: Stop | None = None
         self._is_cut = False
         self._has_wished = False
-        self._num_reports = 0
-        self._unanswered: dict[int, None] = {}
+        self._reports = ReportBook()
         self._failure: Failure | None = None
         self._result = ""
         self._pulses = PulseWatch()
@@ -156,6 +156,8 @@ class WorkerMachine:
                 self._left_train(event)
         elif isinstance(event, UserReported) and self._is_at(MainPhase.TRAINING, event.generation):
             self._reported(event)
+        elif isinstance(event, StateSaved):
+            self._saved(event)
         elif isinstance(event, Looked) and self._main is MainPhase.TRAINING:
             self._looked(event)
 
@@ -231,10 +233,8 @@ class WorkerMachine:
     def _acked(self, ack: ReportAck) -> None:
         """Let the waiting `report` call go on; each is answered once."""
         is_current = self._is_at(MainPhase.TRAINING, ack.generation)
-        if not (self._is_mine(ack.worker_id) and is_current and ack.index in self._unanswered):
-            return
-        del self._unanswered[ack.index]
-        self._out.append(ResolveReport(ack.generation, ack.index, ack.accepted, ack.reason))
+        if self._is_mine(ack.worker_id) and is_current:
+            self._out += self._reports.acked(ack)
 
     # ------------------------------------------------------------ what the main thread says
 
@@ -313,18 +313,17 @@ class WorkerMachine:
         assign = self._assign
         if assign is None:
             raise InvariantViolation("a report came from a process that has no job")
-        report = Report(
-            worker_id=assign.worker_id,
-            job_id=assign.spec.job_id,
-            generation=event.generation,
-            index=self._num_reports,
-            rank=event.rank,
-            metrics=event.metrics,
-            checkpoint=event.checkpoint,
-        )
-        self._unanswered[self._num_reports] = None
-        self._num_reports += 1
-        self._out.append(SendPipe(Reported(report)))
+        self._out.append(SendPipe(Reported(self._reports.reported(event, assign))))
+
+    def _saved(self, event: StateSaved) -> None:
+        """Tell of an automatic checkpoint; between two groups nobody could consent to it."""
+        assign = self._assign
+        if assign is not None and self._is_at(MainPhase.TRAINING, event.generation):
+            report = self._reports.saved(event, assign, self._assignment().rank)
+            self._out.append(SendPipe(Reported(report)))
+        else:
+            reason = f"generation {event.generation} does not train"
+            self._out.append(ResolveReport(event.generation, event.index, False, reason))
 
     def _looked(self, event: Looked) -> None:
         found = self._pulses.look(event, self._now_ns)
@@ -342,10 +341,9 @@ class WorkerMachine:
 
     def _begin(self) -> None:
         """Form the newest announced group; the main thread is idle."""
+        self._out += self._reports.turn_over(self._generation())
         self._current, self._next = self._next, None
         self._is_cut = self._has_wished = False
-        self._num_reports = 0
-        self._unanswered = {}
         self._result = ""
         self._become(WorkerPhase.FORMING)
         if self._must_leave_now():

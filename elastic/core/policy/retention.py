@@ -43,6 +43,20 @@ def keep(
     return tuple(record for i, record in enumerate(records) if i in kept)
 
 
+AUTOMATIC_KEPT = 2
+"""Automatic checkpoints that are kept at least: the newest may turn out to be damaged."""
+
+
+def superfluous_automatic(names: Sequence[str], num_to_keep: int) -> tuple[str, ...]:
+    """Return the automatic checkpoints to delete.
+
+    Args:
+        names: oldest first.
+        num_to_keep: as the user wishes, -1 for no wish.
+    """
+    return tuple(names[: -max(AUTOMATIC_KEPT, num_to_keep)])
+
+
 def _score(record: CheckpointRecord, attribute: str, order: str) -> float:
     try:
         value = float(json.loads(record.metrics)[attribute])

@@ -1,0 +1,92 @@
+"""Memory for snapshots of training state: the agent's, so that it outlives the workers.
+
+The workers of a job on this node open it under `/proc/AGENT/fd/N`, write the newest state of the
+run there, and find it again when all of them have died. It is anonymous: when the agent and the
+last worker are gone, the kernel has it back.
+
+Rule: memory of a job that nobody works on any more is given back, at once if its workers ended by
+themselves or by order, a while later if they died, because then they may come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass, field
+
+from elastic.core.world import ExitCause, ExitKind, JobId
+
+log = logging.getLogger(__name__)
+
+SLOTS = 2
+"""The newest snapshot, and the one that is being written."""
+KEPT_S = 120.0
+"""How long the state of a job is kept whose last worker on this node died."""
+
+
+@dataclass
+class Arena:
+    """The memory of one job.
+
+    Attributes:
+        descriptors: of its slots.
+        processes: numbers of the processes that may use it.
+        timer: gives it back.
+    """
+
+    descriptors: tuple[int, ...]
+    processes: set[int] = field(default_factory=set)
+    timer: asyncio.TimerHandle | None = None
+
+
+class Arenas:
+    """The memory of all jobs on this node; lives on the agent's event loop."""
+
+    def __init__(self, kept_s: float = KEPT_S) -> None:
+        """Have none yet."""
+        self._kept_s = kept_s
+        self._arenas: dict[JobId, Arena] = {}
+
+    def give(self, job_id: JobId, process_id: int) -> tuple[str, ...]:
+        """Return where a worker finds the memory of its job; empty if there is none to be had."""
+        arena = self._arenas.get(job_id)
+        if arena is None:
+            try:
+                made = [os.memfd_create(f"elastic-{job_id}", os.MFD_CLOEXEC) for _ in range(SLOTS)]
+            except OSError as error:
+                log.warning("no_snapshot_memory job=%s error=%r", job_id, str(error))
+                return ()
+            arena = self._arenas[job_id] = Arena(tuple(made))
+        if arena.timer is not None:
+            arena.timer.cancel()
+            arena.timer = None
+        arena.processes.add(process_id)
+        return tuple(f"/proc/{os.getpid()}/fd/{number}" for number in arena.descriptors)
+
+    def exited(self, process_id: int, cause: ExitCause) -> None:
+        """Take note of a process that is gone."""
+        for job_id, arena in list(self._arenas.items()):
+            if process_id not in arena.processes:
+                continue
+            arena.processes.remove(process_id)
+            if arena.processes:
+                return
+            ended = cause.kind is ExitKind.CODE and cause.code == 0
+            if ended:
+                self._drop(job_id)
+            else:
+                loop = asyncio.get_running_loop()
+                arena.timer = loop.call_later(self._kept_s, self._drop, job_id)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for job_id in list(self._arenas):
+            self._drop(job_id)
+
+    def _drop(self, job_id: JobId) -> None:
+        arena = self._arenas.pop(job_id)
+        if arena.timer is not None:
+            arena.timer.cancel()
+        for number in arena.descriptors:
+            os.close(number)

@@ -1,0 +1,57 @@
+"""The reports of one worker in one generation that the coordinator has not answered yet.
+
+Rule: each is answered once, and none is left without an answer when the generation is over,
+except for those whose thread was interrupted for that very reason.
+"""
+
+from __future__ import annotations
+
+from elastic.core.events.worker import ResolveReport, StateSaved, UserReported
+from elastic.core.messages import Assign, Report, ReportAck
+from elastic.core.world import Generation, is_automatic
+
+
+class ReportBook:
+    """Numbers reports, and remembers who waits."""
+
+    def __init__(self) -> None:
+        """Begin before the first report."""
+        self._count = 0
+        self._unanswered: dict[int, None] = {}
+
+    def reported(self, event: UserReported, assign: Assign) -> Report:
+        """Take a report of the script; the book numbers it."""
+        index, self._count = self._count, self._count + 1
+        return self._sent(event, assign, index, event.rank)
+
+    def saved(self, event: StateSaved, assign: Assign, rank: int) -> Report:
+        """Take an automatic checkpoint, which has its number."""
+        return self._sent(event, assign, event.index, rank)
+
+    def acked(self, ack: ReportAck) -> list[ResolveReport]:
+        """Return the answer that the waiting thread is to have; nothing the second time."""
+        if ack.index not in self._unanswered:
+            return []
+        del self._unanswered[ack.index]
+        return [ResolveReport(ack.generation, ack.index, ack.accepted, ack.reason)]
+
+    def turn_over(self, generation: Generation) -> list[ResolveReport]:
+        """Begin anew for the next generation; returns answers for those who ask again."""
+        reason = f"generation {generation} is over"
+        left = [index for index in self._unanswered if is_automatic(index)]
+        self._count, self._unanswered = 0, {}
+        return [ResolveReport(generation, index, False, reason) for index in left]
+
+    def _sent(
+        self, event: UserReported | StateSaved, assign: Assign, index: int, rank: int
+    ) -> Report:
+        self._unanswered[index] = None
+        return Report(
+            worker_id=assign.worker_id,
+            job_id=assign.spec.job_id,
+            generation=event.generation,
+            index=index,
+            rank=rank,
+            metrics=event.metrics,
+            checkpoint=event.checkpoint,
+        )

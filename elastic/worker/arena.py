@@ -1,0 +1,261 @@
+"""Snapshots of the training state in memory that outlives the processes that made them.
+
+The memory belongs to the agent: it makes two anonymous files for each job of its node, the
+workers map them, and the kernel frees them when agent and workers are gone. A snapshot goes into
+one of them while the other holds the one before, which so stays whole.
+
+    0        marks: one for each worker on this node
+    16384    tensors, end to end, each aligned to 64 bytes
+             then all that is no tensor
+
+Each worker of a node copies its part of the tensors, and marks it.
+
+Rule: a mark is written after what it stands for, and taken away before that changes. A snapshot
+is whole if all workers of the node have marked it alike; a worker that dies in the middle leaves
+one that is not, and the other slot as it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from elastic.core.policy.shares import Extent, Piece
+from elastic.errors import UsageError, check
+from elastic.worker.transfer import TensorSpec, tensors_of
+
+HEADER = 16_384
+ALIGN = 64
+MARK = struct.Struct("<QQQQQQ")
+MARKS_MAX = HEADER // MARK.size
+MADV_POPULATE_WRITE = 23
+
+
+class Mark(NamedTuple):
+    """What a worker says of its part of a snapshot.
+
+    Attributes:
+        number: of the snapshot in its run, >= 1; 0 for none.
+        steps: committed in the run when it was taken.
+        parts: the node's workers that share it.
+        data_bytes: of all tensors.
+        skeleton_bytes: of all that is no tensor.
+        skeleton_crc: CRC-32 of that.
+    """
+
+    number: int
+    steps: int
+    parts: int
+    data_bytes: int
+    skeleton_bytes: int
+    skeleton_crc: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors of a state lie.
+
+    Attributes:
+        specs: of the tensors, by number.
+        offsets: of their first bytes, from the beginning of the data.
+        data_bytes: of all.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    data_bytes: int
+
+    @staticmethod
+    def of(specs: Sequence[TensorSpec]) -> Layout:
+        """Lay tensors end to end."""
+        offsets, end = [], 0
+        for spec in specs:
+            offsets.append(end)
+            end = _aligned(end + size_of(spec))
+        return Layout(tuple(specs), tuple(offsets), end)
+
+    def extents(self) -> list[Extent]:
+        """Return the sizes of all tensors."""
+        return [extent_of(spec) for spec in self.specs]
+
+
+def size_of(spec: TensorSpec) -> int:
+    """Return the bytes of a tensor."""
+    return prod(spec.shape) * dtype_of(spec).itemsize
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """Return the type of a tensor's elements."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def extent_of(spec: TensorSpec) -> Extent:
+    """Return a tensor's rows."""
+    if not spec.shape:
+        return Extent(1, size_of(spec))
+    return Extent(spec.shape[0], size_of(spec) // max(1, spec.shape[0]))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN) * ALIGN
+
+
+class Slot:
+    """Memory for one snapshot."""
+
+    def __init__(self, path: str = "") -> None:
+        """Open the memory.
+
+        Args:
+            path: of the agent's; "" for memory of our own.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        if path:
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        else:
+            self._fd = os.memfd_create("elastic-snapshot", os.MFD_CLOEXEC)
+        self._map: mmap.mmap | None = None
+        self._is_pinned = False
+
+    def close(self) -> None:
+        """Let go of the memory; it is freed once nobody has it any more."""
+        self._map = None
+        os.close(self._fd)
+
+    # ------------------------------------------------------------------------------------ size
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room for so many bytes behind the marks.
+
+        Raises:
+            OSError: there is not that much memory.
+        """
+        need = HEADER + num_bytes
+        if os.fstat(self._fd).st_size < need:
+            os.ftruncate(self._fd, need)
+        if self._map is None or len(self._map) < need:
+            # What still reads the old mapping keeps it.
+            self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+            self._is_pinned = False
+
+    def warm_up(self, num_bytes: int) -> None:
+        """Have the kernel find the pages now, and not when the training loop waits for them.
+
+        Takes a while, without holding the interpreter.
+
+        Raises:
+            OSError: there is not that much memory.
+        """
+        self.reserve(num_bytes)
+        os.posix_fallocate(self._fd, 0, HEADER + num_bytes)
+        memory = self._mapped()
+        first = (ctypes.c_char * 1).from_buffer(memory)
+        address = ctypes.c_void_p(ctypes.addressof(first))
+        # An old kernel refuses: then the first copies are slower.
+        ctypes.CDLL(None).madvise(address, ctypes.c_size_t(len(memory)), MADV_POPULATE_WRITE)
+
+    def pin(self) -> None:
+        """Let an accelerator copy into this memory directly."""
+        if not self._is_pinned:
+            memory = torch.frombuffer(self._mapped(), dtype=torch.uint8)
+            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[attr-defined]
+            self._is_pinned = True
+
+    # ------------------------------------------------------------------------------------ marks
+
+    def unmark(self, part: int) -> None:
+        """Say that a part is about to change."""
+        check(part < MARKS_MAX, f"worker {part} of a node: at most {MARKS_MAX}")
+        self.reserve(0)
+        MARK.pack_into(self._mapped(), part * MARK.size, 0, 0, 0, 0, 0, 0)
+
+    def mark(self, part: int, mark: Mark) -> None:
+        """Say that a part is there; the number, which makes it count, is written last."""
+        at = part * MARK.size
+        MARK.pack_into(self._mapped(), at, *mark._replace(number=0))
+        struct.pack_into("<Q", self._mapped(), at, mark.number)
+
+    def whole(self) -> Mark | None:
+        """Return the mark of the snapshot in this slot, None if it is not whole."""
+        if os.fstat(self._fd).st_size < HEADER:
+            return None
+        self.reserve(0)
+        first = Mark(*MARK.unpack_from(self._mapped(), 0))
+        if not first.number or not 1 <= first.parts <= MARKS_MAX:
+            return None
+        for part in range(1, first.parts):
+            mark = Mark(*MARK.unpack_from(self._mapped(), part * MARK.size))
+            if mark[:4] != first[:4]:
+                return None
+        return first
+
+    # ------------------------------------------------------------------------------------ content
+
+    def put(self, layout: Layout, tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
+        """Copy pieces of tensors to their places.
+
+        Args:
+            layout: of all tensors; there is room for it.
+            tensors: of the state, by number, on any device.
+            pieces: ours.
+        """
+        for piece in pieces:
+            spec = layout.specs[piece.tensor]
+            target = self.chunk(layout, piece)
+            source = tensors[piece.tensor]
+            if spec.shape:
+                source = source[piece.first : piece.first + piece.rows]
+            target.copy_(source, non_blocking=True)
+
+    def put_skeleton(self, layout: Layout, skeleton: bytes) -> None:
+        """Copy what is no tensor behind the tensors."""
+        start = HEADER + layout.data_bytes
+        self._mapped()[start : start + len(skeleton)] = skeleton
+
+    def chunk(self, layout: Layout, piece: Piece) -> torch.Tensor:
+        """Return a piece as a tensor over this memory, with a storage of its own."""
+        spec = layout.specs[piece.tensor]
+        extent = extent_of(spec)
+        shape = (piece.rows, *spec.shape[1:]) if spec.shape else ()
+        num_bytes = piece.rows * extent.row_bytes
+        if not num_bytes:
+            return torch.empty(shape, dtype=dtype_of(spec))
+        start = HEADER + layout.offsets[piece.tensor] + piece.first * extent.row_bytes
+        memory = memoryview(self._mapped())[start : start + num_bytes]
+        return torch.frombuffer(memory, dtype=dtype_of(spec)).reshape(shape)
+
+    def skeleton(self, mark: Mark) -> bytes:
+        """Return all that is no tensor.
+
+        Raises:
+            ValueError: it is not what was put here.
+        """
+        self.reserve(mark.data_bytes + mark.skeleton_bytes)
+        start = HEADER + mark.data_bytes
+        text = bytes(self._mapped()[start : start + mark.skeleton_bytes])
+        if zlib.crc32(text) != mark.skeleton_crc:
+            raise ValueError("the snapshot's checksum does not fit")
+        return text
+
+    def tensors(self, skeleton: Any) -> tuple[Layout, list[torch.Tensor]]:
+        """Return layout and tensors of the snapshot; they are views of this memory."""
+        layout = Layout.of(tensors_of(skeleton))
+        whole = [Piece(n, 0, extent.rows) for n, extent in enumerate(layout.extents())]
+        return layout, [self.chunk(layout, piece) for piece in whole]
+
+    def _mapped(self) -> mmap.mmap:
+        if self._map is None:
+            raise UsageError("a snapshot's memory was used before it was reserved")
+        return self._map

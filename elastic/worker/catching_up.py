@@ -1,0 +1,57 @@
+"""How a member of a new group comes to the state of the run: from others, from memory, or storage.
+
+Rule: state is what a member holds that has trained. Only where nobody has is a snapshot or a
+checkpoint read, and only where there is none does the run begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elastic.core.policy.cursor import Cursor, Epochs
+from elastic.core.policy.recovery import Standing
+from elastic.worker.c10d import default_group
+from elastic.worker.keeping import Keeper
+from elastic.worker.meeting import Met, meet
+from elastic.worker.mesh import Reach
+from elastic.worker.reduce import Unit
+
+
+def catch_up(
+    keeper: Keeper, standing: Standing, data: Epochs | None, units: Sequence[Unit], reach: Reach
+) -> tuple[Met, Cursor]:
+    """Find out who is how far, and give everyone the same state.
+
+    Args:
+        keeper: knows our state, and reads what was saved.
+        standing: how far we are.
+        data: how the data is cut, None while that is not known.
+        units: the parameters that we have prepared.
+        reach: how the others reach us.
+
+    Returns:
+        What came of it, and where we stand now.
+
+    Raises:
+        RuntimeError: the group broke.
+        UsageError: members cannot train together.
+        StorageError: there are checkpoints, and none can be read.
+    """
+    group, cursor = default_group(), standing.cursor
+
+    def meet_again(begins: bool) -> Met:
+        return meet(
+            group, standing, units, data, lambda: keeper.take(cursor, data), reach, begins=begins
+        )
+
+    met = meet_again(False)
+    if met.nobody:
+        saved = keeper.restore(group, cursor)
+        if saved is not None:
+            cursor = keeper.put(saved)
+            standing = replace(standing, has_state=True, cursor=cursor)
+        met = meet_again(True)
+    if met.state is not None:
+        cursor = keeper.put(met.state)
+    return met, cursor

@@ -1,0 +1,299 @@
+"""The step engine's side of automatic checkpoints: when one is taken, and how one is read again.
+
+Rule: whether a snapshot is taken, and which one is read, is the same for all members: both follow
+from rows that everyone has told everyone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from elastic.core.policy.cursor import Cursor, Epochs
+from elastic.errors import StorageError, UsageError
+from elastic.storage.marker import Marker
+from elastic.storage.run_directory import RunDirectory
+from elastic.worker import checkpoint_files
+from elastic.worker.context import WorkerContext
+from elastic.worker.exchange import WAIT_SLICE_S
+from elastic.worker.logbook import Logbook
+from elastic.worker.rows import StepRow, tell_rows
+from elastic.worker.saving import Saver, Seat
+from elastic.worker.state import State, TrainState
+from elastic.worker.transfer import read_skeleton, tensors_of, unpack
+
+log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Automatic checkpoints of one call of the train function.
+
+    Attributes:
+        steps: committed in the run.
+    """
+
+    def __init__(self, objects: TrainState, logbook: Logbook) -> None:
+        """Begin before the first step.
+
+        Args:
+            objects: what the train function has prepared and registered.
+            logbook: what it has logged.
+        """
+        self.logbook = logbook
+        self.steps = 0
+        self._objects = objects
+        self._saver: Saver | None = None
+        self._place: WorkerContext | None = None
+        self._options: Mapping[str, Any] = {}
+        self._is_due = False
+        self._data: Mapping[str, Any] = {}
+
+    def configure(self, options: Mapping[str, Any]) -> None:
+        """Take what the user chose."""
+        self._options = options
+        if self._saver is not None:
+            self._saver.configure(options)
+
+    def enter(self, place: WorkerContext) -> None:
+        """Be in this group from here on."""
+        self._place, self._saver = place, place.saver
+        if self._saver is not None:
+            self._saver.configure(self._options)
+            self._saver.enter(
+                Seat(
+                    place.generation,
+                    place.world_rank,
+                    place.world_size,
+                    place.local_rank,
+                    place.local_world_size,
+                )
+            )
+
+    # ------------------------------------------------------------------- saving
+
+    def flags(self) -> tuple[bool, bool]:
+        """Return what we tell with the next step: we ask for a snapshot; we have no room."""
+        if self._saver is None:
+            return False, True
+        return self._saver.wants(self.steps + 1, self._request()), self._saver.is_busy()
+
+    def committed(self, rows: Sequence[StepRow]) -> None:
+        """Count a step, and decide from everyone's rows whether it is saved."""
+        self.steps += 1
+        self._is_due = any(row.saves for row in rows) and not any(row.busy for row in rows)
+
+    def at_boundary(self, cursor: Cursor, data: Epochs | None, is_over: Callable[[], bool]) -> None:
+        """Take a snapshot if one is due: the user's code for the step is through.
+
+        Args:
+            cursor: the next step.
+            data: how the data is cut.
+            is_over: whether the group is; then nobody waits for storage.
+        """
+        saver = self._saver
+        if saver is None:
+            return
+        if not self._is_due:
+            if self.steps == 1:
+                self._try(lambda: saver.warm_up(lambda: self.take(cursor, data)))
+            return
+        self._is_due = False
+
+        def take() -> None:
+            done = saver.take(
+                lambda: self.take(cursor, data),
+                cursor,
+                self.steps,
+                request=self._request(),
+                about=self.logbook.latest,
+                aliases=self._objects.aliases(),
+            )
+            while not saver.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
+                pass
+
+        self._try(take)
+
+    def at_end(self, cursor: Cursor, data: Epochs | None, is_over: Callable[[], bool]) -> None:
+        """The last epoch is over: save it, unless that is done."""
+        saver = self._saver
+        if saver is not None and saver.plan.is_on and saver.last_steps != self.steps:
+            self._is_due = True
+            self.at_boundary(cursor, data, is_over)
+
+    def take(self, cursor: Cursor, data: Epochs | None) -> State:
+        """Return the state of the run; its tensors are the live ones.
+
+        Args:
+            cursor: the next step.
+            data: how the data is cut, None while that is not known.
+        """
+        saver = self._saver
+        return {
+            "objects": self._objects.take(),
+            "cursor": [cursor.epoch, cursor.step],
+            "logged": self.logbook.state(),
+            "steps": self.steps,
+            "saved": [saver.number, saver.last_steps] if saver is not None else [0, 0],
+            "data": asdict(data) if data is not None else dict(self._data),
+        }
+
+    def put(self, state: State) -> Cursor:
+        """Make this the state of the run, as far as this member is concerned.
+
+        Returns:
+            Where it stands.
+
+        Raises:
+            UsageError: it is the state of other objects; nothing was changed then.
+        """
+        self._objects.put(state["objects"])
+        self.logbook.load_state(state["logged"])
+        self.steps, self._data = state["steps"], state["data"]
+        if self._saver is not None:
+            self._saver.number, self._saver.last_steps = state["saved"]
+        return Cursor(*state["cursor"])
+
+    def check_data(self, epochs: Epochs, cursor: Cursor) -> None:
+        """Refuse to go on in the middle of an epoch with data that is cut in another way.
+
+        Raises:
+            UsageError: naming what differs.
+        """
+        known, self._data = self._data, {}
+        mine = asdict(epochs)
+        wrong = [name for name, value in known.items() if mine.get(name) != value]
+        if cursor.step and wrong:
+            was, now = (
+                ", ".join(f"{n}={known[n]}" for n in wrong),
+                ", ".join(f"{n}={mine.get(n)}" for n in wrong),
+            )
+            raise UsageError(
+                f"this run stands at step {cursor.step} of epoch {cursor.epoch}, with {was}; the "
+                f"loader has {now}: go on with the same data, batch_size, seed and "
+                f"prepare_data_loader(global_batch_size=...), or begin a new run"
+            )
+
+    def _request(self) -> int:
+        place = self._place
+        return place.link.save_wish(place.generation) if place is not None else 0
+
+    def _try(self, take: Callable[[], None]) -> None:
+        """Training goes on without a checkpoint that cannot be taken."""
+        try:
+            take()
+        except (UsageError, OSError, MemoryError, RuntimeError) as error:
+            log.warning("snapshot_failed steps=%d reason=%r", self.steps, str(error))
+
+    # ------------------------------------------------------------------- reading
+
+    def restore(self, group: Any, begin: Cursor) -> State | None:
+        """Return the newest state that this node's memory or storage has.
+
+        Every member of a group in which nobody has the state of the run calls this. A member that
+        finds nothing, or less than others, receives the state from them afterwards.
+
+        Args:
+            group: the process group that stands.
+            begin: where the train function begins by itself; an earlier state is passed over.
+
+        Returns:
+            What was saved, None if there is none for us.
+
+        Raises:
+            RuntimeError: the group broke.
+            StorageError: there are checkpoints, and nobody can read any of them.
+        """
+        saver, place = self._saver, self._place
+        if saver is None or place is None:
+            return None
+        run = RunDirectory(place.run_path) if place.run_path else None
+        known = _candidates(run) if run is not None and place.world_rank == 0 else []
+        held = saver.held()
+        rows = tell_rows(group, [float(max((c[0] for c in known), default=-1)), float(held)])
+        newest, best_held = int(rows[0][0]), int(max(row[1] for row in rows))
+        problems: list[str] = []
+
+        def from_memory() -> State | None:
+            if held < best_held:
+                return None
+            return _attempt(lambda: saver.read_held(held), "this node's memory", problems)
+
+        def from_storage() -> State | None:
+            return _read_newest(run, known or _candidates(run), problems) if run else None
+
+        sources = [(best_held, from_memory), (newest, from_storage)]
+        # The newer one first; memory, if they are equal.
+        sources.sort(key=lambda source: source[0], reverse=True)
+        for _, read in [source for source in sources if source[0] >= 0]:
+            state = read()
+            if any(row[0] for row in tell_rows(group, [float(state is not None)])):
+                return _unless_before(state, begin)
+        if max(newest, best_held) >= 0:
+            raise StorageError(
+                f"{place.run_path}: there are checkpoints of this run, and none can be read: "
+                f"{'; '.join(problems) or 'see the other workers'}; move them away to begin anew"
+            )
+        return None
+
+
+def _unless_before(state: State | None, begin: Cursor) -> State | None:
+    if state is not None and Cursor(*state["cursor"]) < begin:
+        log.info("restore_skipped: the train function begins at epoch %d itself", begin.epoch)
+        return None
+    return state
+
+
+Candidate = tuple[int, str, Marker]
+"""Steps of the run, name, marker."""
+
+
+def _candidates(run: RunDirectory) -> list[Candidate]:
+    """Return the automatic checkpoints that are committed, newest first."""
+    found = [(name, marker) for name, marker in run.markers() if marker.automatic]
+    found.sort(key=lambda pair: pair[1].unix_ns, reverse=True)
+    return [(int(marker.about("steps", 0)), name, marker) for name, marker in found]
+
+
+def _read_newest(
+    run: RunDirectory, candidates: Sequence[Candidate], problems: list[str]
+) -> State | None:
+    """Return the newest state that is whole, None if none is; problems are added."""
+    for _, name, marker in candidates:
+        path = run.checkpoint_path(name)
+        state = _attempt(lambda n=name, m=marker: read_checkpoint(run, n, m), path, problems)  # type: ignore[misc]
+        if state is not None:
+            epoch, step = state["cursor"]
+            log.info("restored path=%s epoch=%d step=%d", path, epoch, step)
+            return state
+    return None
+
+
+def _attempt(read: Callable[[], State], where: str, problems: list[str]) -> State | None:
+    try:
+        return read()
+    except (ValueError, KeyError, OSError, RuntimeError, StorageError) as error:
+        problems.append(f"{where}: {error}")
+        log.warning("checkpoint_refused path=%s reason=%r: it is not used", where, str(error))
+        return None
+
+
+def read_checkpoint(run: RunDirectory, name: str, marker: Marker) -> State:
+    """Return the state in a checkpoint, after every byte of it was checked; unpickles nothing.
+
+    Raises:
+        StorageError: a file cannot be read.
+        ValueError: a file is not what was written, by name.
+    """
+    files = run.checkpoint(name)
+    by_path = {file.path: file for file in marker.files}
+    text = checkpoint_files.read_checked(files, by_path[checkpoint_files.MANIFEST])
+    manifest = checkpoint_files.Manifest.from_json(text)
+    skeleton = read_skeleton(
+        checkpoint_files.read_checked(files, by_path[checkpoint_files.SKELETON])
+    )
+    if tuple(tensors_of(skeleton)) != manifest.specs:
+        raise ValueError(f"{checkpoint_files.MANIFEST} is of another state")
+    state: State = unpack(skeleton, checkpoint_files.read_tensors(files, manifest))
+    return state

@@ -1,0 +1,259 @@
+"""Automatic checkpoints: the state is copied between two steps, and written as training goes on.
+
+The training loop pays for one copy of this worker's share into the agent's memory (`arena.py`). A
+thread of its own then writes this rank's part to storage; the thread of rank 0 waits for all
+parts, asks the coordinator for its consent, and commits.
+
+Rule: nothing that storage does or does not do reaches the training loop. What cannot be written is
+told and given up, and the last good checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.saving import SavingPlan, is_due
+from elastic.core.policy.shares import cut
+from elastic.worker.arena import Layout, Mark, Slot
+from elastic.worker.transfer import pack, read_skeleton, tensors_of, unpack
+from elastic.worker.writing import Snapshot, Writer
+
+log = logging.getLogger(__name__)
+
+SLOTS = 2
+FINISH_S = 600.0
+"""How long the end of a train function waits for what is still being written."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where this worker is in its group, as far as copies and parts are concerned.
+
+    Attributes:
+        generation, rank, world_size: of the group.
+        local_rank, local_world_size: among the group's workers on this node.
+    """
+
+    generation: int = 0
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+class Saver:
+    """The automatic checkpoints of one process, over all its groups.
+
+    Attributes:
+        plan: how often.
+        number: of the newest snapshot that this worker knows of; part of the run's state.
+        last_steps: steps of the run that were committed when it was taken; likewise.
+    """
+
+    def __init__(self, paths: Sequence[str], writer: Writer | None) -> None:
+        """Take nothing yet.
+
+        Args:
+            paths: of the agent's memory for the job, one for each slot; empty for our own.
+            writer: writes to storage; None keeps snapshots in memory only.
+        """
+        self.plan = SavingPlan()
+        self.is_async = True
+        self.number, self.last_steps = 0, 0
+        self._paths, self._writer = tuple(paths), writer
+        self._slots: list[Slot] = []
+        self._seat = Seat()
+        self._last_s = time.monotonic()
+        self._served = 0
+        self._warming: threading.Thread | None = None
+        self._is_warm = False
+
+    def configure(self, options: Mapping[str, Any]) -> None:
+        """Take what the user chose."""
+        every_n, every_s = options.get("every_n_steps"), options.get("every_s")
+        self.plan = SavingPlan(int(every_n or 0), float(every_s or 0.0))
+        self.is_async = bool(options.get("async_save", True))
+
+    def enter(self, seat: Seat) -> None:
+        """Be in this group from here on."""
+        # Memory of our own holds all of the state: nobody else on this node can write to it.
+        self._seat = seat if self._paths else replace(seat, local_rank=0, local_world_size=1)
+        if self._writer is not None:
+            self._writer.generation = seat.generation
+
+    # ------------------------------------------------------------------- when
+
+    def wants(self, steps: int, request: int) -> bool:
+        """Return whether this worker asks for a snapshot after a step.
+
+        Args:
+            steps: committed in the run, with that step.
+            request: number of the newest wish of a user in this generation, 0 for none.
+        """
+        if request > self._served:
+            return True
+        waited_s = time.monotonic() - self._last_s if self._seat.rank == 0 else 0.0
+        return is_due(self.plan, steps=steps, last_steps=self.last_steps, waited_s=waited_s).value
+
+    def is_busy(self) -> bool:
+        """Return whether there is no room for another one: storage is slow."""
+        return self._writer is not None and self._writer.outstanding() >= SLOTS
+
+    # ------------------------------------------------------------------- taking
+
+    def warm_up(self, state: Callable[[], Any]) -> None:
+        """Have memory found for snapshots, beside the training loop; once."""
+        if self._is_warm or not self.plan.is_on:
+            return
+        self._is_warm = True
+        skeleton, tensors = pack(state())
+        layout = Layout.of(tensors_of(read_skeleton(skeleton)))
+        num_bytes = layout.data_bytes + 2 * len(skeleton)
+        del tensors
+
+        def find() -> None:
+            try:
+                for slot in self._all_slots():
+                    slot.warm_up(num_bytes)
+            except OSError as error:
+                log.warning("snapshot_memory bytes=%d error=%r", num_bytes, str(error))
+
+        self._warming = threading.Thread(target=find, name="elastic-warm-up", daemon=True)
+        self._warming.start()
+
+    def take(
+        self,
+        state: Callable[[], Any],
+        cursor: Cursor,
+        steps: int,
+        *,
+        request: int = 0,
+        about: Mapping[str, Any] | None = None,
+        aliases: Sequence[Mapping[str, str]] = (),
+    ) -> threading.Event:
+        """Copy our share of the state, and have it written.
+
+        All members of the group take the same snapshot.
+
+        Args:
+            state: returns the state; it must know `number` and `last_steps` already.
+            cursor: where in the run this is.
+            steps: committed in the run.
+            request: the wish that this serves.
+            about: values that people want to see beside it.
+            aliases: see `checkpoint_files.write_rest`.
+
+        Returns:
+            Set once it is durable, or given up.
+
+        Raises:
+            UsageError: the state holds what cannot be saved.
+            OSError: there is not enough memory.
+        """
+        self.number, self.last_steps = self.number + 1, steps
+        self._last_s, self._served = time.monotonic(), max(request, self._served)
+        began = time.monotonic()
+        if self._warming is not None:
+            self._warming.join()
+            self._warming = None
+        skeleton, tensors = pack(state())
+        layout = Layout.of(tensors_of(read_skeleton(skeleton)))
+        slot, mark = self._copy(skeleton, tensors, layout, steps)
+        log.info(
+            "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", self.number, cursor.epoch,
+            cursor.step, layout.data_bytes, (time.monotonic() - began) * 1e3,
+        )  # fmt: skip
+        done = threading.Event()
+        if self._writer is None:
+            done.set()
+            return done
+        seat = self._seat
+        self._writer.put(
+            Snapshot(
+                generation=seat.generation,
+                rank=seat.rank,
+                world_size=seat.world_size,
+                mark=mark,
+                slot=slot,
+                layout=layout,
+                skeleton=skeleton,
+                cursor=cursor,
+                about=dict(about or {}),
+                aliases=tuple(aliases),
+                done=done,
+            )
+        )
+        return done
+
+    def _copy(
+        self, skeleton: bytes, tensors: Sequence[torch.Tensor], layout: Layout, steps: int
+    ) -> tuple[Slot, Mark]:
+        """Copy our share into the slot whose turn it is."""
+        seat, slot = self._seat, self._all_slots()[self.number % SLOTS]
+        slot.unmark(seat.local_rank)
+        slot.reserve(layout.data_bytes + len(skeleton))
+        pieces = cut(layout.extents(), seat.local_rank, seat.local_world_size)
+        ours = [tensors[piece.tensor] for piece in pieces]
+        devices = {tensor.device for tensor in ours if tensor.is_cuda}
+        if devices:
+            slot.pin()
+        slot.put(layout, tensors, pieces)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        if seat.local_rank == 0:
+            slot.put_skeleton(layout, skeleton)
+        mark = Mark(
+            self.number, steps, seat.local_world_size, layout.data_bytes, len(skeleton),
+            zlib.crc32(skeleton),
+        )  # fmt: skip
+        slot.mark(seat.local_rank, mark)
+        return slot, mark
+
+    # ------------------------------------------------------------------- what is held
+
+    def held(self) -> int:
+        """Return the steps of the newest snapshot in this node's memory, -1 if there is none."""
+        return max((mark.steps for _, mark in self._whole()), default=-1)
+
+    def read_held(self, steps: int) -> Any:
+        """Return the state in this node's memory; its tensors are copies.
+
+        Raises:
+            ValueError: there is none of so many steps, or it is damaged.
+        """
+        for slot, mark in self._whole():
+            if mark.steps == steps:
+                skeleton = read_skeleton(slot.skeleton(mark))
+                _, tensors = slot.tensors(skeleton)
+                return unpack(skeleton, [tensor.clone() for tensor in tensors])
+        raise ValueError(f"no snapshot of step {steps} in this node's memory")
+
+    def _whole(self) -> list[tuple[Slot, Mark]]:
+        found = []
+        for slot in self._all_slots():
+            mark = slot.whole()
+            if mark is not None:
+                found.append((slot, mark))
+        return found
+
+    def _all_slots(self) -> list[Slot]:
+        if not self._slots:
+            paths = self._paths or ("",) * SLOTS
+            self._slots = [Slot(path) for path in paths]
+        return self._slots
+
+    # ------------------------------------------------------------------- the end
+
+    def finish(self) -> None:
+        """Wait until what was taken is durable, or given up."""
+        if self._writer is not None:
+            self._writer.finish(FINISH_S)

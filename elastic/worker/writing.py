@@ -1,0 +1,314 @@
+"""The thread that brings snapshots to storage, and makes checkpoints of them.
+
+    each rank     waits for its node's copies, writes its part and the note of it
+    rank 0        waits for all notes, writes the rest, asks for consent, commits, prunes
+
+Members of a group that is over by then still finish: their parts are states of committed steps.
+What a lost member has not written makes the checkpoint come to nothing.
+
+Rule: a checkpoint is committed only with the coordinator's consent for a generation that is
+current, so that a side that was cut off cannot commit; and a marker is the last file written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from elastic import __version__
+from elastic.core.events.worker import StateSaved
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.retention import superfluous_automatic
+from elastic.core.policy.shares import cut
+from elastic.core.world import FIRST_AUTOMATIC, JobId
+from elastic.errors import StorageError
+from elastic.runtime.clock import Clock
+from elastic.storage.marker import Marker
+from elastic.storage.run_directory import RunDirectory
+from elastic.worker.arena import Layout, Mark, Slot
+from elastic.worker.checkpoint_files import Manifest, read_parts, write_part, write_rest
+from elastic.worker.exchange import Answer
+from elastic.worker.transfer import read_skeleton, unpack
+
+log = logging.getLogger(__name__)
+
+NODE_S = 60.0
+"""How long the other workers of a node may take to copy their share."""
+PARTS_S = 600.0
+"""How long a part of a living member may take."""
+ORPHANED_S = 30.0
+"""The same once the group is over: a member may be gone, and nobody tells us which."""
+CONSENT_S = 60.0
+"""How long a generation may take to form that can consent."""
+LOOK_S_MIN, LOOK_S_MAX = 0.01, 0.5
+SLOW_S = 60.0
+PREFIX = "auto-"
+
+
+class Line(Protocol):
+    """The way to the coordinator."""
+
+    def post(self, item: StateSaved) -> None:
+        """Tell what happened."""
+        ...
+
+    def expect_answer(self, generation: int, index: int) -> Answer:
+        """Ask to be told what becomes of a report; called before it is posted."""
+        ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state of the run in this node's memory, and what is to be done with it.
+
+    Attributes:
+        generation, rank, world_size: of the group that took it.
+        mark: of it.
+        slot, layout: where it lies.
+        skeleton: what is no tensor.
+        cursor: where in the run it was taken.
+        about: values for people.
+        aliases: other names of shared parameters, by model.
+        done: set once it is durable, or given up.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    mark: Mark
+    slot: Slot
+    layout: Layout
+    skeleton: bytes
+    cursor: Cursor
+    about: Mapping[str, Any]
+    aliases: tuple[Mapping[str, str], ...]
+    done: threading.Event
+
+    @property
+    def name(self) -> str:
+        """Return the name of the checkpoint, the same on all members and never used twice."""
+        return f"s{self.mark.steps:09d}-g{self.generation:06d}-{self.mark.number:06d}"
+
+
+class GivenUp(Exception):
+    """A checkpoint comes to nothing, and training goes on."""
+
+
+class Writer:
+    """Writes one snapshot after the other.
+
+    Attributes:
+        generation: of the group that this worker is in now.
+    """
+
+    def __init__(
+        self, run: RunDirectory, job_id: JobId, *, line: Line, clock: Clock, num_to_keep: int = -1
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            run: the run directory.
+            job_id: of the job.
+            line: to the coordinator.
+            clock: for the time of day in files.
+            num_to_keep: automatic checkpoints that are kept; -1 for a default of two.
+        """
+        self.generation = 0
+        self._run, self._job_id = run, job_id
+        self._line, self._clock = line, clock
+        self._num_to_keep = num_to_keep
+        self._queue: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
+        self._outstanding: list[Snapshot] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------- any thread
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Have a snapshot written."""
+        with self._changed:
+            self._outstanding.append(snapshot)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="elastic-writer", daemon=True)
+            self._thread.start()
+        self._queue.put(snapshot)
+
+    def outstanding(self) -> int:
+        """Return how many snapshots are not durable yet, nor given up."""
+        return len(self._outstanding)
+
+    def finish(self, timeout_s: float) -> bool:
+        """Wait until nothing is outstanding, in slices that an interrupt can end.
+
+        Returns:
+            Whether that is so now.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._outstanding and time.monotonic() < deadline:
+                self._changed.wait(0.02)
+            return not self._outstanding
+
+    # ------------------------------------------------------------------- the thread
+
+    def _work(self) -> None:
+        while True:
+            snapshot = self._queue.get()
+            began = time.monotonic()
+            try:
+                self._write(snapshot)
+            except (GivenUp, StorageError, ValueError, OSError) as error:
+                log.warning(
+                    "checkpoint_failed name=%s s=%.1f reason=%r: training goes on; the next one "
+                    "is tried when it is due",
+                    PREFIX + snapshot.name, time.monotonic() - began, str(error),
+                )  # fmt: skip
+            except Exception:
+                log.exception("checkpoint_failed name=%s", PREFIX + snapshot.name)
+            finally:
+                with self._changed:
+                    self._outstanding.remove(snapshot)
+                    self._changed.notify_all()
+                snapshot.done.set()
+                del snapshot
+
+    def _write(self, snapshot: Snapshot) -> None:
+        began = time.monotonic()
+        files = self._run.checkpoint(self._name(snapshot))
+        self._wait_for_node(snapshot)
+        pieces = cut(snapshot.layout.extents(), snapshot.rank, snapshot.world_size)
+        write_part(files, snapshot.rank, snapshot.slot, snapshot.layout, pieces)
+        if snapshot.rank == 0:
+            path = self._complete(snapshot)
+            log.info(
+                "checkpoint_durable path=%s epoch=%d step=%d s=%.2f",
+                path, snapshot.cursor.epoch, snapshot.cursor.step, time.monotonic() - began,
+            )  # fmt: skip
+            self._prune()
+
+    def _name(self, snapshot: Snapshot) -> str:
+        return f"{PREFIX}{self._job_id}-{snapshot.name}"
+
+    def _wait_for_node(self, snapshot: Snapshot) -> None:
+        """Wait until all workers of this node have copied their share."""
+        for _ in _looks(NODE_S):
+            mark = snapshot.slot.whole()
+            if mark is not None and mark.number == snapshot.mark.number:
+                return
+        raise GivenUp("a worker of this node has not copied its share")
+
+    def _complete(self, snapshot: Snapshot) -> str:
+        """Make a checkpoint of everyone's parts; returns its path."""
+        name = self._name(snapshot)
+        files = self._run.checkpoint(name)
+        parts = None
+        over_since = None
+        for _ in _looks(PARTS_S):
+            parts = read_parts(files, snapshot.world_size)
+            if parts is not None:
+                break
+            if self.generation != snapshot.generation:
+                over_since = over_since or time.monotonic()
+                if time.monotonic() - over_since > ORPHANED_S:
+                    break
+        if parts is None:
+            self._run.discard(name)
+            raise GivenUp("a member has not written its part; its group is over, or it is stuck")
+        cursor = snapshot.cursor
+        manifest = Manifest(
+            epoch=cursor.epoch,
+            step=cursor.step,
+            steps=snapshot.mark.steps,
+            world_size=snapshot.world_size,
+            versions={
+                "elastic": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            specs=snapshot.layout.specs,
+            parts=tuple(parts),
+        )
+        stored = write_rest(
+            files, manifest, snapshot.skeleton, _state_of(snapshot), snapshot.aliases
+        )
+        about = {"epoch": cursor.epoch, "step": cursor.step, "steps": snapshot.mark.steps}
+        metrics = json.dumps({**snapshot.about, **about})
+        index = FIRST_AUTOMATIC + snapshot.mark.number
+        self._get_consent(index, metrics, self._run.checkpoint_path(name))
+        marker = Marker(
+            job_id=self._job_id,
+            generation=snapshot.generation,
+            index=index,
+            world_size=snapshot.world_size,
+            unix_ns=self._clock.unix_ns(),
+            metrics=metrics,
+            files=stored,
+        )
+        return self._run.commit(name, marker)
+
+    def _get_consent(self, index: int, metrics: str, path: str) -> None:
+        """Wait until the coordinator has recorded the checkpoint, in whatever generation we are.
+
+        Raises:
+            GivenUp: it refuses.
+        """
+        reason = "no generation has formed since"
+        for _ in _looks(CONSENT_S):
+            generation = self.generation
+            answer = self._line.expect_answer(generation, index)
+            self._line.post(StateSaved(generation, index, metrics, path))
+            began = time.monotonic()
+            while not answer.wait(1.0):
+                if time.monotonic() - began > SLOW_S:
+                    began = time.monotonic()
+                    log.warning(
+                        "checkpoint_waits path=%s: the coordinator has not answered for %.0f s",
+                        path, SLOW_S,
+                    )  # fmt: skip
+            if answer.accepted:
+                return
+            reason = answer.reason
+            if "ended" in reason:
+                break
+        raise GivenUp(f"the coordinator refuses it: {reason}")
+
+    def _prune(self) -> None:
+        """Delete automatic checkpoints that newer ones have made superfluous."""
+        try:
+            known = [(name, m) for name, m in self._run.markers() if m.automatic]
+            order = sorted(known, key=lambda pair: pair[1].unix_ns)
+            names = [name for name, _ in order]
+            for name in superfluous_automatic(names, self._num_to_keep):
+                self._run.remove(name)
+        except StorageError as error:
+            # The next one tries again; the room it takes up is no reason to stop training.
+            log.warning("prune_failed path=%s error=%r", self._run.path, str(error))
+
+
+def _state_of(snapshot: Snapshot) -> Any:
+    """Return the objects of a snapshot; each tensor knows its number."""
+    skeleton = read_skeleton(snapshot.skeleton)
+    _, tensors = snapshot.slot.tensors(skeleton)
+    for number, tensor in enumerate(tensors):
+        tensor.elastic_number = number  # type: ignore[attr-defined]
+    return unpack(skeleton, tensors)["objects"]
+
+
+def _looks(timeout_s: float) -> Any:
+    """Yield until the time is over, less and less often."""
+    deadline, pause_s = time.monotonic() + timeout_s, LOOK_S_MIN
+    while True:
+        yield
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LOOK_S_MAX)
