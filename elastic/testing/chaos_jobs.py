@@ -14,6 +14,7 @@ from elastic.core.config import JobSpec
 from elastic.core.view import JobView
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase
 from elastic.errors import ElasticError
+from elastic.storage.marker import MARKER
 
 JOBS = Path(__file__).with_name("jobs")
 EPOCHS_MIN = 5
@@ -51,6 +52,7 @@ class ChaosJob:
         kind: "steps" or "epochs".
         spec: what is submitted.
         finish: the file that lets it end.
+        saves: it takes checkpoints by itself.
         options: of the script, without the ones that only pace it.
     """
 
@@ -58,6 +60,7 @@ class ChaosJob:
     spec: JobSpec
     finish: Path
     options: tuple[str, ...]
+    saves: bool = False
 
     @property
     def counts_epochs_once(self) -> bool:
@@ -65,11 +68,8 @@ class ChaosJob:
         return self.kind == "steps"
 
     def survives(self, fault: str, group_size: int) -> bool:
-        """Return whether this fault leaves somebody who has the state of the run.
-
-        What the loss of everybody costs is the business of checkpoints, which `epochs` has.
-        """
-        if self.kind == "epochs":
+        """Return whether this fault leaves somebody, or something, that has the run's state."""
+        if self.kind == "epochs" or self.saves:
             return True
         if fault in KILLS_EVERYBODY:
             return False
@@ -87,7 +87,9 @@ class ChaosJob:
             raise ChaosFailed(f"the job is {record.phase.value}: {view.reason} {trace}")
         metrics = json.loads(record.metrics)
         for checkpoint in record.checkpoints:
-            if not (Path(checkpoint.path) / "_COMMITTED").is_file():
+            # An automatic one is recorded first, and a kill may come between.
+            is_there = (Path(checkpoint.path) / MARKER).is_file()
+            if not is_there and not checkpoint.automatic:
                 raise ChaosFailed(f"{checkpoint.path} is recorded, and not there")
         if self.kind == "epochs":
             return self._check_counted(metrics)
@@ -117,12 +119,24 @@ class ChaosJob:
         )
 
 
-def chaos_job(kind: str, name: str, *, workers: int, directory: Path) -> ChaosJob:
-    """Return a job of this kind for 1 to `workers` workers, with its files in a directory."""
+def chaos_job(
+    kind: str, name: str, *, workers: int, directory: Path, save_every: int = 0
+) -> ChaosJob:
+    """Return a job of this kind for 1 to `workers` workers, with its files in a directory.
+
+    Args:
+        kind: "steps" or "epochs".
+        name: of the job.
+        workers: at most.
+        directory: for its files.
+        save_every: steps between automatic checkpoints, 0 for none.
+    """
     finish = directory / "finish"
     if kind == "steps":
         options: tuple[str, ...] = ("--width", "64", "--samples", "1000")
         args = (*options, "--epochs", str(ENDLESS), "--pace", "0.01")
+        if save_every:
+            args = (*args, "--save-every", str(save_every))
     else:
         options = ()
         args = ("--epochs", str(EPOCHS_MIN), "--steps", "5", "--numbers", "100000")
@@ -136,7 +150,7 @@ def chaos_job(kind: str, name: str, *, workers: int, directory: Path) -> ChaosJo
         run_path=str(directory / "run"),
         num_to_keep=2,
     )
-    return ChaosJob(kind, spec, finish, options)
+    return ChaosJob(kind, spec, finish, options, saves=bool(save_every))
 
 
 def with_arguments(job: ChaosJob, *options: str) -> ChaosJob:

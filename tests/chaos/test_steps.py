@@ -15,7 +15,7 @@ import pytest
 
 from elastic.core.view import JobView
 from elastic.core.world import ENDED, WorkerPhase
-from elastic.testing.chaos import Chaos, draw_faults, draw_kills
+from elastic.testing.chaos import Chaos, Fault, draw_faults, draw_kills
 from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster
 
@@ -44,10 +44,12 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield running
 
 
-def job_of(model: str, workers: int, directory: Path) -> ChaosJob:
+def job_of(model: str, workers: int, directory: Path, save_every: int = 0) -> ChaosJob:
     """Return a job that trains this model until its finish file is there."""
     directory.mkdir()
-    job = chaos_job("steps", directory.name, workers=workers, directory=directory)
+    job = chaos_job(
+        "steps", directory.name, workers=workers, directory=directory, save_every=save_every
+    )
     # 1,000 samples in steps of 32: the last step of an epoch has 8, one for each micro-batch.
     return with_arguments(job, "--model", model, "--width", "32")
 
@@ -123,3 +125,14 @@ def test_whatever_a_seed_draws_changes_nothing(three: LocalCluster, tmp_path: Pa
     job = job_of("cnn", 3, tmp_path / "faults")
     outcome = Chaos(three, job).run(draw_faults(seed=7, events=10, every_s=1.0))
     assert outcome.faults
+
+
+def test_the_loss_of_everybody_is_survived_with_checkpoints(
+    three: LocalCluster, tmp_path: Path
+) -> None:
+    """From the agents' memory when all workers die, from storage when the agents do, too."""
+    job = job_of("gpt", 3, tmp_path / "everybody", save_every=3)
+    kinds = ("kill_all_workers", "kill_worker", "kill_all_agents", "kill_all_workers")
+    faults = [Fault(1.5, kind, 0.3) for kind in kinds]
+    outcome = Chaos(three, job).run(faults)
+    assert {"kill_all_workers", "kill_all_agents"} <= set(outcome.faults)

@@ -202,11 +202,15 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="with deterministic kernels")
     parser.add_argument("--finish", default="", help="end with the epoch in which this file comes")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-every", type=int, help="steps between automatic checkpoints")
     args = parser.parse_args()
     result = TorchTrainer(
         train_func,
         train_loop_config=vars(args),
         scaling_config=train.ScalingConfig(num_workers=0, use_gpu=args.gpu),
+        run_config=train.RunConfig(
+            checkpoint_config=train.CheckpointConfig(every_n_steps=args.save_every, every_s=None)
+        ),
     ).fit()
     if train.is_driver():
         print(json.dumps(result.return_value))
