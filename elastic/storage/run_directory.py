@@ -146,6 +146,15 @@ class RunDirectory:
         """
         self.checkpoint(name).write(RECORDED, b"")
 
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names of checkpoints, also of those that were never committed.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        found = self.files.list(f"{CHECKPOINTS}/{prefix}*")
+        return [path.split("/")[1] for path in found]
+
     def recorded(self, job_id: str) -> list[tuple[str, Marker]]:
         """Return name and marker of a job's checkpoints that are recorded, in that order.
 

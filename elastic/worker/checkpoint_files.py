@@ -212,6 +212,7 @@ def write_rest(
         StorageError: it cannot be written.
     """
     stored = [part.file for part in manifest.parts]
+    stored += [files.checksum(f"{part_name(rank)}.json") for rank in range(manifest.world_size)]
     stored.append(files.write(MANIFEST, manifest.to_json()))
     stored.append(files.write(SKELETON, skeleton))
     try:

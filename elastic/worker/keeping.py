@@ -296,4 +296,9 @@ def read_checkpoint(run: RunDirectory, name: str, marker: Marker) -> State:
     if tuple(tensors_of(skeleton)) != manifest.specs:
         raise ValueError(f"{checkpoint_files.MANIFEST} is of another state")
     state: State = unpack(skeleton, checkpoint_files.read_tensors(files, manifest))
+    # Also what only others read: storage that has lost a bit there is not to be relied on.
+    used = {checkpoint_files.MANIFEST, checkpoint_files.SKELETON}
+    used |= {part.file.path for part in manifest.parts}
+    for path in by_path.keys() - used:
+        checkpoint_files.read_checked(files, by_path[path])
     return state

@@ -16,6 +16,7 @@ import json
 import logging
 import platform
 import queue
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -289,9 +290,27 @@ class Writer:
             names = [name for name, _ in order]
             for name in superfluous_automatic(names, self._num_to_keep):
                 self._run.remove(name)
+            self._sweep(set(names))
         except StorageError as error:
             # The next one tries again; the room it takes up is no reason to stop training.
             log.warning("prune_failed path=%s error=%r", self._run.path, str(error))
+
+    def _sweep(self, committed: set[str]) -> None:
+        """Delete what is left of checkpoints that came to nothing, of this run and earlier ones.
+
+        One that another member still writes to is younger than the newest that is committed.
+        """
+        newest = max(map(_steps_in, committed), default=0)
+        being_written = {self._name(snapshot) for snapshot in list(self._outstanding)}
+        for name in set(self._run.names(PREFIX)) - committed - being_written:
+            if _steps_in(name) < newest:
+                self._run.discard(name)
+
+
+def _steps_in(name: str) -> int:
+    """Return the steps that the name of an automatic checkpoint tells; 0 if it is none."""
+    found = re.search(r"-s(\d+)-g\d+-\d+$", name)
+    return int(found[1]) if found else 0
 
 
 def _state_of(snapshot: Snapshot) -> Any:

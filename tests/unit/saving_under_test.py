@@ -1,0 +1,123 @@
+"""Members of a group that take automatic checkpoints, all in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.core.events.worker import StateSaved
+from elastic.core.policy.cursor import Cursor
+from elastic.core.world import JobId
+from elastic.runtime.clock import SystemClock
+from elastic.storage.run_directory import RunDirectory
+from elastic.worker.exchange import Answer
+from elastic.worker.saving import Saver, Seat
+from elastic.worker.state import TrainState
+from elastic.worker.writing import Writer
+
+DEADLINE_S = 30.0
+
+
+class Coordinator:
+    """Answers for the coordinator: consent, unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.refuses = ""
+        self.told: list[StateSaved] = []
+        self._answers: dict[tuple[int, int], Answer] = {}
+
+    def expect_answer(self, generation: int, index: int) -> Answer:
+        return self._answers.setdefault((generation, index), Answer())
+
+    def post(self, item: StateSaved) -> None:
+        self.told.append(item)
+        answer = self._answers.pop((item.generation, item.index))
+        answer.accepted, answer.reason = not self.refuses, self.refuses
+        answer.ready.set()
+
+
+class Tied(nn.Module):
+    """A model with a shared parameter and a buffer that is in no state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(3), persistent=False)
+
+
+class Run:
+    """The state of a run after a few steps, and the members that hold it."""
+
+    def __init__(self, folder: Path, *, workers: int = 1, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = Tied()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.objects = TrainState()
+        self.objects.models.append(self.model)
+        self.objects.optimizers.append(self.optimizer)
+        self.coordinator = Coordinator()
+        self.directory = RunDirectory(str(folder))
+        self.savers = []
+        for rank in range(workers):
+            writer = Writer(self.directory, JobId("j1"), line=self.coordinator, clock=SystemClock())
+            saver = Saver((), writer)
+            saver.enter(Seat(1, rank, workers))
+            self.savers.append(saver)
+        self.steps = 0
+
+    def step(self) -> None:
+        """Change the state."""
+        x = self.model.norm(self.model.embed(torch.arange(6)))
+        self.model.head(x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.model.seen += 1
+        self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return what is saved."""
+        return {"objects": self.objects.take(), "cursor": [0, self.steps], "steps": self.steps}
+
+    def save(self, *, wait: bool = True) -> None:
+        """Step, and have every member take the snapshot."""
+        self.step()
+        done = [
+            saver.take(
+                self.state, Cursor(0, self.steps), self.steps, aliases=self.objects.aliases()
+            )
+            for saver in self.savers
+        ]
+        for one in done if wait else ():
+            assert one.wait(DEADLINE_S)
+
+    def committed(self) -> list[str]:
+        """Return the names of checkpoints that count, oldest first."""
+        found = sorted(self.directory.markers(), key=lambda pair: pair[1].index)
+        return [name for name, _ in found]
+
+    def folder(self, name: str) -> Path:
+        """Return where a checkpoint lies."""
+        return Path(self.directory.checkpoint_path(name))
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Compare nested states, bit by bit."""
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_same(left, right)
+    else:
+        assert one == other
