@@ -40,11 +40,14 @@ class StoredFile(NamedTuple):
         Raises:
             ValueError: naming the file, and how it differs.
         """
-        if len(content) != self.size:
-            raise ValueError(f"{self.path} has {len(content)} bytes instead of {self.size}")
-        found = zlib.crc32(content)
-        if self.crc32 not in (UNKNOWN, found):
-            raise ValueError(f"{self.path} is damaged: CRC-32 {found:#x}, not {self.crc32:#x}")
+        self.compare(len(content), zlib.crc32(content))
+
+    def compare(self, size: int, crc32: int) -> None:
+        """Do the same by what was found out about the content."""
+        if size != self.size:
+            raise ValueError(f"{self.path} has {size} bytes instead of {self.size}")
+        if self.crc32 not in (UNKNOWN, crc32):
+            raise ValueError(f"{self.path} is damaged: CRC-32 {crc32:#x}, not {self.crc32:#x}")
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,12 @@ import io
 import json
 import logging
 import pickle
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -40,7 +42,7 @@ from elastic.core.policy.shares import Piece
 from elastic.storage.files import Files, Output
 from elastic.storage.marker import StoredFile
 from elastic.worker.arena import Layout, Slot
-from elastic.worker.transfer import TensorSpec
+from elastic.worker.transfer import TensorSpec, bytes_of
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ STOCK = ".metadata"
 FORMAT = 1
 BUFFER_SUFFIX = " (buffer)"
 MODULE = "module."
+SCRATCH_BYTES = 1 << 16
 
 
 class Item(NamedTuple):
@@ -59,6 +62,7 @@ class Item(NamedTuple):
     Attributes:
         tensor, first, rows: the piece; see `Piece`.
         offset, length: bytes in its file.
+        data: where in the file its elements begin, one after the other; -1 if that is not known.
     """
 
     tensor: int
@@ -66,6 +70,7 @@ class Item(NamedTuple):
     rows: int
     offset: int
     length: int
+    data: int
 
 
 @dataclass(frozen=True)
@@ -163,17 +168,40 @@ def write_part(
     items = []
     with files.writing(f"{name}.distcp") as output:
         for piece in pieces:
-            offset = output.size
-            _save(slot.chunk(layout, piece), output)
-            items.append(Item(piece.tensor, piece.first, piece.rows, offset, output.size - offset))
+            offset, chunk = output.size, slot.chunk(layout, piece)
+            finder = _Finder(output, chunk)
+            # Torch's own checksum takes seven times as long as all the rest, and nobody reads it.
+            with serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+                torch.save(chunk, finder)  # type: ignore[arg-type]
+            place = (offset, output.size - offset, finder.at)
+            items.append(Item(piece.tensor, piece.first, piece.rows, *place))
     written = StoredFile(f"{name}.distcp", output.size, output.crc32)
     files.write(f"{name}.json", Part(written, tuple(items)).to_json())
 
 
-def _save(value: Any, output: Output) -> None:
-    # Torch's own checksum takes seven times as long as all the rest, and nobody reads it.
-    with serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        torch.save(value, output)  # type: ignore[arg-type]
+class _Finder:
+    """Passes on what torch.save writes, and notes where a tensor's elements go.
+
+    Attributes:
+        at: their offset in the output, -1 while they have not come.
+    """
+
+    def __init__(self, output: Output, chunk: torch.Tensor) -> None:
+        """Look out for this tensor's memory."""
+        self.at = -1
+        self._output = output
+        self._address, self._size = chunk.data_ptr(), chunk.nbytes
+
+    def write(self, data: Any) -> int:
+        """Write."""
+        view = memoryview(data).cast("B")
+        is_whole = len(view) == self._size > 0
+        if is_whole and np.frombuffer(view, np.uint8).ctypes.data == self._address:
+            self.at = self._output.size
+        return self._output.write(view)
+
+    def flush(self) -> None:
+        """Nothing: the output is made durable as a whole."""
 
 
 def read_parts(files: Files, world_size: int) -> list[Part] | None:
@@ -304,24 +332,78 @@ def read_tensors(files: Files, manifest: Manifest) -> list[torch.Tensor]:
         StorageError: a file cannot be read.
         ValueError: a file is not what was written, by name.
     """
-    tensors = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in manifest.specs]
+    tensors = [torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for one in manifest.specs]
     missing = {spec.number: max([1, *spec.shape[:1]]) for spec in manifest.specs}
     for part in manifest.parts:
-        content = memoryview(read_checked(files, part.file))
-        for item in part.items:
-            blob = io.BytesIO(content[item.offset : item.offset + item.length])
-            chunk = torch.load(blob, weights_only=True)
-            target = tensors[item.tensor]
-            if target.dim():
-                target = target[item.first : item.first + item.rows]
-            if chunk.dtype != target.dtype or chunk.shape != target.shape:
-                raise ValueError(f"{part.file.path}: tensor {item.tensor} is {chunk.shape}")
-            target.copy_(chunk)
-            missing[item.tensor] -= max(item.rows, 1)
+        with files.reading(part.file.path) as file:
+            source = _Source(file, part.file)
+            for item in part.items:
+                target = tensors[item.tensor]
+                if target.dim():
+                    target = target[item.first : item.first + item.rows]
+                _read_item(source, item, target)
+                missing[item.tensor] -= max(item.rows, 1)
+            source.finish()
     left = [number for number, rows in missing.items() if rows > 0]
     if left:
         raise ValueError(f"{MANIFEST}: pieces of tensors {left[:5]} are missing")
     return tensors
+
+
+def _read_item(source: _Source, item: Item, target: torch.Tensor) -> None:
+    """Read a piece to where it belongs; directly, if we know where its elements are."""
+    if item.data >= 0:
+        source.skip(item.data - item.offset)
+        source.read_into(memoryview(bytes_of(target).numpy()))  # type: ignore[arg-type]
+        source.skip(item.offset + item.length - source.size)
+        return
+    blob = bytearray(item.length)
+    source.read_into(memoryview(blob))
+    chunk = torch.load(io.BytesIO(blob), weights_only=True)
+    if chunk.dtype != target.dtype or chunk.shape != target.shape:
+        raise ValueError(f"{MANIFEST}: tensor {item.tensor} is {tuple(chunk.shape)} in its part")
+    target.copy_(chunk)
+
+
+class _Source:
+    """A file that is read from its beginning to its end, and checked on the way.
+
+    Attributes:
+        size: bytes that were read.
+    """
+
+    def __init__(self, file: Any, expected: StoredFile) -> None:
+        """Read this file, which is said to be so."""
+        self.size = 0
+        self._file, self._expected = file, expected
+        self._crc32 = 0
+        self._scratch = bytearray(SCRATCH_BYTES)
+
+    def read_into(self, memory: memoryview) -> None:
+        """Fill memory; ValueError if the file ends before."""
+        done = 0
+        while done < len(memory):
+            count = self._file.readinto(memory[done:])
+            if not count:
+                size = self.size + done
+                raise ValueError(
+                    f"{self._expected.path} has {size} bytes instead of {self._expected.size}"
+                )
+            done += count
+        self._crc32 = zlib.crc32(memory, self._crc32)
+        self.size += done
+
+    def skip(self, count: int) -> None:
+        """Read bytes that nobody needs, for their checksum."""
+        while count > 0:
+            part = min(count, len(self._scratch))
+            self.read_into(memoryview(self._scratch)[:part])
+            count -= part
+
+    def finish(self) -> None:
+        """Refuse the file if it was not what was written; ValueError says how."""
+        more = self._file.read(1)
+        self._expected.compare(self.size + len(more), self._crc32)
 
 
 def read_checked(files: Files, stored: StoredFile) -> bytes:

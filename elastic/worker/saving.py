@@ -24,7 +24,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.policy.shares import cut
 from elastic.worker.arena import Layout, Mark, Slot
-from elastic.worker.transfer import pack, read_skeleton, tensors_of, unpack
+from elastic.worker.transfer import read_skeleton, split, tensors_of, unpack, write_skeleton
 from elastic.worker.writing import Snapshot, Writer
 
 log = logging.getLogger(__name__)
@@ -115,10 +115,9 @@ class Saver:
         if self._is_warm or not self.plan.is_on:
             return
         self._is_warm = True
-        skeleton, tensors = pack(state())
-        layout = Layout.of(tensors_of(read_skeleton(skeleton)))
-        num_bytes = layout.data_bytes + 2 * len(skeleton)
-        del tensors
+        values, _ = split(state())
+        layout = Layout.of(tensors_of(values))
+        num_bytes = layout.data_bytes + 2 * len(write_skeleton(values))
 
         def find() -> None:
             try:
@@ -165,8 +164,8 @@ class Saver:
         if self._warming is not None:
             self._warming.join()
             self._warming = None
-        skeleton, tensors = pack(state())
-        layout = Layout.of(tensors_of(read_skeleton(skeleton)))
+        values, tensors = split(state())
+        layout, skeleton = Layout.of(tensors_of(values)), write_skeleton(values)
         slot, mark = self._copy(skeleton, tensors, layout, steps)
         log.info(
             "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", self.number, cursor.epoch,

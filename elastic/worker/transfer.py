@@ -51,11 +51,25 @@ def pack(state: Any) -> tuple[bytes, list[torch.Tensor]]:
     Raises:
         UsageError: it holds something that is neither, naming where.
     """
+    skeleton, tensors = split(state)
+    return write_skeleton(skeleton), tensors
+
+
+def split(state: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Split a nested state into plain values, with a `TensorSpec` for each tensor, and tensors.
+
+    Raises:
+        UsageError: it holds something that is neither, naming where.
+    """
     tensors: list[torch.Tensor] = []
-    skeleton = _replaced(state, tensors, "state")
+    return _replaced(state, tensors, "state"), tensors
+
+
+def write_skeleton(skeleton: Any) -> bytes:
+    """Return plain values as bytes."""
     buffer = io.BytesIO()
     torch.save(skeleton, buffer)
-    return buffer.getvalue(), tensors
+    return buffer.getvalue()
 
 
 def _replaced(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
@@ -193,7 +207,7 @@ def transfer(group: Any, transfers: Transfers, state: Any) -> tuple[Any, int]:
 def _send(group: Any, receivers: Sequence[int], state: Any) -> int:
     skeleton, tensors = pack(state)
     cpu = [tensor.to("cpu") for tensor in tensors]
-    small, large = _sorted_by_size([_bytes_of(tensor) for tensor in cpu])
+    small, large = _sorted_by_size([bytes_of(tensor) for tensor in cpu])
     messages = [
         torch.tensor([len(skeleton)], dtype=torch.int64),
         torch.frombuffer(bytearray(skeleton), dtype=torch.uint8),
@@ -222,7 +236,7 @@ def _receive(group: Any, source: int) -> tuple[Any, int]:
     skeleton = read_skeleton(text)
     wanted = tensors_of(skeleton)
     tensors = [torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in wanted]
-    parts = [_bytes_of(tensor) for tensor in tensors]
+    parts = [bytes_of(tensor) for tensor in tensors]
     small, large = _sorted_by_size(parts)
     together = receive(sum(part.numel() for _, part in small), 2)
     start = 0
@@ -235,7 +249,7 @@ def _receive(group: Any, source: int) -> tuple[Any, int]:
     return unpack(skeleton, tensors), total
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as bytes."""
     flat = tensor.contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)

@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic.errors import UsageError
 from elastic.worker.state import TrainState
-from elastic.worker.transfer import _bytes_of, _sorted_by_size, pack, tensors_of, unpack
+from elastic.worker.transfer import _sorted_by_size, bytes_of, pack, tensors_of, unpack
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -27,7 +27,7 @@ def sent(state: Any) -> Any:
     wanted = tensors_of(skeleton)
     arrived = [torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for one in wanted]
     for mine, theirs in zip(arrived, tensors, strict=True):
-        _bytes_of(mine).copy_(_bytes_of(theirs))
+        bytes_of(mine).copy_(bytes_of(theirs))
     return unpack(skeleton, arrived)
 
 
@@ -38,7 +38,7 @@ def same(one: Any, other: Any) -> bool:
             isinstance(other, torch.Tensor)
             and one.dtype == other.dtype
             and one.shape == other.shape
-            and torch.equal(_bytes_of(one.detach()), _bytes_of(other))
+            and torch.equal(bytes_of(one.detach()), bytes_of(other))
         )
     if isinstance(one, np.ndarray):
         return (
