@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.core.policy.cursor import Cursor, Epochs
 from elastic.errors import UsageError
-from elastic.train.checkpoint import Checkpoint
+from elastic.storage.run_directory import RunDirectory
+from elastic.train.checkpoint import Checkpoint, ReportedCheckpoint
 from elastic.worker import context as worker_context
 from elastic.worker.context import WorkerContext
 
@@ -171,6 +172,26 @@ def get_checkpoint() -> Checkpoint | None:
     """
     path = require_place("train.get_checkpoint").newest_checkpoint
     return Checkpoint(path) if path else None
+
+
+def get_all_reported_checkpoints() -> list[ReportedCheckpoint]:
+    """Return all reported checkpoints of this run that count and are kept, oldest first.
+
+    Those of earlier attempts in the same run directory are among them. Read from storage, without
+    waiting for other ranks: one that a rank has reported is seen by that rank at once.
+
+    Raises:
+        UsageError: outside a train function.
+        StorageError: the run directory cannot be read.
+    """
+    path = require_context("train.get_all_reported_checkpoints").run_path
+    if not path:
+        return []
+    run = RunDirectory(path)
+    return [
+        ReportedCheckpoint(Checkpoint(run.checkpoint_path(name)), json.loads(marker.metrics))
+        for name, marker in run.reported()
+    ]
 
 
 @dataclass(frozen=True)

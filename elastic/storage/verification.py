@@ -1,0 +1,67 @@
+"""Holding the files of a committed checkpoint against its marker.
+
+Rule: what does not fit is refused by the file's name; nothing is guessed, and nothing repaired.
+"""
+
+from __future__ import annotations
+
+import json
+
+from elastic.errors import StorageError
+from elastic.storage.files import Files
+from elastic.storage.marker import MARKER, METADATA, UNKNOWN, Marker
+
+
+def read_marker(checkpoint: Files) -> Marker | None:
+    """Return the marker of a checkpoint, None if it has none (it was never committed).
+
+    Raises:
+        StorageError: there is one, and it cannot be read or is damaged.
+    """
+    if not checkpoint.exists(MARKER):
+        return None
+    try:
+        return Marker.from_json(checkpoint.read(MARKER).decode())
+    except ValueError as error:
+        raise StorageError(
+            f"checkpoint {checkpoint.path} is damaged: its marker {MARKER} cannot be read "
+            f"({error}); use an older checkpoint"
+        ) from None
+
+
+def verify(checkpoint: Files, marker: Marker) -> None:
+    """Read every file that a marker names, and compare size and checksum.
+
+    Args:
+        checkpoint: the files; it may be a copy of what was committed.
+        marker: what they should be.
+
+    Raises:
+        StorageError: naming the first file that is missing, torn or changed.
+    """
+    for file in marker.files:
+        if file.path == METADATA:
+            continue  # Users may write it at any time.
+        if not checkpoint.exists(file.path):
+            raise _damaged(checkpoint, f"file {file.path} is missing")
+        found = checkpoint.checksum(file.path)
+        if found.size != file.size:
+            raise _damaged(
+                checkpoint, f"file {file.path} has {found.size} bytes, expected {file.size}"
+            )
+        if UNKNOWN not in (found.crc32, file.crc32) and found.crc32 != file.crc32:
+            raise _damaged(
+                checkpoint,
+                f"file {file.path} has CRC-32 {found.crc32:08x}, expected {file.crc32:08x}",
+            )
+
+
+def _damaged(checkpoint: Files, what: str) -> StorageError:
+    return StorageError(f"checkpoint {checkpoint.path} is damaged: {what}; use an older checkpoint")
+
+
+def place_of(marker: Marker) -> str:
+    """Return where in the run a checkpoint was made, for people: "epoch 3, step 120"."""
+    metrics = json.loads(marker.metrics)
+    told = [f"{name} {metrics[name]}" for name in ("epoch", "step") if name in metrics]
+    return ", ".join(told) or f"generation {marker.generation}, report {marker.index}"
