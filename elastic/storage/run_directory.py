@@ -171,6 +171,14 @@ class RunDirectory:
         Raises:
             StorageError: the directory cannot be listed.
         """
+        return [(name, marker) for name, marker in self.committed() if not marker.automatic]
+
+    def committed(self) -> list[tuple[str, Marker]]:
+        """Return name and marker of every checkpoint that counts, in the order of commits.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
         jobs = self.jobs()
 
         def age(pair: tuple[str, Marker]) -> tuple[int, int, int, int]:
@@ -180,7 +188,7 @@ class RunDirectory:
                 return jobs.index(marker.job_id), 0, marker.generation, marker.index
             return -1, marker.unix_ns, marker.generation, marker.index
 
-        return sorted(((n, m) for n, m in self.markers() if not m.automatic), key=age)
+        return sorted(self.markers(), key=age)
 
     def jobs(self) -> tuple[str, ...]:
         """Return the ids of the run's attempts, in order; () if it has no record.
@@ -191,18 +199,18 @@ class RunDirectory:
         record = read_run(self.files)
         return record.jobs if record is not None else ()
 
-    def records(self, job_id: str = "") -> tuple[CheckpointRecord, ...]:
-        """Return the committed checkpoints of a job, or of all for "", in the order of commits.
+    def records(self) -> tuple[CheckpointRecord, ...]:
+        """Return the checkpoints that count, of all attempts, in the order of commits.
 
         Raises:
             StorageError: the directory cannot be listed.
         """
-        found = [(name, m) for name, m in self.markers() if job_id in ("", m.job_id)]
-        found.sort(key=lambda pair: (pair[1].generation, pair[1].index))
-        return tuple(
-            CheckpointRecord(self.checkpoint_path(name), m.generation, m.index, m.metrics)
-            for name, m in found
-        )
+        return tuple(self.record(name, marker) for name, marker in self.committed())
+
+    def record(self, name: str, marker: Marker) -> CheckpointRecord:
+        """Return a checkpoint as the coordinator knows it."""
+        path = self.checkpoint_path(name)
+        return CheckpointRecord(path, marker.generation, marker.index, marker.metrics)
 
     def newest_checkpoint(self) -> str:
         """Return the path of the reported checkpoint that was committed last, "" for none.

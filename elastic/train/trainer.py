@@ -21,7 +21,7 @@ from elastic.core.config import JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
 from elastic.errors import ElasticError, NameTaken, TrainingFailed, Unavailable, UsageError
 from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
-from elastic.train.result import Result, committed_in, result_of
+from elastic.train.result import Result, committed_in, kept_of, result_of
 from elastic.worker import context as worker_context
 from elastic.worker.entry import takes_config
 
@@ -114,7 +114,7 @@ class TorchTrainer:
         if context.engine is not None:
             context.engine.configure(self._options())
         returned = result_json(call_with_config(self.train_loop_per_worker, self.train_loop_config))
-        kept = committed_in(context.run_path, context.job_id)
+        kept = committed_in(context.run_path)
         return result_of(context.run_path, kept, returned)
 
     def _fit_in_this_process(self) -> Result:
@@ -170,13 +170,13 @@ class TorchTrainer:
     def _finish(self, spec: JobSpec, view: JobView) -> Result:
         record = view.record
         if record.phase is JobPhase.SUCCEEDED:
-            return result_of(spec.run_path, record.checkpoints, record.result)
+            return result_of(spec.run_path, kept_of(record), record.result)
         error = TrainingFailed(
             f"run {spec.name} {record.phase.value}: {record.reason}",
             worker=record.failed_worker,
             traceback=record.failure.traceback if record.failure else "",
         )
-        error.result = result_of(spec.run_path, record.checkpoints, record.result, error)
+        error.result = result_of(spec.run_path, kept_of(record), record.result, error)
         raise error
 
     def _on_report(self, metrics: dict[str, Any]) -> None:

@@ -112,7 +112,7 @@ def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
         context.the_reporter().finish()
     kept: tuple[CheckpointRecord, ...] = ()
     if run.run_path:
-        kept = RunDirectory(run.run_path).records(context.job_id)
+        kept = RunDirectory(run.run_path).records()
     return LocalOutcome(result, kept)
 
 
