@@ -6,24 +6,27 @@ Rule: what does not fit is refused by the file's name; nothing is guessed, and n
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
-from elastic.errors import StorageError
+from elastic.errors import DamagedCheckpoint
 from elastic.storage.files import Files
 from elastic.storage.marker import MARKER, METADATA, UNKNOWN, Marker
+from elastic.storage.run_directory import RunDirectory
 
 
 def read_marker(checkpoint: Files) -> Marker | None:
     """Return the marker of a checkpoint, None if it has none (it was never committed).
 
     Raises:
-        StorageError: there is one, and it cannot be read or is damaged.
+        DamagedCheckpoint: there is one, and it is torn or changed.
+        StorageError: storage cannot be read.
     """
     if not checkpoint.exists(MARKER):
         return None
     try:
         return Marker.from_json(checkpoint.read(MARKER).decode())
     except ValueError as error:
-        raise StorageError(
+        raise DamagedCheckpoint(
             f"checkpoint {checkpoint.path} is damaged: its marker {MARKER} cannot be read "
             f"({error}); use an older checkpoint"
         ) from None
@@ -37,7 +40,8 @@ def verify(checkpoint: Files, marker: Marker) -> None:
         marker: what they should be.
 
     Raises:
-        StorageError: naming the first file that is missing, torn or changed.
+        DamagedCheckpoint: naming the first file that is missing, torn or changed.
+        StorageError: storage cannot be read.
     """
     for file in marker.files:
         if file.path == METADATA:
@@ -56,8 +60,33 @@ def verify(checkpoint: Files, marker: Marker) -> None:
             )
 
 
-def _damaged(checkpoint: Files, what: str) -> StorageError:
-    return StorageError(f"checkpoint {checkpoint.path} is damaged: {what}; use an older checkpoint")
+def _damaged(checkpoint: Files, what: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        f"checkpoint {checkpoint.path} is damaged: {what}; use an older checkpoint"
+    )
+
+
+def newest_sound(run: RunDirectory, say: Callable[[str], None]) -> tuple[str, Marker] | None:
+    """Return the newest reported checkpoint of a run that is not damaged, None if there is none.
+
+    A damaged one is set aside, so that it is not looked at again and its name is free.
+
+    Args:
+        run: whose attempts are over.
+        say: told of each that is passed over, and why.
+
+    Raises:
+        StorageError: storage cannot be read or written.
+    """
+    for name, marker in reversed(run.reported()):
+        try:
+            verify(run.checkpoint(name), marker)
+        except DamagedCheckpoint as error:
+            run.set_aside(name, str(error))
+            say(f"{error}: it is passed over")
+            continue
+        return name, marker
+    return None
 
 
 def place_of(marker: Marker) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -164,14 +165,32 @@ def _checked(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
     return metrics
 
 
+_begins_from: Checkpoint | None = None
+
+
+@contextlib.contextmanager
+def beginning_from(checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Let `get_checkpoint` give this one, in this process, until the run has one of its own."""
+    global _begins_from
+    _begins_from = checkpoint
+    try:
+        yield
+    finally:
+        _begins_from = None
+
+
 def get_checkpoint() -> Checkpoint | None:
-    """Return the newest recorded checkpoint of this run, None if there is none.
+    """Return the newest reported checkpoint of this run that is recorded, None if there is none.
+
+    In a run that was resumed it is that of an earlier attempt, and in one with
+    `resume_from_checkpoint` that one, until a newer one is recorded. Reading it verifies it; see
+    `Checkpoint.as_directory`.
 
     Raises:
         UsageError: outside a train function.
     """
     path = require_place("train.get_checkpoint").newest_checkpoint
-    return Checkpoint(path) if path else None
+    return Checkpoint(path) if path else _begins_from
 
 
 def get_all_reported_checkpoints() -> list[ReportedCheckpoint]:
