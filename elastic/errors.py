@@ -17,6 +17,7 @@
     │   ├── Compacted         the asked-for revision is gone from the store's history
     │   └── CorruptRecord     a stored record does not decode
     ├── StorageError          a run directory or checkpoint cannot be written or read
+    │   └── DamagedCheckpoint a file of it is missing, torn or changed
     ├── TrainingFailed        the job ended without success; carries the first failure
     ├── GroupError            a torch.distributed group could not form or was broken
     └── InvariantViolation    a bug of ours; carries the story that led to it
@@ -123,6 +124,10 @@ class CorruptRecord(StoreError):
 
 class StorageError(ElasticError):
     """A run directory or a checkpoint cannot be written or read."""
+
+
+class DamagedCheckpoint(StorageError):
+    """A committed checkpoint is not what its marker says; the file that differs is named."""
 
 
 class TrainingFailed(ElasticError):

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import datetime
 import time
+from dataclasses import replace
 from typing import Any
 
 import click
 from rich.console import Console
 
-from elastic.client.jobs import Client
+from elastic.client.attempts import Plan, attempt, note_end
+from elastic.client.jobs import Client, new_job_id
 from elastic.client.printer import REPEAT_S, Printer
 from elastic.client.show import failure_text, job_as_dict
-from elastic.client.submission import Options, job_spec, run_directory
+from elastic.client.submission import Options, job_spec
 from elastic.client.terminal import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -108,13 +110,18 @@ def submit(
 ) -> None:
     """Run SCRIPT on the cluster; what stands behind -- goes to it.
 
-    Nodes read the script from the same path as this machine. Ctrl-C ends the following, not the
-    job. With --no-wait the job's id is all that is printed on stdout.
+    Nodes read the script from the same path as this machine. A name whose run did not succeed is
+    resumed from its newest reported checkpoint. Ctrl-C ends the following, not the job. With
+    --no-wait the job's id is all that is printed on stdout.
     """
     spec = job_spec(Options(**options), now=datetime.datetime.now())
+    job_id = new_job_id()
+    plan = Plan(run_path=spec.run_path, name=spec.name, job_id=job_id)
     with target.connect() as client:
-        with run_directory(spec.run_path):
-            job_id = client.submit(spec)
+        with attempt(plan, phase_of=client.phase_of) as begun:
+            for line in begun.lines:
+                click.echo(line, err=True)
+            client.submit(replace(spec, job_id=job_id, resume_from=begun.resume_from))
         click.echo(_next_steps(target, spec, job_id), err=True)
         if wait:
             _wait_for_end(client, job_id, target, timeout_s=timeout_s, output=output)
@@ -153,6 +160,8 @@ def _wait_for_end(
         raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
     except TimeoutError as error:
         fail(f"{error}; stop it: {target.command('stop', job_id)}", EXIT_TIMEOUT)
+    record = view.record
+    note_end(record.spec.run_path, job_id, record.phase, record.reason)
     if is_json:
         print_json(job_as_dict(view, SystemClock().monotonic_ns()))
     _exit_as(view)

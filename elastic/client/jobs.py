@@ -20,7 +20,7 @@ from elastic.client.sources import JobSource, LogSource
 from elastic.client.streams import OnOutage, Source, Stream
 from elastic.core.config import JobSpec
 from elastic.core.view import JobView
-from elastic.core.world import JobId
+from elastic.core.world import JobId, JobPhase
 from elastic.errors import NameTaken, NotFound
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.rpc import parse_endpoints
@@ -144,6 +144,17 @@ class Client:
         """
         proto = self._ask("Get", jobs_pb2.GetJobRequest(job=job))
         return job_from_proto(proto, self._clock.monotonic_ns())
+
+    def phase_of(self, job: str) -> JobPhase | None:
+        """Return where a job stands, None if the coordinator does not know it.
+
+        Raises:
+            ElasticError: see the class.
+        """
+        try:
+            return self.get(job).record.phase
+        except NotFound:
+            return None
 
     def list(self, *, include_ended: bool = True) -> tuple[JobView, ...]:
         """Return all jobs by order of submission.

@@ -6,18 +6,14 @@ behind by a submission that does not take place.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsspec.core import url_to_fs
-
 from elastic.core.config import JobSpec, check_name
 from elastic.core.world import Entry, EntryKind, JobId, Resources, Strategy, sorted_pairs
-from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
+from elastic.errors import ConfigError, UsageError
 
 NAME_CHARS_MAX = 60
 
@@ -121,40 +117,3 @@ def run_path_of(storage_path: str, name: str) -> str:
     if "://" not in storage_path:
         storage_path = os.path.abspath(os.path.expanduser(storage_path))
     return f"{storage_path.rstrip('/')}/{name}"
-
-
-@contextlib.contextmanager
-def run_directory(run_path: str) -> Iterator[None]:
-    """Make a run directory for the submission in the `with` block; take it away if that fails.
-
-    Raises:
-        NameTaken: it holds another run.
-        StorageError: it cannot be made.
-        ConfigError: there is no such kind of storage.
-    """
-    try:
-        fs, root = url_to_fs(run_path)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"storage path {run_path}: {error}; expected a directory or a URL that fsspec knows"
-        ) from error
-    try:
-        is_there = fs.exists(root)
-        if is_there and (not fs.isdir(root) or fs.ls(root)):
-            raise NameTaken(
-                f"run directory {run_path} exists already and is not empty: choose another name "
-                f"(--name, RunConfig(name=...)) or storage path, or remove it"
-            )
-        fs.makedirs(root, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"run directory {run_path} cannot be made ({error.strerror or error}): choose a "
-            f"storage path with room that you may write to"
-        ) from error
-    try:
-        yield
-    except BaseException:
-        if not is_there:
-            with contextlib.suppress(OSError):
-                fs.rmdir(root)
-        raise

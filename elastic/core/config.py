@@ -66,6 +66,8 @@ class JobSpec:
         project: label for accounting, free text.
         num_to_keep: checkpoints that are kept; -1 for all.
         score_attribute, score_order: which are the best ones; "" for the newest.
+        resume_from: path of the reported checkpoint that the job begins with, "" for none: until
+            it has recorded one of its own.
     """
 
     job_id: JobId
@@ -87,6 +89,7 @@ class JobSpec:
     num_to_keep: int = -1
     score_attribute: str = ""
     score_order: str = "max"
+    resume_from: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

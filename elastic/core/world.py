@@ -235,7 +235,8 @@ class Assignment:
 
     Attributes:
         leader_address: "host:port" of rank 0's store.
-        checkpoint: path of the newest recorded checkpoint, "" for none.
+        checkpoint: path of the newest reported checkpoint that is recorded, or of the one that the
+            job resumes from; "" for none.
         cause: one word for logs and counters: start, lost, join, drain, broken, resume.
     """
 

@@ -57,16 +57,20 @@ class Output:
 class Files:
     """One directory; paths of its methods are relative to it, with slashes."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, filesystem: fsspec.AbstractFileSystem | None = None) -> None:
         """Touch nothing yet.
 
         Args:
             path: an fsspec path such as "/data/run" or "s3://bucket/run".
+            filesystem: the one that `path` is in; by default the one that the path names.
 
         Raises:
             StorageError: no file system for such a path.
         """
         self.path = path.rstrip("/")
+        if filesystem is not None:
+            self.fs, self.root = filesystem, self.path
+            return
         try:
             self.fs, self.root = fsspec.core.url_to_fs(self.path)
         except Exception as error:

@@ -16,6 +16,10 @@ from elastic.core.world import is_automatic
 
 MARKER = "_COMMITTED"
 RECORDED = "_RECORDED"
+DAMAGED = "_DAMAGED"
+"""Stands in place of the marker once a checkpoint was found damaged: why."""
+METADATA = ".metadata.json"
+"""What users write beside a checkpoint's files, also after the commit: not held against it."""
 FORMAT = 2
 UNKNOWN = -1
 """Stands where a checksum is not known."""

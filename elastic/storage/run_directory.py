@@ -1,5 +1,6 @@
 """The run directory: metrics of every report, and checkpoints that count once they are marked.
 
+    RUN/run.json                 what became of the run; see `run_record`
     RUN/metrics.jsonl            what rank 0 reported, one JSON object a line
     RUN/metrics-rank3.jsonl      the same of rank 3
     RUN/checkpoints/NAME/        files of one checkpoint
@@ -22,7 +23,8 @@ from typing import Any
 from elastic.core.world import CheckpointRecord
 from elastic.errors import StorageError
 from elastic.storage.files import CHUNK_BYTES, Files, reason_of
-from elastic.storage.marker import MARKER, RECORDED, Marker, StoredFile
+from elastic.storage.marker import DAMAGED, MARKER, RECORDED, Marker, StoredFile
+from elastic.storage.run_record import read_run
 
 CHECKPOINTS = "checkpoints"
 
@@ -89,7 +91,7 @@ class RunDirectory:
             for path in sorted(p for p in source.rglob("*") if p.is_file()):
                 current = str(path)
                 relative = path.relative_to(source).as_posix()
-                if relative in (MARKER, RECORDED):
+                if relative in (MARKER, RECORDED, DAMAGED):
                     continue  # The directory is a copy of an older checkpoint.
                 if claim(relative):
                     files.append(_copied(path, target, relative))
@@ -156,27 +158,68 @@ class RunDirectory:
         return [path.split("/")[1] for path in found]
 
     def recorded(self, job_id: str) -> list[tuple[str, Marker]]:
-        """Return name and marker of a job's checkpoints that are recorded, in that order.
+        """Return name and marker of a job's reported checkpoints that are recorded, in that order.
+
+        Those of earlier attempts of the same run count as recorded: nobody is left to do it.
 
         Raises:
             StorageError: the directory cannot be listed.
         """
         known = {path.split("/")[1] for path in self.files.list(f"{CHECKPOINTS}/*/{RECORDED}")}
-        found = [(n, m) for n, m in self.markers() if m.job_id == job_id and n in known]
-        return sorted(found, key=lambda pair: (pair[1].generation, pair[1].index))
+        jobs = self.jobs()
+        earlier = set(jobs[: jobs.index(job_id)]) if job_id in jobs else set()
+        return [
+            (name, marker)
+            for name, marker in self.reported()
+            if (marker.job_id == job_id and name in known) or marker.job_id in earlier
+        ]
 
-    def records(self, job_id: str = "") -> tuple[CheckpointRecord, ...]:
-        """Return the committed checkpoints of a job, or of all for "", in the order of commits.
+    def reported(self) -> list[tuple[str, Marker]]:
+        """Return name and marker of what all attempts reported and committed, oldest first.
 
         Raises:
             StorageError: the directory cannot be listed.
         """
-        found = [(name, m) for name, m in self.markers() if job_id in ("", m.job_id)]
-        found.sort(key=lambda pair: (pair[1].generation, pair[1].index))
-        return tuple(
-            CheckpointRecord(self.checkpoint_path(name), m.generation, m.index, m.metrics)
-            for name, m in found
-        )
+        return [(name, marker) for name, marker in self.committed() if not marker.automatic]
+
+    def committed(self) -> list[tuple[str, Marker]]:
+        """Return name and marker of every checkpoint that counts, in the order of commits.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        jobs = self.jobs()
+
+        def age(pair: tuple[str, Marker]) -> tuple[int, int, int, int]:
+            # Attempts have an order of their own: the clocks of two nodes may differ.
+            marker = pair[1]
+            if marker.job_id in jobs:
+                return jobs.index(marker.job_id), 0, marker.generation, marker.index
+            return -1, marker.unix_ns, marker.generation, marker.index
+
+        return sorted(self.markers(), key=age)
+
+    def jobs(self) -> tuple[str, ...]:
+        """Return the ids of the run's attempts, in order; () if it has no record.
+
+        Raises:
+            StorageError: the record cannot be read.
+        """
+        record = read_run(self.files)
+        return record.jobs if record is not None else ()
+
+    def records(self) -> tuple[CheckpointRecord, ...]:
+        """Return the checkpoints that count, of all attempts, in the order of commits.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        return tuple(self.record(name, marker) for name, marker in self.committed())
+
+    def record(self, name: str, marker: Marker) -> CheckpointRecord:
+        """Return a checkpoint as the coordinator knows it."""
+        path = self.checkpoint_path(name)
+        return CheckpointRecord(path, marker.generation, marker.index, marker.metrics)
 
     def newest_checkpoint(self) -> str:
         """Return the path of the reported checkpoint that was committed last, "" for none.
@@ -184,9 +227,17 @@ class RunDirectory:
         Raises:
             StorageError: the directory cannot be listed.
         """
-        reported = [(m.unix_ns, name) for name, m in self.markers() if not m.automatic]
-        newest = max(reported, default=(0, ""))
-        return self.checkpoint_path(newest[1]) if newest[1] else ""
+        reported = self.reported()
+        return self.checkpoint_path(reported[-1][0]) if reported else ""
+
+    def set_aside(self, name: str, reason: str) -> None:
+        """Let a damaged checkpoint not exist any more; its files stay where they are.
+
+        Raises:
+            StorageError: its marker cannot be replaced.
+        """
+        self.checkpoint(name).write(DAMAGED, reason.encode())
+        self.checkpoint(name).delete(MARKER)
 
     def markers(self) -> list[tuple[str, Marker]]:
         """Return name and marker of every checkpoint whose marker can be read.

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic.train.checkpoint import Checkpoint
+    from elastic.train.checkpoint import Checkpoint, ReportedCheckpoint
     from elastic.train.config import (
         CheckpointConfig,
         FailureConfig,
@@ -19,16 +19,25 @@ if TYPE_CHECKING:
     )
     from elastic.train.loop import epochs, get_logged, log, register, stepped
     from elastic.train.result import Result
-    from elastic.train.session import TrainContext, get_checkpoint, get_context, is_driver, report
+    from elastic.train.session import (
+        TrainContext,
+        get_all_reported_checkpoints,
+        get_checkpoint,
+        get_context,
+        is_driver,
+        report,
+    )
 
 _HOME = {
     "Checkpoint": "checkpoint",
     "CheckpointConfig": "config",
     "FailureConfig": "config",
+    "ReportedCheckpoint": "checkpoint",
     "Result": "result",
     "RunConfig": "config",
     "ScalingConfig": "config",
     "TrainContext": "session",
+    "get_all_reported_checkpoints": "session",
     "get_checkpoint": "session",
     "get_context": "session",
     "epochs": "loop",
@@ -45,11 +54,13 @@ __all__ = [
     "Checkpoint",
     "CheckpointConfig",
     "FailureConfig",
+    "ReportedCheckpoint",
     "Result",
     "RunConfig",
     "ScalingConfig",
     "TrainContext",
     "epochs",
+    "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
     "get_logged",

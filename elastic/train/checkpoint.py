@@ -1,27 +1,39 @@
-"""A checkpoint as scripts see it: a directory somewhere, local or behind an fsspec URL."""
+"""A checkpoint as scripts see it: a directory somewhere, local or behind an fsspec URL.
+
+Rule: what was committed with a marker is held against it before it is handed out, so that nobody
+trains on from a file that was torn or changed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from elastic.errors import StorageError, UsageError
+from elastic.storage.files import Files
+from elastic.storage.marker import DAMAGED, MARKER, METADATA, RECORDED
+from elastic.storage.verification import read_marker, verify
+from elastic.train.dict_checkpoint import read_dict, write_dict
 
-MARKER = "_COMMITTED"
-"""Written last into a checkpoint directory; without it the directory is no checkpoint."""
+OURS = (MARKER, RECORDED, DAMAGED)
+"""Files that make a directory a committed checkpoint; a copy of one is not committed itself."""
 
 
 class Checkpoint:
     """A directory with what a training run saved.
 
-    Made by the script (`from_directory`) and handed to `train.report`, or got from
+    Made by the script (`from_directory`, `from_dict`) and handed to `train.report`, or got from
     `train.get_checkpoint` and `Result.checkpoint`.
     """
 
@@ -55,43 +67,110 @@ class Checkpoint:
             )
         return cls(str(Path(path).absolute()))
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
+        """Write a dict into a temporary directory, which goes when this object does.
+
+        Args:
+            data: numbers, text, bytes, tensors, and lists, tuples, sets and dicts of them:
+                whatever can be read back without running anybody's code.
+
+        Raises:
+            UsageError: naming the key whose value is something else.
+        """
+        directory = tempfile.mkdtemp(prefix="checkpoint_")
+        try:
+            write_dict(data, Path(directory))
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        checkpoint = cls(directory)
+        weakref.finalize(checkpoint, shutil.rmtree, directory, ignore_errors=True)
+        return checkpoint
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the dict that `from_dict` was given; tensors are on the CPU.
+
+        Nothing in the file is executed. A committed checkpoint is verified first.
+
+        Raises:
+            UsageError: the checkpoint was not made by `from_dict`.
+            StorageError: it cannot be read, or is damaged.
+        """
+        with self.as_directory() as directory:
+            return read_dict(Path(directory))
+
     def to_directory(self, path: str | Path | None = None) -> str:
         """Copy the checkpoint into a local directory and return its path.
+
+        A committed checkpoint is verified: every file must have the size and the checksum that
+        its marker names. The copy has no marker: what you do with it is yours.
 
         Args:
             path: where to; by default a new temporary directory, which is yours to delete.
 
         Raises:
-            StorageError: the checkpoint cannot be read, or the directory not be written.
+            StorageError: the checkpoint cannot be read or is damaged, or the directory cannot be
+                written.
         """
+        source = Files(self.path, self.filesystem)
+        target = Path(path) if path is not None else None
         try:
             if not self.filesystem.isdir(self.path):
                 raise FileNotFoundError("no such directory")
-            if path is None:
+            marker = read_marker(source)
+            if target is None:
                 target = Path(tempfile.mkdtemp(prefix="checkpoint_"))
-            else:
-                target = Path(path)
-                target.mkdir(parents=True, exist_ok=True)
-            if not self.is_local:
-                self.filesystem.get(self.path.rstrip("/") + "/", str(target), recursive=True)
-            elif Path(self.path).resolve() != target.resolve():
-                shutil.copytree(self.path, target, dirs_exist_ok=True)
+            target.mkdir(parents=True, exist_ok=True)
+            if self.is_local and Path(self.path).resolve() == target.resolve():
+                if marker is not None:
+                    verify(source, marker)
+                return str(target)
+            self._copy(target)
+            if marker is not None:
+                verify(Files(str(target)), marker)
         except OSError as error:
             where = f" to {path}" if path is not None else ""
             raise StorageError(
                 f"checkpoint {self.path} cannot be copied{where}: {error}"
             ) from error
+        except StorageError as error:
+            if path is None and target is not None:
+                shutil.rmtree(target, ignore_errors=True)
+            raise StorageError(f"checkpoint {self.path} cannot be copied: {error}") from error
         return str(target)
+
+    def _copy(self, target: Path) -> None:
+        if self.is_local:
+            source = self.path
+            shutil.copytree(
+                source,
+                target,
+                dirs_exist_ok=True,
+                ignore=lambda folder, names: OURS if folder == source else (),
+            )
+            return
+        self.filesystem.get(self.path.rstrip("/") + "/", str(target), recursive=True)
+        for name in OURS:
+            (target / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
         """Give a local directory for the time of the `with` block: read only.
 
-        A local checkpoint is used where it is; any other is copied, and the copy deleted.
+        A local checkpoint is used where it is; any other is copied, and the copy deleted. A
+        committed one is verified first, as in `to_directory`.
+
+        Raises:
+            StorageError: the checkpoint cannot be read, or is damaged.
         """
         if self.is_local:
             if not Path(self.path).is_dir():
                 raise StorageError(f"checkpoint {self.path} is not there: no such directory")
+            files = Files(self.path)
+            marker = read_marker(files)
+            if marker is not None:
+                verify(files, marker)
             yield self.path
             return
         copy = self.to_directory()
@@ -100,10 +179,57 @@ class Checkpoint:
         finally:
             shutil.rmtree(copy, ignore_errors=True)
 
+    # ------------------------------------------------------------ notes beside the files
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return what `set_metadata` wrote, {} if nobody did.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        files = Files(self.path, self.filesystem)
+        try:
+            text = files.read(METADATA) if files.exists(METADATA) else b"{}"
+            return dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise StorageError(
+                f"metadata of checkpoint {self.path} cannot be read: {METADATA}: {error}"
+            ) from error
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Write notes beside the files, in place of any that are there; also after the commit.
+
+        Args:
+            metadata: what JSON can say.
+
+        Raises:
+            UsageError: JSON cannot say it.
+            StorageError: it cannot be written.
+        """
+        try:
+            text = json.dumps(dict(metadata))
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"Checkpoint.set_metadata: JSON cannot say this ({error}); expected a dict of "
+                f"text, numbers, lists and dicts"
+            ) from error
+        Files(self.path, self.filesystem).write(METADATA, text.encode())
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Write notes beside those that are there; raises as `set_metadata`."""
+        self.set_metadata({**self.get_metadata(), **metadata})
+
+    # ------------------------------------------------------------ place
+
     @property
     def is_local(self) -> bool:
         """Return whether it lies in this machine's own file system, where `path` can be opened."""
         return isinstance(self.filesystem, LocalFileSystem)
+
+    @property
+    def url(self) -> str:
+        """Return a path by which every process finds it: a local one, or an fsspec URL."""
+        return self.path if self.is_local else str(self.filesystem.unstrip_protocol(self.path))
 
     def __repr__(self) -> str:
         """Show where it is."""
@@ -118,3 +244,16 @@ class Checkpoint:
     def __hash__(self) -> int:
         """Hash by place."""
         return hash(self.path)
+
+
+@dataclass(frozen=True)
+class ReportedCheckpoint:
+    """A checkpoint that was reported and counts.
+
+    Attributes:
+        checkpoint: where it is.
+        metrics: what was reported with it.
+    """
+
+    checkpoint: Checkpoint
+    metrics: dict[str, Any]

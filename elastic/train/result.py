@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs
 
+from elastic.core.events.coordinator import JobRecord
+from elastic.core.policy import retention
 from elastic.core.world import CheckpointRecord
-from elastic.errors import ElasticError, StorageError, UsageError
+from elastic.errors import ElasticError, StorageError, TrainingFailed, UsageError
+from elastic.storage.files import Files
 from elastic.storage.run_directory import RunDirectory
+from elastic.storage.run_record import RunPhase, read_run
 from elastic.train.checkpoint import Checkpoint
 
 METRICS_FILE = "metrics.jsonl"
@@ -24,10 +29,14 @@ class Result:
     Attributes:
         metrics: what rank 0 reported last, None if it never did; with or without a checkpoint
             (Ray keeps only metrics that come with one).
-        checkpoint: the newest recorded one, None if there is none.
+        checkpoint: the newest reported one; of a run that reported none, the newest that was taken
+            automatically; None if there is neither.
         path: the run directory.
-        best_checkpoints: (checkpoint, metrics) of all that were kept, oldest first.
-        history: every report of rank 0, oldest first: metrics, and generation, index, unix_ns.
+        best_checkpoints: (checkpoint, metrics) of all reported ones that were kept, oldest first,
+            those of earlier attempts of the run among them.
+        history: every report of rank 0, oldest first: metrics, and generation, index, unix_ns; in
+            a loop over `train.epochs()` also `at`, the place in the run, and of reports that were
+            made again at the same place only the last.
         return_value: what rank 0's train function returned, as far as JSON can say it.
         error: why the run failed, None if it did not.
     """
@@ -39,6 +48,32 @@ class Result:
     history: list[dict[str, Any]] = field(default_factory=list)
     return_value: Any = None
     error: ElasticError | None = None
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> Result:
+        """Return what a run directory holds, of a run that has ended or that goes on.
+
+        What the train function returned is not stored, and of a failure one line.
+
+        Args:
+            path: the run directory, storage_path/name: a local path or an fsspec URL.
+
+        Raises:
+            UsageError: it is no run directory.
+            StorageError: it cannot be read.
+        """
+        run_path = str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())
+        files = Files(run_path)
+        record = read_run(files)
+        if record is None and not files.exists(METRICS_FILE):
+            raise UsageError(
+                f"Result.from_path({str(path)!r}): no run directory (it has neither run.json nor "
+                f"{METRICS_FILE}); expected storage_path/name of a run"
+            )
+        error = None
+        if record is not None and record.phase in (RunPhase.FAILED, RunPhase.STOPPED):
+            error = TrainingFailed(f"run {record.name} {record.phase.value}: {record.reason}")
+        return result_of(run_path, committed_in(run_path), "", error)
 
     def get_best_checkpoint(self, metric: str, mode: str = "max") -> Checkpoint | None:
         """Return the kept checkpoint with the best value of a metric, None if none has it.
@@ -105,20 +140,43 @@ def read_history(run_path: str) -> list[dict[str, Any]]:
             continue
         if isinstance(row, dict) and isinstance(row.get("metrics"), dict):
             rows.append(row)
-    return rows
+    newest = {row["at"]: number for number, row in enumerate(rows) if "at" in row}
+    return [row for n, row in enumerate(rows) if "at" not in row or newest[row["at"]] == n]
 
 
-def committed_in(run_path: str, job_id: str = "") -> tuple[CheckpointRecord, ...]:
-    """Return the checkpoints that count in a run directory, oldest first.
+def committed_in(run_path: str) -> tuple[CheckpointRecord, ...]:
+    """Return the checkpoints that count in a run directory, of all attempts, oldest first.
 
     Args:
         run_path: the run directory, "" for none.
-        job_id: whose checkpoints, "" for all.
 
     Raises:
         StorageError: the directory cannot be read.
     """
-    return RunDirectory(run_path).records(job_id) if run_path else ()
+    return RunDirectory(run_path).records() if run_path else ()
+
+
+def kept_of(job: JobRecord) -> tuple[CheckpointRecord, ...]:
+    """Return what is kept of a job's run: the coordinator's records, and its earlier attempts'.
+
+    Raises:
+        StorageError: the run directory cannot be read.
+    """
+    spec = job.spec
+    run = RunDirectory(spec.run_path)
+    jobs = run.jobs()
+    earlier = set(jobs[: jobs.index(spec.job_id)]) if spec.job_id in jobs else set()
+    before = [
+        run.record(n, m) for n, m in (run.reported() if earlier else ()) if m.job_id in earlier
+    ]
+    reported = [record for record in job.checkpoints if not record.automatic]
+    kept = retention.keep(
+        [*before, *reported],
+        num_to_keep=spec.num_to_keep,
+        score_attribute=spec.score_attribute,
+        score_order=spec.score_order,
+    )
+    return (*(record for record in job.checkpoints if record.automatic), *kept)
 
 
 def result_of(
@@ -127,19 +185,20 @@ def result_of(
     returned: str,
     error: ElasticError | None = None,
 ) -> Result:
-    """Put a result together from the run directory and the coordinator's record.
+    """Put a result together from the run directory and what is known of the run.
 
     Args:
         run_path: the run directory.
-        checkpoints: recorded and kept, oldest first.
+        checkpoints: recorded and kept, oldest first; automatic ones in an order of their own.
         returned: JSON of rank 0's return value, "" for none.
         error: why the run failed.
     """
     history = read_history(run_path) if run_path else []
-    kept = [(Checkpoint(c.path), json.loads(c.metrics)) for c in checkpoints]
+    kept = [(Checkpoint(c.path), json.loads(c.metrics)) for c in checkpoints if not c.automatic]
+    found = [c for c, _ in kept] or [Checkpoint(c.path) for c in checkpoints if c.automatic]
     return Result(
         metrics=history[-1]["metrics"] if history else None,
-        checkpoint=kept[-1][0] if kept else None,
+        checkpoint=found[-1] if found else None,
         path=run_path,
         best_checkpoints=kept,
         history=history,

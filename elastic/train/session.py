@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.policy.cursor import Cursor, Epochs
 from elastic.errors import UsageError
-from elastic.train.checkpoint import Checkpoint
+from elastic.storage.run_directory import RunDirectory
+from elastic.train.checkpoint import Checkpoint, ReportedCheckpoint
 from elastic.worker import context as worker_context
 from elastic.worker.context import WorkerContext
 
@@ -163,14 +165,52 @@ def _checked(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
     return metrics
 
 
+_begins_from: Checkpoint | None = None
+
+
+@contextlib.contextmanager
+def beginning_from(checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Let `get_checkpoint` give this one, in this process, until the run has one of its own."""
+    global _begins_from
+    _begins_from = checkpoint
+    try:
+        yield
+    finally:
+        _begins_from = None
+
+
 def get_checkpoint() -> Checkpoint | None:
-    """Return the newest recorded checkpoint of this run, None if there is none.
+    """Return the newest reported checkpoint of this run that is recorded, None if there is none.
+
+    In a run that was resumed it is that of an earlier attempt, and in one with
+    `resume_from_checkpoint` that one, until a newer one is recorded. Reading it verifies it; see
+    `Checkpoint.as_directory`.
 
     Raises:
         UsageError: outside a train function.
     """
     path = require_place("train.get_checkpoint").newest_checkpoint
-    return Checkpoint(path) if path else None
+    return Checkpoint(path) if path else _begins_from
+
+
+def get_all_reported_checkpoints() -> list[ReportedCheckpoint]:
+    """Return all reported checkpoints of this run that count and are kept, oldest first.
+
+    Those of earlier attempts in the same run directory are among them. Read from storage, without
+    waiting for other ranks: one that a rank has reported is seen by that rank at once.
+
+    Raises:
+        UsageError: outside a train function.
+        StorageError: the run directory cannot be read.
+    """
+    path = require_context("train.get_all_reported_checkpoints").run_path
+    if not path:
+        return []
+    run = RunDirectory(path)
+    return [
+        ReportedCheckpoint(Checkpoint(run.checkpoint_path(name)), json.loads(marker.metrics))
+        for name, marker in run.reported()
+    ]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,12 +17,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from elastic.client.submission import NAME_CHARS_MAX, run_directory, run_path_of
+from elastic.client.attempts import Plan, note_end
+from elastic.client.submission import NAME_CHARS_MAX, run_path_of
 from elastic.core.config import JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
 from elastic.errors import ElasticError, NameTaken, TrainingFailed, Unavailable, UsageError
+from elastic.storage.files import Files
+from elastic.storage.run_record import Owner, RunPhase, read_run
+from elastic.train.beginning import (
+    absolute,
+    announced,
+    begin_again,
+    begin_here,
+    end_noted,
+    path_to_begin_from,
+)
+from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
-from elastic.train.result import Result, committed_in, result_of
+from elastic.train.result import Result, committed_in, kept_of, result_of
+from elastic.train.session import beginning_from
+from elastic.train.stored import pack_trainer, read_trainer
 from elastic.worker import context as worker_context
 from elastic.worker.entry import takes_config
 
@@ -29,6 +44,7 @@ if TYPE_CHECKING:
     from elastic.client.jobs import Client
     from elastic.core.events.shared import Note
     from elastic.core.view import JobView
+    from elastic.train.cluster import Cluster
     from elastic.worker.context import WorkerContext
     from elastic.worker.local import LocalRun
 
@@ -55,6 +71,7 @@ class TorchTrainer:
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
     ) -> None:
         """Describe the run; nothing is started.
 
@@ -66,10 +83,12 @@ class TorchTrainer:
             scaling_config: how many workers, with what.
             run_config: name, place and policies.
             torch_config: backend and its timeout.
+            resume_from_checkpoint: what `train.get_checkpoint` gives in a new run until it has
+                one of its own; from any run, readable by all nodes.
 
         Raises:
-            UsageError: the train function cannot be called with a config, or a configuration is
-                of another class.
+            UsageError: the train function cannot be called with a config, or an argument is of
+                another class.
         """
         if not callable(train_loop_per_worker):
             raise UsageError(
@@ -82,6 +101,76 @@ class TorchTrainer:
         self.scaling_config = _checked("scaling_config", scaling_config, ScalingConfig)
         self.run_config = _checked("run_config", run_config, RunConfig)
         self.torch_config = _checked("torch_config", torch_config, TorchConfig)
+        if resume_from_checkpoint is not None and not isinstance(
+            resume_from_checkpoint, Checkpoint
+        ):
+            raise UsageError(
+                f"TorchTrainer: resume_from_checkpoint is a {type(resume_from_checkpoint).__name__}"
+                f", expected a Checkpoint; use train.Checkpoint(path)"
+            )
+        self.resume_from_checkpoint = resume_from_checkpoint
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | Path,
+        train_loop_per_worker: Callable[..., Any] | None = None,
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        torch_config: TorchConfig | None = None,
+    ) -> TorchTrainer:
+        """Return the trainer of a run that did not succeed; its `fit` goes on with the run.
+
+        Use it without a train function only on directories that you trust: the trainer is stored
+        as a pickle, RUN/trainer.pkl, and reading that runs what it says (reading checkpoints does
+        not). With a train function the file is not read, and what is not passed is the default.
+
+        Args:
+            path: the run directory, storage_path/name.
+            train_loop_per_worker: in place of the stored one.
+            train_loop_config: in place of the stored one, as are all the others.
+            scaling_config: another number of workers will do.
+            run_config: its name and storage_path are those of `path` in any case.
+            torch_config: backend and its timeout.
+
+        Raises:
+            UsageError: there is no run, it has succeeded, or no trainer is stored that can be read.
+            StorageError: the directory cannot be read.
+        """
+        files = Files(absolute(path))
+        record = read_run(files)
+        if record is None or record.phase is RunPhase.SUCCEEDED:
+            state = "no run is there (it has no run.json)" if record is None else "it has succeeded"
+            raise UsageError(
+                f"TorchTrainer.restore({str(path)!r}): {state}; expected the directory "
+                f"storage_path/name of a run that did not succeed"
+            )
+        stored = {} if train_loop_per_worker is not None else read_trainer(files)
+        passed = {
+            "train_loop_per_worker": train_loop_per_worker,
+            "train_loop_config": train_loop_config,
+            "scaling_config": scaling_config,
+            "run_config": run_config,
+            "torch_config": torch_config,
+        }
+        parts = {**stored, **{key: value for key, value in passed.items() if value is not None}}
+        parent, _, name = files.path.rpartition("/")
+        parts["run_config"] = replace(
+            parts.get("run_config") or RunConfig(), name=name, storage_path=parent
+        )
+        return cls(**parts)
+
+    @classmethod
+    def can_restore(cls, path: str | Path) -> bool:
+        """Return whether a directory holds a run that did not succeed.
+
+        Raises:
+            StorageError: the directory cannot be read.
+        """
+        record = read_run(Files(absolute(path)))
+        return record is not None and record.phase is not RunPhase.SUCCEEDED
 
     def fit(self) -> Result:
         """Train, and return the result.
@@ -89,11 +178,15 @@ class TorchTrainer:
         Ctrl-C, and an error in a callback, stop the job and its workers. Where `elastic submit`
         runs the script, each worker trains here, and the command line's options count.
 
+        A name whose run did not succeed is resumed: from its newest reported checkpoint, with a
+        line that says so.
+
         Raises:
             TrainingFailed: the job ended without success; carries the first failing worker's
                 traceback, and as `.result` what the run left behind.
             UsageError: the run cannot work like this; nothing was started.
-            NameTaken: a job or a run directory of this name exists.
+            NameTaken: a run of this name has succeeded or still runs, or its directory holds
+                something else.
             StorageError: the run directory cannot be made.
             CoordinatorUnreachable: the cluster does not answer.
         """
@@ -113,8 +206,10 @@ class TorchTrainer:
 
         if context.engine is not None:
             context.engine.configure(self._options())
-        returned = result_json(call_with_config(self.train_loop_per_worker, self.train_loop_config))
-        kept = committed_in(context.run_path, context.job_id)
+        with beginning_from(self.resume_from_checkpoint):
+            value = call_with_config(self.train_loop_per_worker, self.train_loop_config)
+        returned = result_json(value)
+        kept = committed_in(context.run_path)
         return result_of(context.run_path, kept, returned)
 
     def _fit_in_this_process(self) -> Result:
@@ -123,14 +218,15 @@ class TorchTrainer:
 
         run = self._local_run()
         with local_group(run):
-            run_path = from_rank_zero(self._make_run_directory)
-            run = replace(run, job_name=run_path.rpartition("/")[2], run_path=run_path)
+            begun = json.loads(from_rank_zero(lambda: json.dumps(self._begin_here())))
+            run = replace(run, **begun)
             try:
-                outcome = run_local(self.train_loop_per_worker, run)
+                with end_noted(run):
+                    outcome = run_local(self.train_loop_per_worker, run)
             except (Exception, SystemExit) as error:
                 # The traceback is in the text, as it is when the run was on a cluster.
                 raise _local_failure(run, error) from None
-        return result_of(run_path, outcome.checkpoints, outcome.result)
+        return result_of(run.run_path, outcome.checkpoints, outcome.result)
 
     def _fit_on_cluster(self) -> Result:
         """Submit, follow, and bring the result home."""
@@ -141,7 +237,8 @@ class TorchTrainer:
         spec = self._spec(next(self._names()))  # What is wrong with it is known before a start.
         cluster = require_cluster(spec.min_workers, spec.max_workers)
         with Client(cluster.address, cluster.token) as client:
-            spec, job_id = self._submit(client)
+            spec = self._submit(client, cluster)
+            job_id = spec.job_id
             try:
                 view = follow(
                     client, job_id, Printer(), on_report=self._on_report, on_note=self._on_note
@@ -149,34 +246,63 @@ class TorchTrainer:
             except Unavailable:
                 raise  # The job may well go on without us.
             except KeyboardInterrupt:
-                _stop(client, job_id, "interrupted in its script")
+                _stop(client, spec, "interrupted in its script")
                 raise KeyboardInterrupt(f"run {spec.name} was told to stop") from None
             except BaseException:
-                _stop(client, job_id, "its script failed")
+                _stop(client, spec, "its script failed")
                 raise
         return self._finish(spec, view)
 
-    def _submit(self, client: Client) -> tuple[JobSpec, JobId]:
+    def _submit(self, client: Client, cluster: Cluster) -> JobSpec:
         """Submit under the first name that is free, together with its run directory."""
+        from elastic.client.jobs import new_job_id
+
+        owner = Owner.this_process() if cluster.is_embedded else None
+        trainer = self._pickled()
         for name in self._names():
-            spec = self._spec(name)
+            spec = replace(self._spec(name), job_id=new_job_id())
+            plan = self._plan(name, spec.job_id, owner=owner, trainer=trainer)
             try:
-                with run_directory(spec.run_path):
-                    return spec, client.submit(spec)
+                with announced(plan, phase_of=client.phase_of) as begun:
+                    spec = replace(spec, resume_from=begun.resume_from)
+                    client.submit(spec)
+                    return spec
             except NameTaken as error:
                 taken = error
         raise taken
 
+    def _plan(self, name: str, job_id: str, *, owner: Owner | None, trainer: bytes) -> Plan:
+        return Plan(
+            run_path=self._run_path(name),
+            name=name,
+            job_id=job_id,
+            resume_from=path_to_begin_from(self.resume_from_checkpoint),
+            owner=owner,
+            trainer=trainer,
+        )
+
+    def _pickled(self) -> bytes:
+        return pack_trainer(
+            {
+                "train_loop_per_worker": self.train_loop_per_worker,
+                "train_loop_config": self.train_loop_config,
+                "scaling_config": self.scaling_config,
+                "run_config": self.run_config,
+                "torch_config": self.torch_config,
+            }
+        )
+
     def _finish(self, spec: JobSpec, view: JobView) -> Result:
         record = view.record
+        note_end(spec.run_path, spec.job_id, record.phase, record.reason)
         if record.phase is JobPhase.SUCCEEDED:
-            return result_of(spec.run_path, record.checkpoints, record.result)
+            return result_of(spec.run_path, kept_of(record), record.result)
         error = TrainingFailed(
             f"run {spec.name} {record.phase.value}: {record.reason}",
             worker=record.failed_worker,
             traceback=record.failure.traceback if record.failure else "",
         )
-        error.result = result_of(spec.run_path, record.checkpoints, record.result, error)
+        error.result = result_of(spec.run_path, kept_of(record), record.result, error)
         raise error
 
     def _on_report(self, metrics: dict[str, Any]) -> None:
@@ -209,23 +335,24 @@ class TorchTrainer:
     def _run_path(self, name: str) -> str:
         return run_path_of(str(self.run_config.storage_path or DEFAULT_STORAGE), name)
 
-    def _make_run_directory(self) -> str:
-        """Make the directory of a run in this process, and return it.
+    def _begin_here(self) -> dict[str, str]:
+        """Take the directory of a run in this process; return what the run must know of it.
 
         A run that torchrun has started again goes on in the directory that it has.
 
         Raises:
-            NameTaken: it is there and not empty.
+            NameTaken: it is there, and is not to be gone on with.
             StorageError: it cannot be made.
         """
-        from elastic.worker.local import is_restart
+        from elastic.worker.local import is_restart, new_job_id
 
-        if self.run_config.name is not None and is_restart():
-            return self._run_path(self.run_config.name)
+        owner, trainer = Owner.this_process(), self._pickled()
         for name in self._names():
+            plan = self._plan(name, new_job_id(), owner=owner, trainer=trainer)
+            if self.run_config.name is not None and is_restart():
+                return begin_again(plan)
             try:
-                with run_directory(self._run_path(name)):
-                    return self._run_path(name)
+                return begin_here(plan)
             except NameTaken as error:
                 taken = error
         raise taken
@@ -311,10 +438,11 @@ def _checked(what: str, value: Config | None, kind: type[Config]) -> Config:
     return value
 
 
-def _stop(client: Client, job_id: JobId, reason: str) -> None:
+def _stop(client: Client, spec: JobSpec, reason: str) -> None:
     """Stop a job that nobody follows any more; whatever ended the following is told instead."""
     with contextlib.suppress(ElasticError):
-        client.stop(job_id, reason)
+        client.stop(spec.job_id, reason)
+        note_end(spec.run_path, spec.job_id, JobPhase.STOPPED, reason)
 
 
 def _local_failure(run: LocalRun, error: BaseException) -> TrainingFailed:

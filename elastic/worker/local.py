@@ -76,12 +76,16 @@ class LocalRun:
         use_gpu: train on this process's accelerator.
         backend: "gloo", "nccl" or "auto".
         timeout_s: of collectives.
+        job_id: of this attempt, "" to draw one.
+        resume_from: path of the reported checkpoint that it begins with, "" for none.
         num_to_keep, score_attribute, score_order: which checkpoints are kept, as in `JobSpec`.
         on_report: called with what rank 0 has reported, on rank 0.
     """
 
     job_name: str
     run_path: str = ""
+    job_id: str = ""
+    resume_from: str = ""
     config: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     use_gpu: bool = False
@@ -116,7 +120,7 @@ def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
             context.saver.finish()
     kept: tuple[CheckpointRecord, ...] = ()
     if run.run_path:
-        kept = RunDirectory(run.run_path).records(context.job_id)
+        kept = RunDirectory(run.run_path).records()
     return LocalOutcome(result, kept)
 
 
@@ -268,7 +272,7 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
     generation = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
     directory = RunDirectory(run.run_path) if run.run_path else None
     store = _own_keys()
-    job_id, newest = _shared_facts(store, rank, directory, clock)
+    job_id, newest = _shared_facts(store, rank, run, clock)
     local_rank = int(environ.get("LOCAL_RANK", "0"))
     device = "cpu"
     if run.use_gpu:
@@ -357,15 +361,21 @@ def _own_keys() -> Store:
     return PrefixStore(f"elastic/{_contexts_opened}", default)
 
 
-def _shared_facts(
-    store: Store, rank: int, directory: RunDirectory | None, clock: Clock
-) -> tuple[str, str]:
+def new_job_id() -> JobId:
+    """Return an id for a run in this process, never the same in two runs."""
+    return JobId(f"local-{SystemClock().unix_ns() // 1_000_000}")
+
+
+def _shared_facts(store: Store, rank: int, run: LocalRun, clock: Clock) -> tuple[str, str]:
     """Return a job id and the newest checkpoint, both as rank 0 sees them."""
     if rank == 0:
-        newest = directory.newest_checkpoint() if directory else ""
-        # The same after a restart by torchrun, and never the same in two runs.
+        # The same after a restart by torchrun, where whoever makes the run directory knows it.
         launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         unique = launch if launch.isalnum() and launch != "none" else clock.unix_ns() // 1_000_000
-        store.set(FACTS_KEY, json.dumps([f"local-{unique}", newest]))
+        job_id = run.job_id or f"local-{unique}"
+        newest = run.resume_from
+        if run.run_path and not newest:
+            newest = RunDirectory(run.run_path).newest_checkpoint()
+        store.set(FACTS_KEY, json.dumps([job_id, newest]))
     job_id, newest = json.loads(store.get(FACTS_KEY))
     return job_id, newest

@@ -32,9 +32,11 @@ class Pruner:
         Args:
             run: the run directory.
             spec: how many are kept, and which are the best.
-            newest: path of the checkpoint that this generation begins with; it is recorded.
+            newest: path of the checkpoint that this generation begins with; it is recorded, or
+                it is one of another run, which is not ours to touch.
         """
-        self._baseline = newest.rpartition("/")[2]
+        name = newest.rpartition("/")[2]
+        self._baseline = name if newest == run.checkpoint_path(name) else ""
         self._run = run
         self._spec = spec
         self._unanswered: list[tuple[str, Answer]] = []

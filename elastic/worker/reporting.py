@@ -178,7 +178,7 @@ class Reporter:
         self._check_call(metrics, checkpoint)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
-        problem = self._keep_metrics(index, metrics)
+        problem = self._keep_metrics(index, metrics, where)
         name = name or f"checkpoint-{self._place.job_id}-g{self._place.generation:06d}-{where}"
         try:
             if checkpoint is not None:
@@ -233,7 +233,7 @@ class Reporter:
 
     # ------------------------------------------------------------ this member's share
 
-    def _keep_metrics(self, index: int, metrics: str) -> StorageError | None:
+    def _keep_metrics(self, index: int, metrics: str, where: str = "") -> StorageError | None:
         """Write the line; what goes wrong is raised after the vote, which others wait for."""
         if self._run is None:
             return None
@@ -244,6 +244,8 @@ class Reporter:
             "unix_ns": self._clock.unix_ns(),
             "metrics": json.loads(metrics),
         }
+        if where:
+            record["at"] = where  # A run that goes back tells this place again.
         try:
             self._run.append_metrics(self._place.rank, record)
         except StorageError as error:

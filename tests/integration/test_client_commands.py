@@ -21,6 +21,8 @@ from elastic.client.jobs import Client
 from elastic.core.messages import FollowLogs, LogLines, Release
 from elastic.core.world import Failure, JobPhase, NodePhase
 from elastic.errors import NotAuthorized
+from elastic.storage.marker import Marker
+from elastic.storage.run_directory import RunDirectory
 from tests.integration.coordinator import DEADLINE_S, ROOT, Coordinator, ScriptedAgent, node, spec
 from tests.integration.played_jobs import elastic, playing, stop_all, wait_phase, wait_until
 
@@ -68,7 +70,33 @@ def test_submit_prints_the_workers_output_and_exits_0(
     assert done.stderr.rstrip().endswith("job good succeeded: all workers finished")
     again = elastic(coordinator, "submit", script, "--name", "good", "--storage-path", tmp_path,
                     "--no-wait")  # fmt: skip
-    assert again.exit_code == 0, "an empty run directory and an ended job are no obstacle"
+    assert again.exit_code == 78
+    assert "run good has succeeded" in again.stderr
+
+
+def test_submitting_a_name_again_goes_on_with_a_run_that_failed(
+    coordinator: Coordinator, client: Client, script: Path, tmp_path: Path
+) -> None:
+    failure = Failure("ValueError", "step seven", STORY, "report 7")
+    line = ("submit", script, "--name", "again", "--storage-path", tmp_path)
+    with playing(coordinator.address, "failing-once", failure=failure):
+        assert elastic(coordinator, *line).exit_code == 1
+    run = RunDirectory(str(tmp_path / "again"))
+    (job_id,) = run.jobs()
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "model").write_text("weights")
+    files = run.upload(tmp_path / "files", "c1", claim=lambda path: True)
+    path = run.commit("c1", Marker(job_id, 1, 0, 1, 1, '{"epoch": 4}', files))
+    done = elastic(coordinator, *line, "--no-wait")
+    assert done.exit_code == 0, done.stderr
+    assert "resumes run again from c1 (epoch 4); use another name to begin anew" in done.stderr
+    spec = client.get("again").record.spec
+    assert spec.resume_from == path
+    assert run.jobs() == (job_id, spec.job_id)
+    active = elastic(coordinator, *line, "--no-wait")
+    assert active.exit_code == 78
+    assert f"is pending as job {spec.job_id}" in active.stderr
+    assert run.jobs() == (job_id, spec.job_id)
 
 
 def test_a_failed_job_exits_1_with_its_traceback_once_and_last(
@@ -153,7 +181,7 @@ def test_submitting_without_waiting_prints_the_id_only(
     assert view.record.spec.entry.args == ("--epochs", "3")
     twice = elastic(coordinator, *args, "quick")
     assert twice.exit_code == 78
-    assert f"({job_id})" in twice.stderr
+    assert f"as job {job_id} in" in twice.stderr
     facts = json.loads(elastic(coordinator, *args, "quicker", "-o", "json").stdout)
     assert set(facts) == {"job_id", "name", "run_path"}
     assert elastic(coordinator, "stop", "quicker", "--no-wait").exit_code == 0

@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 
 from elastic import errors
 from elastic.client.cli import main
-from elastic.client.submission import Options, job_spec, run_directory, run_path_of
+from elastic.client.submission import Options, job_spec, run_path_of
 from elastic.client.terminal import Target, exit_code
 from elastic.core.world import Entry, EntryKind
-from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
+from elastic.errors import UsageError
 
 NOW = datetime.datetime(2026, 3, 4, 5, 6, 7)
 NOBODY = "127.0.0.1:1"
@@ -121,43 +121,6 @@ def test_a_gpu_is_asked_for_by_flag_or_by_amount(script: Path) -> None:
 )
 def test_the_run_directory_is_storage_path_and_name(storage: str, path: str) -> None:
     assert run_path_of(storage, "x") == path
-
-
-def test_a_run_directory_is_made_and_an_empty_one_is_taken(tmp_path: Path) -> None:
-    run = tmp_path / "deep" / "run"
-    for _ in range(2):
-        with run_directory(str(run)):
-            assert run.is_dir()
-
-
-def test_a_run_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(NameTaken, match=f"{tmp_path} exists .* not empty.*--name"):
-        run_directory(str(tmp_path)).__enter__()
-    with pytest.raises(NameTaken):
-        run_directory(str(tmp_path / "metrics.jsonl")).__enter__()
-
-
-def test_a_submission_that_fails_leaves_no_run_directory(tmp_path: Path) -> None:
-    def fail_in(run: Path) -> None:
-        with run_directory(str(run)):
-            raise UsageError("no")
-
-    fresh, empty = tmp_path / "fresh", tmp_path / "empty"
-    empty.mkdir()
-    for run in (fresh, empty):
-        with pytest.raises(UsageError):
-            fail_in(run)
-    assert not fresh.exists()
-    assert empty.exists()
-
-
-def test_storage_that_cannot_be_written_is_refused_by_path(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=f"{tmp_path}/file/run cannot be made"):
-        run_directory(str(tmp_path / "file" / "run")).__enter__()
-    with pytest.raises(ConfigError, match="nosuch://x/run"):
-        run_directory("nosuch://x/run").__enter__()
 
 
 # --------------------------------------------------------------------------------- the command line

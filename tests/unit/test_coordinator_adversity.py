@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.core.messages import ReportAck
-from elastic.core.world import JobPhase, WorkerPhase
+from elastic.core.world import FIRST_AUTOMATIC, JobPhase, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
 
 
@@ -163,3 +163,20 @@ def test_a_report_forgives_groups_that_broke() -> None:
         coordinator.advance(CONFIG.broken_grace_s)
     assert coordinator.job("a").record.phase is JobPhase.RUNNING
     assert coordinator.report_of("n1/1").phase is WorkerPhase.BROKEN
+
+
+def test_a_job_begins_with_the_checkpoint_that_it_resumes_from_until_it_has_its_own() -> None:
+    coordinator = Coordinator()
+    coordinator.agent("n1")
+    coordinator.submit("a", resume_from="/earlier/c")
+    coordinator.ready("n1/1")
+    assert coordinator.announced["n1/1"].assignment.checkpoint == "/earlier/c"
+    coordinator.training("n1/1")
+    begun = {"/c/auto": (FIRST_AUTOMATIC, "/earlier/c"), "/c/1": (1, "/c/1")}
+    for serial, (path, (index, begins)) in enumerate(begun.items(), start=1):
+        coordinator.reports(f"n1/{serial}", index, checkpoint=path)
+        coordinator.exits(f"n1/{serial}")
+        coordinator.advance(CONFIG.restart_delay_s_max)
+        coordinator.ready(f"n1/{serial + 1}")
+        coordinator.training(f"n1/{serial + 1}")
+        assert coordinator.announced[f"n1/{serial + 1}"].assignment.checkpoint == begins

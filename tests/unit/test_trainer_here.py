@@ -184,3 +184,130 @@ def test_a_run_and_its_checkpoints_may_be_in_other_storage(tmp_path: Path) -> No
     assert result.path == "memory://runs/far"
     assert json.loads(memory.cat_file("/runs/far/metrics.jsonl"))["metrics"] == {"n": 1}
     assert result.checkpoint is not None
+
+
+def count_on(config: dict[str, Any]) -> int:
+    """Count from the newest checkpoint on, and fail once on the way."""
+    begun = train.get_checkpoint()
+    first = begun.to_dict()["epoch"] + 1 if begun is not None else 0
+    for epoch in range(first, config["epochs"]):
+        if epoch == config.get("fails_at") and not Path(config["once"]).exists():
+            Path(config["once"]).touch()
+            raise ValueError("the machine is on fire")
+        train.report({"epoch": epoch}, checkpoint=train.Checkpoint.from_dict({"epoch": epoch}))
+    return first
+
+
+def failing_once(tmp_path: Path) -> TorchTrainer:
+    once = str(tmp_path / "once")
+    run_config = train.RunConfig(
+        name="r",
+        storage_path=tmp_path,
+        checkpoint_config=train.CheckpointConfig(num_to_keep=2),
+        callbacks=(open(__file__),),  # noqa: SIM115 - something that cannot be pickled
+    )
+    return TorchTrainer(
+        count_on,
+        train_loop_config={"epochs": 4, "fails_at": 3, "once": once},
+        scaling_config=train.ScalingConfig(num_workers=0),
+        run_config=run_config,
+    )
+
+
+def test_a_run_that_failed_is_resumed_under_its_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failing = failing_once(tmp_path)
+    with pytest.raises(TrainingFailed):
+        failing.fit()
+    assert str(train.Result.from_path(tmp_path / "r").error).startswith("run r failed: ValueError")
+    result = failing.fit()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "resumes run" in line]
+    assert line.startswith("resumes run r from checkpoint-local-")
+    assert line.endswith("(epoch 2); use another name to begin anew")
+    assert result.return_value == 3
+    assert [row["metrics"]["epoch"] for row in result.history] == [0, 1, 2, 3]
+    assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [2, 3]
+    assert len(list((tmp_path / "r" / "checkpoints").iterdir())) == 2
+    again = train.Result.from_path(tmp_path / "r")
+    assert (again.checkpoint, again.error) == (result.checkpoint, None)
+    with pytest.raises(NameTaken, match="has succeeded"):
+        failing.fit()
+    failing.run_config.callbacks[0].close()
+
+
+def test_a_trainer_is_restored_from_its_run(tmp_path: Path) -> None:
+    failing = failing_once(tmp_path)
+    assert not TorchTrainer.can_restore(tmp_path / "r")
+    with pytest.raises(UsageError, match=r"no run is there \(it has no run.json\)"):
+        TorchTrainer.restore(tmp_path / "r")
+    with pytest.raises(TrainingFailed):
+        failing.fit()
+    failing.run_config.callbacks[0].close()
+    assert TorchTrainer.can_restore(tmp_path / "r")
+    moved = tmp_path / "moved"
+    (tmp_path / "r").rename(moved)
+    restored = TorchTrainer.restore(moved, train_loop_config={"epochs": 5})
+    assert restored.scaling_config.num_workers == 0
+    assert restored.run_config.checkpoint_config.num_to_keep == 2
+    result = restored.fit()
+    assert (result.path, result.return_value) == (str(moved), 3)
+    assert not TorchTrainer.can_restore(moved)
+    with pytest.raises(UsageError, match="it has succeeded"):
+        TorchTrainer.restore(moved)
+
+
+def test_restoring_with_a_function_unpickles_nothing(tmp_path: Path) -> None:
+    failing = failing_once(tmp_path)
+    with pytest.raises(TrainingFailed):
+        failing.fit()
+    failing.run_config.callbacks[0].close()
+    (tmp_path / "r" / "trainer.pkl").write_bytes(b"cos\nsystem\n(S'touch /dev/full'\ntR.")
+    scaling = train.ScalingConfig(num_workers=0)
+    config = {"epochs": 4}
+    restored = TorchTrainer.restore(
+        tmp_path / "r", count_on, train_loop_config=config, scaling_config=scaling
+    )
+    assert restored.fit().return_value == 3
+    (tmp_path / "r" / "run.json").write_text(
+        (tmp_path / "r" / "run.json").read_text().replace("succeeded", "failed")
+    )
+    (tmp_path / "r" / "trainer.pkl").unlink()
+    with pytest.raises(UsageError, match=r"no trainer is stored there.*pass the train function"):
+        TorchTrainer.restore(tmp_path / "r")
+
+
+def test_a_new_run_begins_with_another_runs_checkpoint(tmp_path: Path) -> None:
+    first = trainer(count_on, tmp_path, name="first").fit()
+    assert first.checkpoint is not None
+
+    def look(config: dict[str, Any]) -> list[Any]:
+        begun = train.get_checkpoint()
+        assert begun == first.checkpoint
+        assert train.get_all_reported_checkpoints() == []
+        train.report({"n": 0}, checkpoint=train.Checkpoint.from_dict({"n": 0}))
+        (reported,) = train.get_all_reported_checkpoints()
+        assert reported.metrics == {"n": 0}
+        assert reported.checkpoint == train.get_checkpoint()
+        return [begun.to_dict()["epoch"], train.get_checkpoint() != begun]
+
+    def begin(name: str) -> train.Result:
+        return TorchTrainer(
+            look,
+            scaling_config=train.ScalingConfig(num_workers=0),
+            run_config=train.RunConfig(
+                name=name,
+                storage_path=tmp_path,
+                checkpoint_config=train.CheckpointConfig(num_to_keep=1),
+            ),
+            resume_from_checkpoint=first.checkpoint,
+        ).fit()
+
+    assert begin("second").return_value == [3, True]
+    assert Path(first.checkpoint.path).is_dir()
+    (Path(first.checkpoint.path) / "dict.pt").write_bytes(b"torn")
+    with pytest.raises(StorageError, match=r"file dict.pt has 4 bytes"):
+        begin("third")
+    assert not (tmp_path / "third").exists()
+    with pytest.raises(UsageError, match="resume_from_checkpoint is a str"):
+        TorchTrainer(look, resume_from_checkpoint="/x")  # type: ignore[arg-type]

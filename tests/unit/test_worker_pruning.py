@@ -8,6 +8,7 @@ from elastic.core.config import JobSpec
 from elastic.core.world import JobId
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
+from elastic.storage.run_record import RunRecord, write_run
 from elastic.worker.exchange import Answer
 from elastic.worker.pruning import Pruner
 from tests.strategies import SCRIPT
@@ -123,3 +124,37 @@ def test_a_folder_without_a_marker_is_left_alone(tmp_path: Path) -> None:
     run.commit()
     run.commit()
     assert run.names() == ["c1", "torn"]
+
+
+def test_what_earlier_attempts_left_goes_once_a_newer_one_is_recorded(tmp_path: Path) -> None:
+    run = Run(tmp_path, spec(2))
+    write_run(run.directory.files, RunRecord(name="a", jobs=("j0", "j1")))
+    for _ in range(2):
+        run.commit(job_id="j0")
+    run.pruner = Pruner(run.directory, spec(2), run.directory.checkpoint_path("c1"))
+    late = run.commit(recorded=False)
+    assert run.names() == ["c0", "c1", "c2"]
+    late.accepted = True
+    late.ready.set()
+    run.pruner.finish()
+    assert run.names() == ["c1", "c2"]
+
+
+def test_the_best_of_all_attempts_is_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path, spec(2, "score"))
+    write_run(run.directory.files, RunRecord(name="a", jobs=("j0", "j1")))
+    run.commit(job_id="j0", score=0.9)
+    for score in (0.1, 0.2):
+        run.commit(score=score)
+    assert run.names() == ["c0", "c2"]
+
+
+def test_a_checkpoint_of_another_run_is_not_ours_even_under_a_name_that_we_have(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, spec(1))
+    run.commit(recorded=False)  # c0 was never recorded.
+    run.pruner = Pruner(run.directory, spec(1), "/elsewhere/checkpoints/c0")
+    run.commit()
+    run.commit()
+    assert run.names() == ["c0", "c2"]

@@ -158,8 +158,12 @@ class JobState:
         )
 
     def latest_checkpoint(self) -> str:
-        """Return the path of the newest recorded checkpoint, "" for none."""
-        return self.checkpoints[-1].path if self.checkpoints else ""
+        """Return the path of the newest reported checkpoint that is recorded, "" for none.
+
+        Before there is one, a job that was resumed goes on from where it was submitted to.
+        """
+        reported = (c.path for c in reversed(self.checkpoints) if not c.automatic)
+        return next(reported, self.spec.resume_from)
 
     def record(self) -> JobRecord:
         """Return what must survive the coordinator."""

@@ -1,0 +1,218 @@
+"""Beginning a run, or going on with one that did not succeed: who may use a run directory.
+
+Rule: a directory belongs to one run, and a run to one attempt at a time. What cannot be told from
+storage (whether the last attempt still runs) is asked of the coordinator, and where that does not
+know the job, of the process that the job could not outlive; where nobody knows, it is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from fsspec.core import url_to_fs
+
+from elastic.core.world import ENDED, JobPhase
+from elastic.errors import ConfigError, NameTaken, StorageError
+from elastic.runtime.clock import SystemClock
+from elastic.storage.files import Files
+from elastic.storage.run_directory import RunDirectory
+from elastic.storage.run_record import Owner, RunPhase, RunRecord, read_run, write_run
+from elastic.storage.verification import newest_sound, place_of
+
+log = logging.getLogger(__name__)
+
+TRAINER_FILE = "trainer.pkl"
+
+PhaseOf = Callable[[str], JobPhase | None]
+"""Returns where a job stands, None if nobody knows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run that is to begin, or to go on.
+
+    Attributes:
+        run_path: the run directory.
+        name: of the run.
+        job_id: of this attempt.
+        resume_from: path of a checkpoint of another run, with which a new one begins.
+        owner: the process without which it cannot run, None if there is a cluster for it.
+        trainer: pickled; stored for `TorchTrainer.restore`, b"" for nothing.
+    """
+
+    run_path: str
+    name: str
+    job_id: str
+    resume_from: str = ""
+    owner: Owner | None = None
+    trainer: bytes = b""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt that may begin.
+
+    Attributes:
+        resume_from: path of the reported checkpoint that it begins with, "" for none.
+        lines: what users should know before it begins; () for a new run.
+    """
+
+    resume_from: str = ""
+    lines: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def attempt(plan: Plan, *, phase_of: PhaseOf = lambda job_id: None) -> Iterator[Attempt]:
+    """Take a run directory for the submission in the `with` block; as it was if that fails.
+
+    Args:
+        plan: the run.
+        phase_of: asks the coordinator for a job.
+
+    Raises:
+        NameTaken: the run has succeeded, or is still running, or the directory is not a run's.
+        StorageError: the directory cannot be read or written.
+        ConfigError: there is no such kind of storage.
+    """
+    was_there = _make_directory(plan.run_path)
+    files = Files(plan.run_path)
+    before = read_run(files)
+    if before is not None:
+        _check_over(files, before, phase_of)
+        begun = _resumed(plan, before)
+    else:
+        begun = Attempt(plan.resume_from)
+    try:
+        if plan.trainer:
+            files.write(TRAINER_FILE, plan.trainer)
+        write_run(files, _record(plan, before))
+        yield begun
+    except BaseException:
+        with contextlib.suppress(StorageError, OSError):
+            _take_back(files, before, was_there=was_there)
+        raise
+
+
+def _record(plan: Plan, before: RunRecord | None) -> RunRecord:
+    now_ns = SystemClock().unix_ns()
+    record = before or RunRecord(
+        name=plan.name, started_unix_ns=now_ns, resume_from=plan.resume_from
+    )
+    return replace(
+        record,
+        jobs=(*record.jobs, plan.job_id),
+        phase=RunPhase.RUNNING,
+        ended_unix_ns=0,
+        reason="",
+        owner=plan.owner,
+    )
+
+
+def _take_back(files: Files, before: RunRecord | None, *, was_there: bool) -> None:
+    if before is not None:
+        write_run(files, before)
+        return
+    for name in ("run.json", TRAINER_FILE):
+        if files.exists(name):
+            files.delete(name)
+    if not was_there:
+        files.fs.rmdir(files.root)
+
+
+def _make_directory(run_path: str) -> bool:
+    """Make the directory if need be; return whether it was there."""
+    try:
+        fs, root = url_to_fs(run_path)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"storage path {run_path}: {error}; expected a directory or a URL that fsspec knows"
+        ) from error
+    try:
+        is_there = bool(fs.exists(root))
+        if is_there and (not fs.isdir(root) or (fs.ls(root) and not fs.exists(f"{root}/run.json"))):
+            raise NameTaken(
+                f"run directory {run_path} exists already, is not empty, and has no run.json to go "
+                f"on from: choose another name (--name, RunConfig(name=...)) or storage path, or "
+                f"remove it"
+            )
+        fs.makedirs(root, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"run directory {run_path} cannot be made ({error.strerror or error}): choose a "
+            f"storage path with room that you may write to"
+        ) from error
+    return is_there
+
+
+def _check_over(files: Files, record: RunRecord, phase_of: PhaseOf) -> None:
+    """Refuse a run that goes on, or has nothing left to do."""
+    if record.phase is RunPhase.RUNNING and record.jobs:
+        job_id = record.jobs[-1]
+        phase = phase_of(job_id)
+        if phase is JobPhase.SUCCEEDED:  # Nobody was there to write it down.
+            record = record.ended(RunPhase.SUCCEEDED, SystemClock().unix_ns())
+            write_run(files, record)
+        elif phase is not None and phase not in ENDED:
+            raise NameTaken(
+                f"run {record.name} is {phase.value} as job {job_id} in {files.path}: follow it "
+                f"(elastic logs -f {job_id}) or stop it (elastic stop {job_id}) first, or choose "
+                f"another name"
+            )
+        elif phase is None and record.owner is not None and record.owner.is_other_and_alive():
+            raise NameTaken(
+                f"run {record.name} is running in {files.path}: process {record.owner.pid} on this "
+                f"machine ({record.owner.host}) trains it; end that first, or choose another name"
+            )
+    if record.phase is RunPhase.SUCCEEDED:
+        raise NameTaken(
+            f"run {record.name} has succeeded: run directory {files.path} exists already, and "
+            f"train.Result.from_path reads it; choose another name (--name, RunConfig(name=...)) "
+            f"or storage path, or remove it"
+        )
+
+
+def _resumed(plan: Plan, record: RunRecord) -> Attempt:
+    """Find what the next attempt of a run begins with, and say it."""
+    run = RunDirectory(plan.run_path)
+    lines: list[str] = []
+    found = newest_sound(run, lines.append)
+    another = "use another name to begin anew"
+    if found is not None:
+        name, marker = found
+        lines.append(f"resumes run {record.name} from {name} ({place_of(marker)}); {another}")
+        return Attempt(run.checkpoint_path(name), tuple(lines))
+    automatic = [name for name, marker in run.committed() if marker.automatic]
+    begins = record.resume_from or plan.resume_from
+    if automatic:
+        lines.append(
+            f"resumes run {record.name}, whose newest checkpoint is {automatic[-1]}; {another}"
+        )
+    elif begins:
+        lines.append(f"resumes run {record.name} from {begins}, as it began; {another}")
+    else:
+        lines.append(
+            f"resumes run {record.name} at its beginning: it has no checkpoint yet; {another}"
+        )
+    return Attempt(begins, tuple(lines))
+
+
+def note_end(run_path: str, job_id: str, phase: JobPhase, reason: str = "") -> None:
+    """Write down how an attempt ended; does nothing if it is not known to have ended.
+
+    What storage refuses is logged only: the run is over all the same.
+    """
+    if not run_path or phase not in ENDED:
+        return
+    try:
+        files = Files(run_path)
+        record = read_run(files)
+        if record is None or record.jobs[-1:] != (job_id,):
+            return
+        now_ns = SystemClock().unix_ns()
+        kept = "" if phase is JobPhase.SUCCEEDED else reason
+        write_run(files, record.ended(RunPhase(phase.value), now_ns, kept))
+    except StorageError as error:
+        log.warning("end_not_noted run=%s phase=%s error=%r", run_path, phase.value, str(error))

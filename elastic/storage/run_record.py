@@ -1,0 +1,157 @@
+"""`run.json`: what became of a run, beside its checkpoints, for whoever comes next.
+
+Rule: written whole or not at all. It is written before a job is submitted and again by whoever
+sees its end; where nobody saw it, `running` stays, and means no more than "not known to have
+ended".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from elastic.errors import StorageError
+from elastic.storage.files import Files
+
+RUN_FILE = "run.json"
+RUN_FORMAT = 1
+
+
+class RunPhase(Enum):
+    """What is known of a run."""
+
+    RUNNING = "running"
+    """Begun, and not known to have ended."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that a run lives and dies with.
+
+    Attributes:
+        host: where it runs.
+        pid: its id there.
+        began: when it was started, in ticks since the host was; tells it from a later process.
+    """
+
+    host: str
+    pid: int
+    began: int
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """Return the process that asks."""
+        return cls(socket.gethostname(), os.getpid(), _began(os.getpid()))
+
+    def is_other_and_alive(self) -> bool:
+        """Return whether it is known to live; False for this process, and on other hosts."""
+        if self.host != socket.gethostname() or self.pid == os.getpid():
+            return False
+        return _began(self.pid) == self.began != 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What `run.json` says.
+
+    Attributes:
+        name: of the run.
+        jobs: ids of its attempts, in order; the last one is the present one.
+        phase: how the last one stands.
+        started_unix_ns: when the first attempt was submitted.
+        ended_unix_ns: when the last one ended, 0 if that is not known.
+        reason: why it failed or was stopped, in one line.
+        resume_from: path of the checkpoint of another run that it began from, "" for none.
+        owner: the process without which it cannot run, None for a job on a cluster of its own.
+    """
+
+    name: str
+    jobs: tuple[str, ...] = ()
+    phase: RunPhase = RunPhase.RUNNING
+    started_unix_ns: int = 0
+    ended_unix_ns: int = 0
+    reason: str = ""
+    resume_from: str = ""
+    owner: Owner | None = None
+
+    def ended(self, phase: RunPhase, unix_ns: int, reason: str = "") -> RunRecord:
+        """Return the record of a run that has ended."""
+        return replace(self, phase=phase, ended_unix_ns=unix_ns, reason=reason)
+
+    def to_json(self) -> str:
+        """Return the text of the file."""
+        body = {"format": RUN_FORMAT, **asdict(self), "phase": self.phase.value}
+        return json.dumps(body, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunRecord:
+        """Read the text of the file; what a later version added is passed over.
+
+        Raises:
+            ValueError: it is no such text, or of another format.
+        """
+        body: Any = json.loads(text)
+        if not isinstance(body, dict) or body.get("format") != RUN_FORMAT:
+            raise ValueError(f"expected an object with format {RUN_FORMAT}")
+        try:
+            known = {key: body[key] for key in cls.__dataclass_fields__ if key in body}
+            owner = known.pop("owner", None)
+            return cls(
+                **{
+                    **known,
+                    "jobs": tuple(known["jobs"]),
+                    "phase": RunPhase(known["phase"]),
+                    "owner": Owner(**owner) if owner else None,
+                }
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def read_run(files: Files) -> RunRecord | None:
+    """Return what a run directory's `run.json` says, None if it has none.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        text = files.read(RUN_FILE).decode()
+    except StorageError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            return None
+        raise
+    try:
+        return RunRecord.from_json(text)
+    except ValueError as error:
+        raise StorageError(
+            f"{files.path}/{RUN_FILE} is not what a run writes ({error}): remove the directory, "
+            f"or choose another name or storage path"
+        ) from None
+
+
+def write_run(files: Files, record: RunRecord) -> None:
+    """Write `run.json`.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    files.write(RUN_FILE, record.to_json().encode())
+
+
+def _began(pid: int) -> int:
+    """Return when a process was started, in ticks, 0 if there is none of that id."""
+    try:
+        # The second field is the name of the program, which may hold spaces and brackets.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    # A process that is dead and not waited for yet runs nothing.
+    return 0 if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,96 @@
+"""Holding the files of a committed checkpoint against its marker.
+
+Rule: what does not fit is refused by the file's name; nothing is guessed, and nothing repaired.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from elastic.errors import DamagedCheckpoint
+from elastic.storage.files import Files
+from elastic.storage.marker import MARKER, METADATA, UNKNOWN, Marker
+from elastic.storage.run_directory import RunDirectory
+
+
+def read_marker(checkpoint: Files) -> Marker | None:
+    """Return the marker of a checkpoint, None if it has none (it was never committed).
+
+    Raises:
+        DamagedCheckpoint: there is one, and it is torn or changed.
+        StorageError: storage cannot be read.
+    """
+    if not checkpoint.exists(MARKER):
+        return None
+    try:
+        return Marker.from_json(checkpoint.read(MARKER).decode())
+    except ValueError as error:
+        raise DamagedCheckpoint(
+            f"checkpoint {checkpoint.path} is damaged: its marker {MARKER} cannot be read "
+            f"({error}); use an older checkpoint"
+        ) from None
+
+
+def verify(checkpoint: Files, marker: Marker) -> None:
+    """Read every file that a marker names, and compare size and checksum.
+
+    Args:
+        checkpoint: the files; it may be a copy of what was committed.
+        marker: what they should be.
+
+    Raises:
+        DamagedCheckpoint: naming the first file that is missing, torn or changed.
+        StorageError: storage cannot be read.
+    """
+    for file in marker.files:
+        if file.path == METADATA:
+            continue  # Users may write it at any time.
+        if not checkpoint.exists(file.path):
+            raise _damaged(checkpoint, f"file {file.path} is missing")
+        found = checkpoint.checksum(file.path)
+        if found.size != file.size:
+            raise _damaged(
+                checkpoint, f"file {file.path} has {found.size} bytes, expected {file.size}"
+            )
+        if UNKNOWN not in (found.crc32, file.crc32) and found.crc32 != file.crc32:
+            raise _damaged(
+                checkpoint,
+                f"file {file.path} has CRC-32 {found.crc32:08x}, expected {file.crc32:08x}",
+            )
+
+
+def _damaged(checkpoint: Files, what: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        f"checkpoint {checkpoint.path} is damaged: {what}; use an older checkpoint"
+    )
+
+
+def newest_sound(run: RunDirectory, say: Callable[[str], None]) -> tuple[str, Marker] | None:
+    """Return the newest reported checkpoint of a run that is not damaged, None if there is none.
+
+    A damaged one is set aside, so that it is not looked at again and its name is free.
+
+    Args:
+        run: whose attempts are over.
+        say: told of each that is passed over, and why.
+
+    Raises:
+        StorageError: storage cannot be read or written.
+    """
+    for name, marker in reversed(run.reported()):
+        try:
+            verify(run.checkpoint(name), marker)
+        except DamagedCheckpoint as error:
+            run.set_aside(name, str(error))
+            say(f"{error}: it is passed over")
+            continue
+        return name, marker
+    return None
+
+
+def place_of(marker: Marker) -> str:
+    """Return where in the run a checkpoint was made, for people: "epoch 3, step 120"."""
+    metrics = json.loads(marker.metrics)
+    told = [f"{name} {metrics[name]}" for name in ("epoch", "step") if name in metrics]
+    return ", ".join(told) or f"generation {marker.generation}, report {marker.index}"

@@ -1,0 +1,119 @@
+"""How a trainer takes a run directory: anew, resumed, or started again by torchrun.
+
+Rule: whoever takes it says on stderr if it goes on with a run that is there, and from where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic.client.attempts import Attempt, PhaseOf, Plan, attempt, note_end
+from elastic.client.submission import run_path_of
+from elastic.core.world import JobPhase
+from elastic.errors import UsageError
+from elastic.storage.files import Files
+from elastic.storage.run_directory import RunDirectory
+from elastic.storage.run_record import RunPhase, read_run, write_run
+from elastic.storage.verification import newest_sound, read_marker, verify
+from elastic.train.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from elastic.worker.local import LocalRun
+
+
+def say(line: str) -> None:
+    """Tell the user."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def announced(plan: Plan, *, phase_of: PhaseOf) -> Iterator[Attempt]:
+    """Do as `attempt`, and tell the user if the run is resumed."""
+    with attempt(plan, phase_of=phase_of) as begun:
+        for line in begun.lines:
+            say(line)
+        yield begun
+
+
+def path_to_begin_from(checkpoint: Checkpoint | None) -> str:
+    """Return the path of the checkpoint that a new run begins with, "" for none.
+
+    Raises:
+        UsageError: it is not there.
+        DamagedCheckpoint: a file of it is not what was committed.
+    """
+    if checkpoint is None:
+        return ""
+    files = Files(checkpoint.path, checkpoint.filesystem)
+    if not files.exists(""):
+        raise UsageError(
+            f"TorchTrainer: resume_from_checkpoint={checkpoint}: no such directory; expected a "
+            f"checkpoint that every node can read"
+        )
+    marker = read_marker(files)
+    if marker is not None:
+        verify(files, marker)
+    return checkpoint.url
+
+
+def begin_here(plan: Plan) -> dict[str, str]:
+    """Take the directory of a run in this process; return the fields of `LocalRun` that it sets.
+
+    Raises:
+        NameTaken: it is there, and is not to be gone on with.
+        StorageError: it cannot be made.
+    """
+    with announced(plan, phase_of=lambda job_id: None) as begun:
+        return _fields(plan, plan.job_id, begun.resume_from)
+
+
+def begin_again(plan: Plan) -> dict[str, str]:
+    """Go on in the directory of a run whose processes torchrun has started again.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    run = RunDirectory(plan.run_path)
+    record = read_run(run.files)
+    found = newest_sound(run, say)
+    if record is not None:  # The attempt that failed may have said so.
+        write_run(run.files, replace(record, phase=RunPhase.RUNNING, ended_unix_ns=0, reason=""))
+    job_id = record.jobs[-1] if record is not None and record.jobs else plan.job_id
+    return _fields(plan, job_id, run.checkpoint_path(found[0]) if found else plan.resume_from)
+
+
+def _fields(plan: Plan, job_id: str, resume_from: str) -> dict[str, str]:
+    return {
+        "job_name": plan.name,
+        "run_path": plan.run_path,
+        "job_id": job_id,
+        "resume_from": resume_from,
+    }
+
+
+@contextlib.contextmanager
+def end_noted(run: LocalRun) -> Iterator[None]:
+    """Write down how a run in this process ends; under torchrun rank 0 does."""
+    from elastic.worker.local import torchrun_rank
+
+    phase, reason = JobPhase.STOPPED, "interrupted"
+    try:
+        yield
+        phase = JobPhase.SUCCEEDED
+    except (Exception, SystemExit) as error:
+        phase, reason = JobPhase.FAILED, f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if torchrun_rank() in (None, 0):
+            note_end(run.run_path, run.job_id, phase, reason)
+
+
+def absolute(path: str | Path) -> str:
+    """Return a run directory's path as a run of that name and storage path has it."""
+    parent, slash, name = str(path).rstrip("/").rpartition("/")
+    return run_path_of(parent or slash or ".", name)

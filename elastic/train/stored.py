@@ -1,0 +1,66 @@
+"""The trainer beside its run, for `TorchTrainer.restore`: a pickle, unlike everything else there.
+
+Rule: it is read only when a user asks for it by `restore` without a train function. Unpickling
+runs code: whoever can write the file can run code in the process that restores.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+
+from elastic.client.attempts import TRAINER_FILE
+from elastic.errors import StorageError, UsageError
+from elastic.storage.files import Files
+
+log = logging.getLogger(__name__)
+
+
+def pack_trainer(parts: Mapping[str, Any]) -> bytes:
+    """Return the content of the file, b"" if the train function or its config cannot be pickled.
+
+    Callbacks that cannot be pickled are left out.
+
+    Args:
+        parts: arguments of `TorchTrainer` by name.
+    """
+    bare = {**parts, "run_config": replace(parts["run_config"], callbacks=())}
+    for attempt in (parts, bare):
+        try:
+            return bytes(cloudpickle.dumps(dict(attempt)))
+        except Exception as error:
+            problem = error
+    # A run in this process needs no pickle, so this is no reason to refuse it.
+    log.info("trainer_not_stored reason=%r", str(problem))
+    return b""
+
+
+def read_trainer(files: Files) -> dict[str, Any]:
+    """Return the arguments of a stored trainer by name; runs what the pickle says.
+
+    Raises:
+        UsageError: none is stored, or what it refers to cannot be imported here.
+        StorageError: it cannot be read.
+    """
+    where = f"TorchTrainer.restore({files.path!r})"
+    pass_it = "pass the train function: TorchTrainer.restore(path, train_func, ...)"
+    try:
+        data = files.read(TRAINER_FILE)
+    except StorageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        raise UsageError(
+            f"{where}: no trainer is stored there (it was submitted by 'elastic submit', or could "
+            f"not be pickled); {pass_it}"
+        ) from None
+    try:
+        return dict(cloudpickle.loads(data))
+    except Exception as error:
+        raise UsageError(
+            f"{where}: {TRAINER_FILE} cannot be unpickled here ({type(error).__name__}: {error}); "
+            f"{pass_it}"
+        ) from error

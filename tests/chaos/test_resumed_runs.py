@@ -1,0 +1,93 @@
+"""A driver is killed in the middle of its run, and the same script run again goes on with it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.scripts import RESUMING, Script, until
+
+Start = Callable[..., Script]
+
+
+def committed(run: Path) -> list[Path]:
+    """Return the markers of a run's checkpoints, oldest first."""
+    return sorted(run.glob("checkpoints/*/_COMMITTED"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def killed_in_the_middle(start: Start, tmp_path: Path) -> Path:
+    """Run the script until it has three checkpoints, and kill the driver; return the run."""
+    run = tmp_path / "storage" / "long"
+    script = start("fit", script=RESUMING)
+    until(lambda: len(committed(run)) == 3, "three checkpoints")
+    script.process.kill()
+    assert script.wait() == -signal.SIGKILL
+    script.assert_nothing_is_left()
+    assert json.loads((run / "run.json").read_text())["phase"] == "running"
+    (tmp_path / "storage" / "go").touch()
+    return run
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def leave(path: Path) -> None:
+    """Do no harm."""
+
+
+@pytest.mark.parametrize(
+    ("harm", "epoch", "says"), [(leave, 2, ""), (flip, 1, "has CRC-32"), (tear, 1, "has 100 bytes")]
+)
+def test_the_same_script_goes_on_at_the_newest_checkpoint_that_is_sound(
+    start: Start, tmp_path: Path, harm: Callable[[Path], None], epoch: int, says: str
+) -> None:
+    run = killed_in_the_middle(start, tmp_path)
+    newest = committed(run)[-1].parent
+    harm(newest / "dict.pt")
+    script = start("fit", script=RESUMING)
+    assert script.wait() == 0, script.said()
+    script.assert_nothing_is_left()
+    said = script.said()
+    assert f"(epoch {epoch}); use another name to begin anew\n" in said
+    if says:
+        assert f"checkpoint {newest} is damaged: file dict.pt {says}" in said
+    assert f"returned [{epoch + 1}, 2]" in said
+    assert "kept [0, 1, 2, 3, 4]" in said
+    assert json.loads((run / "run.json").read_text())["phase"] == "succeeded"
+    again = start("fit", script=RESUMING)
+    assert again.wait() == 1
+    assert "NameTaken: run long has succeeded" in again.said()
+
+
+def test_a_run_is_restored_from_its_directory_alone(start: Start, tmp_path: Path) -> None:
+    killed_in_the_middle(start, tmp_path)
+    script = start("restore", script=RESUMING)
+    assert script.wait() == 0, script.said()
+    script.assert_nothing_is_left()
+    assert "returned [3, 2]" in script.said()
+    assert "history [0, 1, 2, 3, 4]" in script.said()
+
+
+def test_a_run_that_is_being_trained_is_not_resumed_by_a_second_script(
+    start: Start, tmp_path: Path
+) -> None:
+    run = tmp_path / "storage" / "long"
+    first = start("fit", script=RESUMING)
+    until(lambda: len(committed(run)) == 3, "three checkpoints")
+    second = start("fit", script=RESUMING)
+    assert second.wait() == 1, second.said()
+    assert f"NameTaken: run long is running in {run}: process {first.process.pid}" in second.said()
+    (tmp_path / "storage" / "go").touch()
+    assert first.wait() == 0
+    assert json.loads((run / "run.json").read_text())["phase"] == "succeeded"

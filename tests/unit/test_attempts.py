@@ -1,0 +1,207 @@
+"""Who may use a run directory: new runs, runs to be gone on with, and those that are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.client.attempts import Attempt, Plan, attempt, note_end
+from elastic.core.world import FIRST_AUTOMATIC, JobPhase
+from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
+from elastic.storage.files import Files
+from elastic.storage.marker import DAMAGED, MARKER, Marker
+from elastic.storage.run_directory import RunDirectory
+from elastic.storage.run_record import Owner, RunPhase, RunRecord, read_run, write_run
+
+
+def plan(path: Path, job_id: str = "j1", **more: object) -> Plan:
+    return Plan(run_path=str(path), name="r", job_id=job_id, **more)  # type: ignore[arg-type]
+
+
+def begin(
+    path: Path, job_id: str = "j1", *, known: JobPhase | None = None, **more: object
+) -> Attempt:
+    """Begin an attempt; the coordinator says this of the one before."""
+    with attempt(plan(path, job_id, **more), phase_of=lambda job_id: known) as begun:
+        return begun
+
+
+def record(path: Path) -> RunRecord:
+    found = read_run(Files(str(path)))
+    assert found is not None
+    return found
+
+
+def commit(path: Path, name: str, index: int, metrics: dict[str, int], job_id: str = "j1") -> Path:
+    """Commit a checkpoint with one file; return where it is."""
+    run = RunDirectory(str(path))
+    source = path.parent / "source"
+    source.mkdir(exist_ok=True)
+    (source / "model").write_text(f"weights {index}")
+    files = run.upload(source, name, claim=lambda path: True)
+    return Path(run.commit(name, Marker(job_id, 1, index, 1, 1, json.dumps(metrics), files)))
+
+
+def test_a_new_run_has_a_record_and_its_trainer(tmp_path: Path) -> None:
+    run = tmp_path / "deep" / "r"
+    begun = begin(run, trainer=b"pickle", resume_from="/else/c")
+    assert begun == Attempt("/else/c")
+    found = record(run)
+    assert (found.name, found.jobs, found.phase) == ("r", ("j1",), RunPhase.RUNNING)
+    assert found.started_unix_ns > 0
+    assert (run / "trainer.pkl").read_bytes() == b"pickle"
+
+
+def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
+    assert begin(tmp_path) == Attempt()
+
+
+def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(
+        NameTaken, match=r"exists already, is not empty, and has no run.json.*--name"
+    ):
+        begin(tmp_path)
+    with pytest.raises(NameTaken):
+        begin(tmp_path / "metrics.jsonl")
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(StorageError, match=r"run.json is not what a run writes"):
+        begin(tmp_path)
+
+
+def test_a_submission_that_fails_leaves_all_as_it_was(tmp_path: Path) -> None:
+    def fail_in(run: Path, job_id: str) -> None:
+        with attempt(plan(run, job_id, trainer=b"x")):
+            raise UsageError("no")
+
+    fresh, empty, begun = tmp_path / "fresh", tmp_path / "empty", tmp_path / "begun"
+    empty.mkdir()
+    begin(begun)
+    for run in (fresh, empty, begun):
+        with pytest.raises(UsageError):
+            fail_in(run, "j2")
+    assert not fresh.exists()
+    assert list(empty.iterdir()) == []
+    assert record(begun).jobs == ("j1",)
+
+
+def test_storage_that_cannot_be_written_is_refused_by_path(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=f"{tmp_path}/file/run"):
+        begin(tmp_path / "file" / "run")
+    nowhere = Plan(run_path="nosuch://x/run", name="r", job_id="j")
+    with pytest.raises(ConfigError, match="nosuch://x/run"), attempt(nowhere):
+        pass
+
+
+@pytest.mark.parametrize("phase", [None, JobPhase.FAILED, JobPhase.STOPPED])
+def test_a_run_that_did_not_succeed_goes_on_at_its_newest_checkpoint(
+    tmp_path: Path, phase: JobPhase | None
+) -> None:
+    begin(tmp_path / "r", resume_from="/else/c")
+    commit(tmp_path / "r", "a", 0, {"epoch": 2})
+    commit(tmp_path / "r", "b", 1, {"epoch": 3, "step": 120})
+    commit(tmp_path / "r", "auto", FIRST_AUTOMATIC, {})
+    if phase is not None:
+        note_end(str(tmp_path / "r"), "j1", phase, "because")
+        assert record(tmp_path / "r").reason == "because"
+    begun = begin(tmp_path / "r", "j2")
+    assert begun.resume_from == str(tmp_path / "r" / "checkpoints" / "b")
+    (line,) = begun.lines
+    assert line == "resumes run r from b (epoch 3, step 120); use another name to begin anew"
+    assert record(tmp_path / "r").jobs == ("j1", "j2")
+    assert record(tmp_path / "r").phase is RunPhase.RUNNING
+
+
+def test_without_a_reported_checkpoint_it_says_what_there_is(tmp_path: Path) -> None:
+    begin(tmp_path / "r", resume_from="/else/c")
+    assert begin(tmp_path / "r", "j2").resume_from == "/else/c"
+    commit(tmp_path / "r", "auto", FIRST_AUTOMATIC, {})
+    assert "whose newest checkpoint is auto" in begin(tmp_path / "r", "j3").lines[0]
+    begin(tmp_path / "other")
+    assert "at its beginning" in begin(tmp_path / "other", "j2").lines[0]
+
+
+@pytest.mark.parametrize("how", ["torn", "flipped", "missing"])
+def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, how: str) -> None:
+    begin(tmp_path / "r")
+    commit(tmp_path / "r", "good", 0, {"epoch": 0})
+    bad = commit(tmp_path / "r", "bad", 1, {"epoch": 1})
+    if how == "missing":
+        (bad / "model").unlink()
+    else:
+        text = "weig" if how == "torn" else "weights 9"
+        (bad / "model").write_text(text)
+    begun = begin(tmp_path / "r", "j2")
+    assert begun.resume_from.endswith("/good")
+    damage, line = begun.lines
+    assert f"{bad} is damaged: file model" in damage
+    assert "from good (epoch 0)" in line
+    assert not (bad / MARKER).exists()
+    assert (bad / DAMAGED).exists()
+
+
+def test_storage_that_fails_for_now_sets_nothing_aside(tmp_path: Path) -> None:
+    begin(tmp_path / "r")
+    path = commit(tmp_path / "r", "a", 0, {})
+    (path / "model").unlink()
+    (path / "model").mkdir()  # It can be seen and not be read.
+    with pytest.raises(StorageError, match="cannot read"):
+        begin(tmp_path / "r", "j2")
+    assert (path / MARKER).exists()
+
+
+@pytest.mark.parametrize("known", [JobPhase.RUNNING, JobPhase.PENDING, JobPhase.STOPPING])
+def test_a_run_whose_job_is_active_is_refused(tmp_path: Path, known: JobPhase) -> None:
+    begin(tmp_path / "r")
+    with pytest.raises(NameTaken, match=f"run r is {known.value} as job j1.*elastic stop j1"):
+        begin(tmp_path / "r", "j2", known=known)
+
+
+def test_a_run_that_has_succeeded_is_refused_also_if_only_the_coordinator_knows(
+    tmp_path: Path,
+) -> None:
+    begin(tmp_path / "r")
+    for known in (JobPhase.SUCCEEDED, None):
+        with pytest.raises(NameTaken, match=r"run r has succeeded.*Result.from_path"):
+            begin(tmp_path / "r", "j2", known=known)
+    assert record(tmp_path / "r").phase is RunPhase.SUCCEEDED
+
+
+def test_a_run_that_another_process_trains_is_refused_until_that_ends(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        begin(tmp_path / "r")
+        mine = Owner.this_process()
+        assert not mine.is_other_and_alive()
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        owner = Owner(mine.host, process.pid, int(fields[19]))
+        files = Files(str(tmp_path / "r"))
+        old = RunRecord(name="r", jobs=("j1",), owner=owner)
+        write_run(files, old)
+        with pytest.raises(NameTaken, match=f"process {process.pid} on this machine"):
+            begin(tmp_path / "r", "j2")
+        process.kill()
+    assert begin(tmp_path / "r", "j2").lines
+    reborn = Owner(mine.host, os.getppid(), 1)  # Another process has the same number now.
+    assert not reborn.is_other_and_alive()
+
+
+def test_an_older_attempts_end_is_not_the_runs(tmp_path: Path) -> None:
+    begin(tmp_path / "r")
+    begin(tmp_path / "r", "j2")
+    note_end(str(tmp_path / "r"), "j1", JobPhase.SUCCEEDED)
+    note_end(str(tmp_path / "r"), "j2", JobPhase.RUNNING)
+    assert record(tmp_path / "r").phase is RunPhase.RUNNING
+
+
+def test_any_storage_will_do() -> None:
+    path = "memory://attempts/r"
+    with attempt(Plan(run_path=path, name="r", job_id="j1")) as begun:
+        assert begun == Attempt()
+    with attempt(Plan(run_path=path, name="r", job_id="j2")) as begun:
+        assert "at its beginning" in begun.lines[0]
