@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -188,8 +189,12 @@ def check_ledger(ledger: torch.Tensor, config: dict) -> None:
         )
 
 
-def main() -> None:
-    """Read the arguments and train."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the arguments and train.
+
+    Args:
+        arguments: those of the command line, if not given.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=("mlp", "cnn", "gpt"), default="mlp")
     parser.add_argument("--width", type=int, default=64)
@@ -203,13 +208,17 @@ def main() -> None:
     parser.add_argument("--finish", default="", help="end with the epoch in which this file comes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, help="steps between automatic checkpoints")
-    args = parser.parse_args()
+    parser.add_argument("--name", help="of the run, if it is one of this process")
+    parser.add_argument("--storage", help="where its directory goes")
+    args = parser.parse_args(arguments)
     result = TorchTrainer(
         train_func,
         train_loop_config=vars(args),
         scaling_config=train.ScalingConfig(num_workers=0, use_gpu=args.gpu),
         run_config=train.RunConfig(
-            checkpoint_config=train.CheckpointConfig(every_n_steps=args.save_every, every_s=None)
+            name=args.name,
+            storage_path=args.storage,
+            checkpoint_config=train.CheckpointConfig(every_n_steps=args.save_every, every_s=None),
         ),
     ).fit()
     if train.is_driver():

@@ -1,0 +1,197 @@
+"""Cut the power of everything, again and again, and let the same script go on.
+
+    python -m elastic.testing.power_cuts --cuts 300
+    python -m elastic.testing.power_cuts --cuts 300 --storage s3://bucket/runs
+
+One process trains and saves its state every few steps; SIGKILL ends it at a moment that a seed
+draws, while it writes, commits or deletes as likely as not, and it is started again under the same
+name. After each cut, the newest checkpoint that counts must be whole, and not older than the one
+before. In the end weights and optimizer state must be, bit by bit, those of a run that nobody
+disturbed, and every sample must have been trained with once in each epoch.
+
+The processes are forked from one that has imported torch: an attempt takes half a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.storage.run_directory import RunDirectory
+from elastic.storage.verification import verify
+from elastic.testing.chaos_jobs import ENDLESS, HASHES, ChaosFailed, undisturbed
+from elastic.testing.jobs import steps_job
+from elastic.worker.main import warm_up_here
+
+NAME = "cut"
+OPTIONS = ("--width", "64", "--samples", "1000")
+SAVE_EVERY = 2
+LIFE_S = (0.02, 0.9)
+"""How long a process may live, from its fork: sometimes too short to train at all."""
+END_S = 120.0
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a run showed.
+
+    Attributes:
+        cuts: how often everything was killed.
+        steps: of the run, in the end.
+        epochs: likewise.
+        fresh_starts: attempts before the first checkpoint counted.
+        torn: checkpoints that were found without a marker, over all attempts.
+    """
+
+    cuts: int
+    steps: int
+    epochs: int
+    fresh_starts: int
+    torn: int
+
+
+def train(storage: str, finish: Path, log: Path) -> int:
+    """Fork a process that trains, and return its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    code = 1
+    try:
+        steps_job.main(
+            [
+                *OPTIONS, "--epochs", str(ENDLESS), "--finish", str(finish),
+                "--save-every", str(SAVE_EVERY), "--name", NAME, "--storage", storage,
+            ]
+        )  # fmt: skip
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def newest(run: RunDirectory) -> tuple[int, int]:
+    """Return the steps of the newest checkpoint that counts, and how many do not.
+
+    Raises:
+        DamagedCheckpoint: one that counts is not whole.
+    """
+    found = run.markers()
+    for name, marker in found:
+        verify(run.checkpoint(name), marker)
+    return max((int(m.about("steps", 0)) for _, m in found), default=0), len(run.names()) - len(
+        found
+    )
+
+
+def survive(cuts: int, storage: str, *, seed: int = 0, folder: Path) -> Story:
+    """Cut so often, then let the run end, and check what came of it.
+
+    Args:
+        cuts: SIGKILLs.
+        storage: where the run directory goes; a path, or a URL that fsspec knows.
+        seed: of the moments.
+        folder: for the log, and the file that lets the run end.
+
+    Raises:
+        ChaosFailed: it did not end right.
+        DamagedCheckpoint: a checkpoint that counts was not whole.
+    """
+    draws, run = random.Random(seed), RunDirectory(f"{storage.rstrip('/')}/{NAME}")
+    finish, log = folder / "finish", folder / "log"
+    reached = fresh = torn = 0
+    for _ in range(cuts):
+        pid = train(storage, finish, log)
+        time.sleep(draws.uniform(*LIFE_S))
+        os.killpg(pid, signal.SIGKILL) if is_leader(pid) else os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if not os.WIFSIGNALED(status):
+            raise ChaosFailed(f"an attempt ended by itself:\n{log.read_text()[-4000:]}")
+        steps, left = newest(run)
+        if steps < reached:
+            raise ChaosFailed(f"step {reached} was durable, and now the newest is {steps}")
+        reached, torn, fresh = steps, torn + left, fresh + (steps == 0)
+    finish.touch()
+    pid = train(storage, finish, log)
+    wait_for_end(pid, log)
+    return check(run, Story(cuts, 0, 0, fresh, torn))
+
+
+def is_leader(pid: int) -> bool:
+    """Return whether a forked process has a session of its own by now."""
+    try:
+        return os.getpgid(pid) == pid
+    except ProcessLookupError:
+        return False
+
+
+def wait_for_end(pid: int, log: Path) -> None:
+    """Wait for the last attempt; ChaosFailed if it does not end well."""
+    until = time.monotonic() + END_S
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            break
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise ChaosFailed(f"the last attempt did not end in {END_S:.0f} s")
+        time.sleep(0.02)
+    if status:
+        raise ChaosFailed(f"the last attempt failed:\n{log.read_text()[-4000:]}")
+
+
+def check(run: RunDirectory, story: Story) -> Story:
+    """Hold what the run reported last against a run that nobody disturbed."""
+    from elastic.train.result import Result
+
+    metrics = Result.from_path(run.path).metrics or {}
+    expected = undisturbed(OPTIONS, metrics["epochs"])
+    for name in HASHES:
+        if metrics[name] != expected[name]:
+            raise ChaosFailed(
+                f"{name} differ from those of an undisturbed run of {metrics['epochs']} epochs: "
+                f"{metrics[name]}, expected {expected[name]}"
+            )
+    return Story(story.cuts, metrics["steps"], metrics["epochs"], story.fresh_starts, story.torn)
+
+
+def main() -> None:
+    """Read the arguments, cut, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cuts", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--storage", help="a path or URL; by default a temporary folder")
+    parser.add_argument("--one-thread", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not args.one_thread:
+        # As the run that it is compared with; torch counts its threads when it is imported.
+        again = [sys.executable, "-m", "elastic.testing.power_cuts", *sys.argv[1:], "--one-thread"]
+        os.execvp("env", ["env", "OMP_NUM_THREADS=1", *again])
+    warm_up_here()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        storage = args.storage or f"{folder}/storage"
+        story = survive(args.cuts, storage, seed=args.seed, folder=Path(folder))
+    print(
+        f"{story.cuts} power cuts in {time.monotonic() - began:.0f} s: {story.steps} steps in "
+        f"{story.epochs} epochs, weights and optimizer state equal to an undisturbed run's, every "
+        f"sample once an epoch; {story.torn} torn checkpoints were passed over"
+    )
+
+
+if __name__ == "__main__":
+    main()
