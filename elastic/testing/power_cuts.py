@@ -92,9 +92,8 @@ def newest(run: RunDirectory) -> tuple[int, int]:
     found = run.markers()
     for name, marker in found:
         verify(run.checkpoint(name), marker)
-    return max((int(m.about("steps", 0)) for _, m in found), default=0), len(run.names()) - len(
-        found
-    )
+    steps = max((int(marker.about("steps", 0)) for _, marker in found), default=0)
+    return steps, len(run.names()) - len(found)
 
 
 def survive(cuts: int, storage: str, *, seed: int = 0, folder: Path) -> Story:
