@@ -30,6 +30,12 @@ def descriptors() -> set[str]:
     return found
 
 
+def keeps(path: str) -> bool:
+    """Return whether what one process writes there is what another one reads."""
+    Path(path).write_bytes(b"state")
+    return Path(path).read_bytes() == b"state"
+
+
 async def wait_for_none() -> None:
     with anyio.fail_after(10):
         while descriptors():  # noqa: ASYNC110
@@ -41,8 +47,7 @@ async def test_workers_of_a_job_share_its_memory() -> None:
     paths = arenas.give(JOB, 1)
     assert arenas.give(JOB, 2) == paths
     assert arenas.give(JobId("j2"), 3) != paths
-    Path(paths[0]).write_bytes(b"state")
-    assert Path(paths[0]).read_bytes() == b"state"
+    assert keeps(paths[0])
     arenas.close()
     assert not descriptors()
 
