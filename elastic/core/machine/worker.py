@@ -8,6 +8,7 @@ the main thread says of a group that it was told to leave is fallout, never news
 from __future__ import annotations
 
 from elastic.core.events.worker import (
+    NEXT_INDEX,
     AbortGroup,
     AgentTold,
     EnterTrain,
@@ -313,17 +314,19 @@ class WorkerMachine:
         assign = self._assign
         if assign is None:
             raise InvariantViolation("a report came from a process that has no job")
+        index = event.index
+        if index == NEXT_INDEX:
+            index, self._num_reports = self._num_reports, self._num_reports + 1
         report = Report(
             worker_id=assign.worker_id,
             job_id=assign.spec.job_id,
             generation=event.generation,
-            index=self._num_reports,
+            index=index,
             rank=event.rank,
             metrics=event.metrics,
             checkpoint=event.checkpoint,
         )
-        self._unanswered[self._num_reports] = None
-        self._num_reports += 1
+        self._unanswered[index] = None
         self._out.append(SendPipe(Reported(report)))
 
     def _looked(self, event: Looked) -> None:
