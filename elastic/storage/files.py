@@ -117,6 +117,20 @@ class Files:
         with self._told(what), self.fs.open(self.at(name), "rb") as file:
             yield file
 
+    def tree(self) -> list[StoredFile]:
+        """Return all files below the directory, by name, without their checksums.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        with self._told(f"cannot list {self.path}"):
+            self.fs.invalidate_cache()
+            found = self.fs.find(self.at(""), detail=True)
+        skipped = len(str(self.root)) + 1
+        return sorted(
+            StoredFile(str(path)[skipped:], int(info["size"])) for path, info in found.items()
+        )
+
     def checksum(self, name: str) -> StoredFile:
         """Return size and checksum of a file, after reading all of it.
 

@@ -104,6 +104,28 @@ class RunDirectory:
                 f"cannot store {current} in {self.checkpoint_path(name)}: {reason}"
             ) from error
 
+    def weigh(self, name: str, *, claim: Callable[[str], bool]) -> tuple[StoredFile, ...]:
+        """Return the files of a checkpoint that somebody else has written, and that do not change.
+
+        Args:
+            name: of the checkpoint.
+            claim: is asked for each relative path; those that it refuses are some other member's
+                to read.
+
+        Raises:
+            StorageError: something cannot be read, or there is nothing.
+        """
+        target = self.checkpoint(name)
+        with _as("cannot read", target.path):
+            stored = [
+                target.checksum(file.path) if claim(file.path) else file
+                for file in target.tree()
+                if file.path not in (MARKER, RECORDED, DAMAGED)
+            ]
+        if not stored:
+            raise StorageError(f"there are no files in {target.path}: write them before the report")
+        return tuple(stored)
+
     def is_committed(self, name: str) -> bool:
         """Return whether a checkpoint of this name counts already.
 

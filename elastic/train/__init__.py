@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from elastic.train.loop import epochs, get_logged, log, register, stepped
     from elastic.train.result import Result
     from elastic.train.session import (
+        CheckpointUploadMode,
         TrainContext,
         get_all_reported_checkpoints,
         get_checkpoint,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Checkpoint": "checkpoint",
     "CheckpointConfig": "config",
+    "CheckpointUploadMode": "session",
     "FailureConfig": "config",
     "ReportedCheckpoint": "checkpoint",
     "Result": "result",
@@ -53,6 +55,7 @@ _SUBMODULES = ("collective", "torch")
 __all__ = [
     "Checkpoint",
     "CheckpointConfig",
+    "CheckpointUploadMode",
     "FailureConfig",
     "ReportedCheckpoint",
     "Result",

@@ -84,6 +84,11 @@ class Checkpoint:
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
+        return cls.temporary(directory)
+
+    @classmethod
+    def temporary(cls, directory: str) -> Checkpoint:
+        """Take a local directory that is deleted with this object."""
         checkpoint = cls(directory)
         weakref.finalize(checkpoint, shutil.rmtree, directory, ignore_errors=True)
         return checkpoint

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,10 @@ from elastic.core.policy.cursor import Cursor, Epochs
 from elastic.errors import UsageError
 from elastic.storage.run_directory import RunDirectory
 from elastic.train.checkpoint import Checkpoint, ReportedCheckpoint
+from elastic.train.uploading import UploadFunction, bring
 from elastic.worker import context as worker_context
 from elastic.worker.context import WorkerContext
+from elastic.worker.delivery import CheckpointUploadMode
 
 if TYPE_CHECKING:
     from elastic.worker.step import StepEngine
@@ -86,6 +87,9 @@ def report(
     checkpoint: Checkpoint | None = None,
     *,
     checkpoint_dir_name: str | None = None,
+    checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+    delete_local_checkpoint_after_upload: bool | None = None,
+    checkpoint_upload_fn: UploadFunction | None = None,
 ) -> None:
     """Keep metrics, and a checkpoint if one is given.
 
@@ -98,13 +102,23 @@ def report(
     Args:
         metrics: names to numbers, strings, or anything JSON can say; 0-dimensional tensors and
             NumPy scalars are turned into numbers.
-        checkpoint: this rank's files, None if this rank has none. They are copied: the directory
-            may be deleted afterwards.
+        checkpoint: this rank's files, None if this rank has none. With SYNC they are copied: the
+            directory may be deleted afterwards.
         checkpoint_dir_name: name of its directory; by default one that is never used twice.
+        checkpoint_upload_mode: SYNC returns when the checkpoint counts. ASYNC returns when all
+            ranks are here and copies in the background, one checkpoint at a time: a second one
+            waits for the first. What goes wrong is raised by the next report, or at the end of the
+            train function, which waits for the last upload; one that is under way when the group
+            changes is given up, with a line in the log. Leave the directory alone meanwhile.
+            NO_UPLOAD takes a checkpoint that lies in RUN/checkpoints already. The mode must be the
+            same on all ranks.
+        delete_local_checkpoint_after_upload: by default with ASYNC only.
+        checkpoint_upload_fn: your own way of uploading: called with the checkpoint and the name of
+            its directory, returns the checkpoint where it lies then, in RUN/checkpoints.
 
     Raises:
         UsageError: outside a train function, metrics that JSON cannot say, or a checkpoint that
-            is none.
+            is none, is not where NO_UPLOAD expects it, or is brought differently by the ranks.
         StorageError: the checkpoint could not be stored; the run directory keeps the last one.
     """
     context = require_place("train.report")
@@ -117,19 +131,13 @@ def report(
     if checkpoint is None:
         context.report(text, None, name=checkpoint_dir_name)
         return
-    if not isinstance(checkpoint, Checkpoint):
-        raise UsageError(
-            f"train.report: checkpoint is a {type(checkpoint).__name__}, expected a Checkpoint; "
-            f"use Checkpoint.from_directory(path)"
-        )
-    if checkpoint.is_local:
-        context.report(text, checkpoint.path, name=checkpoint_dir_name)
-        return
-    copy = checkpoint.to_directory()
-    try:
-        context.report(text, copy, name=checkpoint_dir_name)
-    finally:
-        shutil.rmtree(copy, ignore_errors=True)
+    brought = bring(
+        checkpoint,
+        checkpoint_upload_mode,
+        delete_local=delete_local_checkpoint_after_upload,
+        upload=checkpoint_upload_fn,
+    )
+    context.report(text, brought, name=checkpoint_dir_name)
 
 
 def to_json(metrics: Mapping[str, Any]) -> str:

@@ -139,6 +139,14 @@ class Agreement:
         self._world_size = world_size
         self._watch = watch
 
+    def open_again(self) -> Agreement:
+        """Return the same votes over another connection to the store, for another thread.
+
+        To be called by this one's thread: the connection is then made while the group stands.
+        """
+        store: Store = self._store.clone()  # type: ignore[attr-defined]
+        return Agreement(store, self._rank, world_size=self._world_size, watch=self._watch)
+
     def claim(self, index: Index, relative: str) -> bool:
         """Return whether this member is the one that writes a file which others may have too."""
         mine = str(self._rank)
@@ -149,6 +157,28 @@ class Agreement:
         """Tell the others what we stored; comes before our vote."""
         line = json.dumps([part.rank, part.name, part.files, part.error])
         self._store.append(_key(index, "parts"), line + "\n")  # type: ignore[attr-defined]
+
+    def tell_way(self, index: Index, way: str) -> None:
+        """Tell the others that our part comes later, and how; comes before our vote."""
+        self._store.append(_key(index, "ways"), way + "\n")  # type: ignore[attr-defined]
+
+    def ways(self, index: Index) -> tuple[str, ...]:
+        """Return what members told of parts that come later; complete once the report is closed."""
+        key = _key(index, "ways")
+        if not self._store.check([key]):
+            return ()
+        return tuple(sorted(bytes(self._store.get(key)).decode().splitlines()))
+
+    def watch_also(self, watch: Callable[[], None]) -> None:
+        """Call this as well, now and then, while we wait."""
+        before = self._watch
+
+        def both() -> None:
+            watch()
+            if before is not None:
+                before()
+
+        self._watch = both
 
     def parts(self, index: Index) -> tuple[Part, ...]:
         """Return all parts by rank; complete once the report is closed."""
@@ -177,7 +207,7 @@ class Agreement:
             self._store.set(_key(index, "closed"), str(tally.number()))
             if isinstance(index, int) and index > 0:
                 # All are here, so nobody looks at the report before any more.
-                for what in ("votes", "closed", "parts", "outcome"):
+                for what in ("votes", "closed", "parts", "outcome", "ways"):
                     self._store.delete_key(_key(index - 1, what))
         return tally
 

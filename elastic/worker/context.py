@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from elastic.core.world import Generation, JobId, WorkerId
 from elastic.errors import check
 from elastic.worker.activity import Activity
+from elastic.worker.delivery import Brought
 from elastic.worker.mesh import Reach
 from elastic.worker.progress import StepCounter
 from elastic.worker.reporting import Link, Reporter
@@ -85,13 +86,14 @@ class WorkerContext:
         return self.the_reporter().newest_checkpoint
 
     def report(
-        self, metrics: str, checkpoint: str | None = None, *, name: str | None = None
+        self, metrics: str, checkpoint: str | Brought | None = None, *, name: str | None = None
     ) -> None:
         """Keep metrics, and commit a checkpoint with the other members; see `Reporter.report`.
 
         Args:
             metrics: JSON object.
-            checkpoint: local directory with this member's files, None for none.
+            checkpoint: local directory with this member's files, or how they come to the run
+                directory; None for none.
             name: of the checkpoint's directory, None for one that is never used twice.
 
         Raises:

@@ -2,8 +2,9 @@
 
 Without a checkpoint a report waits for nobody. With one, this member stores its files, everyone
 votes (`agreement`), and the lead, the lowest rank that brought files, writes the marker, reports
-the path and tells the others. If a planned change is due and every member waits here, all leave
-at this very report, once the coordinator has recorded the checkpoint: nothing is lost.
+the path and tells the others (`committing`). Where the files come later, or are there already,
+the vote comes first (`delivery`). If a planned change is due and every member waits here, all
+leave at this very report, once the coordinator has recorded the checkpoint: nothing is lost.
 
 Rule: every member calls `report` equally often in a generation; the n-th calls belong together.
 """
@@ -14,71 +15,41 @@ import json
 import logging
 import os
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from elastic.core.events.worker import UserReported, WorkerEvent
-from elastic.core.messages import Progress
-from elastic.core.world import Generation, JobId
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import Clock
-from elastic.storage.marker import UNKNOWN, Marker, StoredFile
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.agreement import Agreement, Index, Outcome, Part, Tally, Vote
-from elastic.worker.exchange import Answer
+from elastic.worker.committing import Committer, Link, Place, Round
+from elastic.worker.delivery import (
+    Background,
+    Brought,
+    CheckpointUploadMode,
+    Delivery,
+    name_in,
+)
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.pruning import Pruner
+
+__all__ = ["Link", "Place", "Reporter"]
 
 log = logging.getLogger(__name__)
 
 METRICS_BYTES_MAX = 1024 * 1024
-ANSWER_PATIENCE_S = 10.0
-"""How long members that are to leave wait for the coordinator to record the checkpoint."""
-RETRY_PATIENCE_S = 0.2
-"""The same while an earlier report is still unanswered: the coordinator is away."""
 WISH_PATIENCE_S = 10.0
 """How long a member without a checkpoint of its own waits because of a planned change."""
-
-
-class Link(Protocol):
-    """The way from the training thread to the coordinator; nothing here waits."""
-
-    def post(self, item: WorkerEvent | Progress) -> None:
-        """Tell what happened."""
-        ...
-
-    def wish(self, generation: Generation) -> str:
-        """Return why this generation is to be left at its next boundary, "" if it is not."""
-        ...
-
-    def save_wish(self, generation: Generation) -> int:
-        """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
-        ...
-
-    def expect_answer(self, generation: Generation, index: int) -> Answer:
-        """Ask to be told what becomes of a report; called before it is posted."""
-        ...
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in the run a report is made."""
-
-    job_id: JobId
-    generation: Generation
-    rank: int
-    world_size: int
 
 
 class Reporter:
     """The reports of one generation; used by the thread that made it.
 
     Attributes:
-        newest_checkpoint: path of the newest checkpoint that this member knows of, "" for none.
-        reports_since: reports made after it in this generation.
+        reports_since: reports made after the newest checkpoint in this generation.
         has_left: the members agreed to leave this generation.
     """
 
@@ -92,6 +63,7 @@ class Reporter:
         clock: Clock,
         newest_checkpoint: str = "",
         pruner: Pruner | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin a generation.
 
@@ -103,61 +75,83 @@ class Reporter:
             clock: for the time of day in files.
             newest_checkpoint: path of the one that this generation begins with.
             pruner: deletes checkpoints that are not to be kept, None to keep all.
+            is_over: whether the group is to be left at once.
         """
-        self._pruner = pruner
-        self.newest_checkpoint = newest_checkpoint
         self.reports_since = 0
         self.has_left = False
+        self._newest_checkpoint = newest_checkpoint
         self._place = place
         self._run = run
         self._agreement = agreement
         self._link = link
         self._clock = clock
+        self._committer = Committer(place, run, link=link, clock=clock, pruner=pruner)
+        self._aside: Agreement | None = None
+        self._is_over = is_over
+        self._is_over = is_over
         self._index = 0
-        self._posted = 0
-        self._unanswered: Answer | None = None
+        self._background: Background | None = None
+        self._in_place = False
         self._thread = (os.getpid(), threading.get_ident())
 
-    def report(self, metrics: str, checkpoint: str | None = None, name: str | None = None) -> None:
+    @property
+    def newest_checkpoint(self) -> str:
+        """Return the path of the newest checkpoint that this member knows of, "" for none."""
+        under_way = self._background
+        if under_way is not None and under_way.is_over() and under_way.outcome is not None:
+            return under_way.outcome.path or self._newest_checkpoint
+        return self._newest_checkpoint
+
+    def report(
+        self, metrics: str, checkpoint: str | Brought | None = None, name: str | None = None
+    ) -> None:
         """Keep metrics, and commit a checkpoint together with the other members.
 
         Args:
             metrics: JSON object.
-            checkpoint: local directory with this member's files; None if it has none.
+            checkpoint: local directory with this member's files, or how they come to the run
+                directory; None if it has none.
             name: of the checkpoint's directory, the same on all members; by default made from
                 job, generation and number of the report, so that it is never used twice.
 
         Raises:
             StorageError: a member could not store its part, or the metrics cannot be written;
-                raised by every member that brought a part.
+                raised by every member that brought a part. Of an upload in the background, at
+                the next report or at the end.
             GroupChanged: the members agreed to leave the group here.
-            UsageError: called from another thread, or with metrics that are not an object.
+            UsageError: called from another thread, with metrics that are not an object, or with a
+                checkpoint that the members bring in different ways.
         """
-        self._check_call(metrics, checkpoint)
+        brought = _brought(checkpoint)
+        name = self._check_call(metrics, brought, name)
+        self._settle_upload(must_end=brought is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
         problem = self._keep_metrics(index, metrics)
         name = name or self._default_name(index)
-        if checkpoint is not None:
-            self._agreement.add_part(index, self._store(index, name, Path(checkpoint)))
+        self._begin_part(index, name, brought)
         wishes = bool(self._link.wish(self._place.generation))
-        waits = wishes or checkpoint is not None
-        self._agreement.vote(index, Vote(waits, wishes, checkpoint is not None))
+        waits = wishes or brought is not None
+        self._agreement.vote(index, Vote(waits, wishes, brought is not None))
         tally = Tally()
         if waits:
-            patience_s = WISH_PATIENCE_S if checkpoint is None else None
+            patience_s = WISH_PATIENCE_S if brought is None else None
             tally = self._agreement.wait_closed(index, patience_s=patience_s)
+        turn = Round(index, index, metrics, leaves=tally.leaves())
         if tally.with_checkpoint == 0:
-            self._post(metrics, "")
+            self._committer.post(index, metrics)
+        elif brought is None:
+            self._committer.post(index, metrics)
+            self._hear(turn)
         else:
-            self._conclude(index, index, metrics, tally, has_part=checkpoint is not None)
+            self._complete(turn, name, brought, tally.with_checkpoint)
         if problem:
             raise problem
 
     def report_in_place(
         self,
         metrics: str,
-        checkpoint: str | None = None,
+        checkpoint: str | Brought | None = None,
         name: str | None = None,
         *,
         where: str,
@@ -170,31 +164,38 @@ class Reporter:
 
         Args:
             metrics: JSON object.
-            checkpoint: local directory with this member's files; None if it has none.
+            checkpoint: local directory with this member's files, or how they come to the run
+                directory; None if it has none.
             name: of the checkpoint's directory.
             where: names the report, the same on all members: its place in the run.
             voters: how many members of this group will make it; others have made it before.
         """
-        self._check_call(metrics, checkpoint)
+        self._in_place = True
+        brought = _brought(checkpoint)
+        name = self._check_call(metrics, brought, name)
+        self._settle_upload(must_end=brought is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
         problem = self._keep_metrics(index, metrics, where)
         name = name or f"checkpoint-{self._place.job_id}-g{self._place.generation:06d}-{where}"
         try:
-            if checkpoint is not None:
-                self._agreement.add_part(where, self._store(where, name, Path(checkpoint)))
-            vote = Vote(checkpoint is not None, False, checkpoint is not None)
+            if self._is_over():
+                raise GroupError("it is over already")
+            self._begin_part(where, name, brought)
+            vote = Vote(brought is not None, False, brought is not None)
             self._agreement.vote(where, vote, voters=voters)
-            if checkpoint is None:
-                self._post(metrics, "")
+            if brought is None:
+                self._committer.post(index, metrics)
             else:
                 tally = self._agreement.wait_closed(where)
-                self._conclude(where, index, metrics, tally, has_part=True)
+                turn = Round(where, index, metrics)
+                self._complete(turn, name, brought, tally.with_checkpoint)
         except (GroupError, dist.DistError) as error:
-            if not self._has_posted(index):
-                self._post(metrics, "")
-            if checkpoint is not None:
+            if not self._committer.has_posted(index):
+                self._committer.post(index, metrics)
+            if brought is not None:
                 log.warning("checkpoint_given_up name=%s: the group changed: %s", name, error)
+                brought.release()
         if problem:
             raise problem
 
@@ -203,10 +204,27 @@ class Reporter:
 
         Reports are counted from the newest checkpoint: that is where the next attempt begins.
         """
-        name = self.newest_checkpoint.rpartition("/")[2]
+        name = self._newest_checkpoint.rpartition("/")[2]
         return f"report {self.reports_since}" + (f" after {name}" if name else "")
 
-    def _check_call(self, metrics: str, checkpoint: str | None) -> None:
+    def finish(self) -> None:
+        """The train function returned: end what is under way, and delete what is not to be kept.
+
+        Raises:
+            StorageError: the last checkpoint could not be stored.
+            GroupError: the group broke before it was; not for a loop that goes on in place.
+        """
+        self._settle_upload(must_end=True)
+        self._committer.finish()
+
+    def close(self) -> None:
+        """The generation is over: nothing comes of what is still under way."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.give_up("the group changed, or the train function was left")
+
+    def _check_call(self, metrics: str, brought: Brought | None, name: str | None) -> str | None:
+        """Refuse a call that cannot work; return the checkpoint's name, None for the default."""
         if self.has_left:
             self._leave()
         if (os.getpid(), threading.get_ident()) != self._thread:
@@ -221,11 +239,16 @@ class Reporter:
             )
         if not isinstance(json.loads(metrics), dict):
             raise UsageError(f"train.report: metrics {metrics[:80]}: expected a dict")
-        if checkpoint is not None and self._run is None:
+        if brought is None:
+            return name
+        if self._run is None:
             raise UsageError(
                 "train.report: the job has no run directory for checkpoints; give it one "
                 "(RunConfig(storage_path=...), or --storage-path)"
             )
+        if brought.mode is not CheckpointUploadMode.NO_UPLOAD:
+            return name
+        return name_in(self._run, brought.path, "checkpoint_upload_mode=NO_UPLOAD for")
 
     def _default_name(self, index: int) -> str:
         place = self._place
@@ -252,6 +275,13 @@ class Reporter:
             return error
         return None
 
+    def _begin_part(self, key: Index, name: str, brought: Brought | None) -> None:
+        """Tell the others of our part, before our vote: that it is stored, or that it comes."""
+        if brought is not None and brought.way:
+            self._agreement.tell_way(key, brought.way)
+        elif brought is not None:
+            self._agreement.add_part(key, self._store(key, name, Path(brought.path)))
+
     def _store(self, key: Index, name: str, source: Path) -> Part:
         """Copy this member's files; a failure is told to all, not raised here."""
         run, rank = self._run, self._place.rank
@@ -265,139 +295,80 @@ class Reporter:
 
     # ------------------------------------------------------------ all together
 
-    def _conclude(
-        self, key: Index, index: int, metrics: str, tally: Tally, *, has_part: bool
-    ) -> None:
-        """Commit as the lead, or hear from it what became of the checkpoint.
-
-        Args:
-            key: of the report in the group's store.
-            index: of the report in what the coordinator is told.
-            metrics: of the report.
-            tally: how the members voted.
-            has_part: we brought files.
-        """
-        parts = self._agreement.parts(key) if has_part else ()
-        if parts and parts[0].rank == self._place.rank:
-            outcome = self._commit(index, metrics, parts, leaves=tally.leaves())
-            claimed = {file.path for part in parts for file in part.files}
-            self._agreement.tell_outcome(key, outcome, tuple(sorted(claimed)))
+    def _complete(self, turn: Round, name: str, brought: Brought, members: int) -> None:
+        """See to it that a checkpoint counts that we brought a part of; all bring theirs alike."""
+        ways = self._agreement.ways(turn.key)
+        alike = members if brought.way else 0
+        if ways != (brought.way,) * alike:
+            self._committer.post(turn.index, turn.metrics)
+            raise UsageError(
+                f"train.report: {members} ranks brought parts of one checkpoint in different ways "
+                f"(this one: {brought.way or 'SYNC'}; not SYNC: {', '.join(ways) or 'none'}): pass "
+                f"the same checkpoint_upload_mode and checkpoint_upload_fn on every rank"
+            )
+        if not brought.way:
+            outcome = self._committer.conclude(self._agreement, turn)
+            if not outcome.error:
+                brought.release()
+            self._take(outcome)
+            return
+        owns_files = brought.upload is None and brought.mode is not CheckpointUploadMode.NO_UPLOAD
+        turn = Round(_later(turn.key), turn.index, turn.metrics, turn.leaves, owns_files)
+        delivery = Delivery(turn, name, brought, members)
+        if brought.mode is CheckpointUploadMode.ASYNC and not turn.leaves:
+            if self._aside is None:
+                self._aside = self._agreement.open_again()
+            # Known before it runs, so that whatever ends this call can give it up.
+            self._background = Background(delivery, self._committer, self._aside)
+            self._background.start()
         else:
-            self._post(metrics, "")
-            outcome = self._agreement.wait_outcome(key)
+            self._take(delivery.make(self._committer, self._agreement, lambda: None))
+
+    def _hear(self, turn: Round) -> None:
+        """Learn, without a part of our own, what became of the others' checkpoint, to leave too."""
+        comes_later = bool(self._agreement.ways(turn.key))
+        if turn.leaves or not comes_later:
+            key = _later(turn.key) if comes_later else turn.key
+            self._take(self._agreement.wait_outcome(key))
+
+    def _settle_upload(self, *, must_end: bool) -> None:
+        """Take what became of the upload in the background; wait for it if it must end now."""
+        background = self._background
+        if background is None or not (must_end or background.is_over()):
+            return
+        try:
+            outcome = background.wait(self._is_over)
+        except (GroupError, dist.DistError):
+            self.close()
+            if not self._in_place:
+                raise
+            return
+        except Exception:
+            self._background = None
+            raise
+        self._background = None
+        self.reports_since = self._index - 1 - background.delivery.turn.index
+        self._take(outcome, since=self.reports_since)
+
+    def _take(self, outcome: Outcome, since: int = 0) -> None:
+        """Go on from what became of a checkpoint."""
         if outcome.error:
             raise StorageError(outcome.error)
-        self.newest_checkpoint = outcome.path
-        self.reports_since = 0
+        self._newest_checkpoint = outcome.path
+        self.reports_since = since
         if outcome.leaves:
             self.has_left = True
             self._leave()
-
-    def _commit(
-        self, index: int, metrics: str, parts: tuple[Part, ...], *, leaves: bool
-    ) -> Outcome:
-        """Write the marker, report the path, and find out whether all may leave."""
-        try:
-            path = self._mark(index, metrics, parts)
-        except StorageError as error:
-            self._post(metrics, "")
-            return Outcome(error=str(error))
-        answer = self._link.expect_answer(self._place.generation, index)
-        self._post(metrics, path)
-        outcome = Outcome(path=path, leaves=leaves and self._is_recorded(answer, path))
-        if self._pruner is not None:
-            self._pruner.committed(parts[0].name, answer)
-        return outcome
-
-    def finish(self) -> None:
-        """The train function returned: delete the checkpoints that are not to be kept."""
-        if self._pruner is not None:
-            self._pruner.finish()
-
-    def _mark(self, index: int, metrics: str, parts: tuple[Part, ...]) -> str:
-        """Write the marker if the parts make a checkpoint, else remove what there is of it.
-
-        Returns:
-            The checkpoint's path.
-
-        Raises:
-            StorageError: why it does not count.
-        """
-        run, name = self._run, parts[0].name
-        if run is None:
-            raise StorageError("the job has no run directory")
-        if run.is_committed(name):
-            raise StorageError(f"{run.checkpoint_path(name)} exists already; use another name")
-        refusal = _refusal(parts)
-        if refusal:
-            run.discard(name)
-            raise StorageError(f"checkpoint {name} was not committed: {refusal}")
-        marker = Marker(
-            job_id=self._place.job_id,
-            generation=self._place.generation,
-            index=index,
-            world_size=self._place.world_size,
-            unix_ns=self._clock.unix_ns(),
-            metrics=metrics,
-            files=_files_of(parts),
-        )
-        return run.commit(name, marker)
-
-    def _is_recorded(self, answer: Answer, path: str) -> bool:
-        """Wait for the coordinator's word; without it leaving would lose what was done since."""
-        is_away = self._unanswered is not None and not self._unanswered.ready.is_set()
-        if not answer.wait(RETRY_PATIENCE_S if is_away else ANSWER_PATIENCE_S):
-            self._unanswered = answer
-            log.warning(
-                "boundary_put_off generation=%d reason='the coordinator has not recorded %s yet'",
-                self._place.generation,
-                path,
-            )
-            return False
-        self._unanswered = None
-        if not answer.accepted:
-            log.warning("checkpoint_refused path=%s reason=%r", path, answer.reason)
-        return answer.accepted
 
     def _leave(self) -> NoReturn:
         generation = self._place.generation
         raise GroupChanged(self._link.wish(generation), generation)
 
-    def _has_posted(self, index: int) -> bool:
-        return self._posted > index
 
-    def _post(self, metrics: str, checkpoint: str) -> None:
-        place = self._place
-        self._posted += 1
-        self._link.post(UserReported(place.generation, place.rank, metrics, checkpoint))
+def _brought(checkpoint: str | Brought | None) -> Brought | None:
+    return Brought(checkpoint) if isinstance(checkpoint, str) else checkpoint
 
 
-def _refusal(parts: tuple[Part, ...]) -> str:
-    """Return why these parts make no checkpoint, "" if they do."""
-    failed = [f"rank {part.rank}: {part.error}" for part in parts if part.error]
-    if failed:
-        more = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
-        return failed[0] + more
-    names = sorted({part.name for part in parts})
-    if len(names) > 1:
-        return f"members reported it under different names: {', '.join(names)}"
-    seen: dict[str, tuple[int, int]] = {}
-    for part in parts:
-        for file in part.files:
-            rank, other = seen.setdefault(file.path, (part.rank, file.size))
-            if other != file.size:
-                return (
-                    f"ranks {rank} and {part.rank} both have a file {file.path}, of {other} and "
-                    f"{file.size} bytes; give each rank's file a name of its own"
-                )
-    return ""
-
-
-def _files_of(parts: tuple[Part, ...]) -> tuple[StoredFile, ...]:
-    """Return every file once, as the member knows it that wrote it."""
-    files: dict[str, StoredFile] = {}
-    for part in parts:
-        for file in part.files:
-            if file.path not in files or file.crc32 != UNKNOWN:
-                files[file.path] = file
-    return tuple(files[path] for path in sorted(files))
+def _later(key: Index) -> Index:
+    """Return the key of what is agreed on once the parts are there; it outlives later reports."""
+    return f"{key}-later"

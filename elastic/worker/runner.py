@@ -231,6 +231,8 @@ class Runner:
             outcome.forget_frames(error)
             return event
         finally:
+            if self._reporter is not None:
+                self._reporter.close()
             self._leave_engine()
             set_current(None)
 
@@ -266,6 +268,8 @@ class Runner:
         self._place = _place_of(assign, assignment)
         if assignment is not None:
             os.environ.update(environment.for_generation(assign, assignment, self._started_with))
+            if self._reporter is not None:
+                self._reporter.close()
             self._reporter = self._make_reporter(assign, assignment)
         context = self._context(assign, assignment)
         if self._engine is not None:
@@ -401,6 +405,7 @@ class Runner:
                 world_size=assignment.world_size,
                 watch=self._peers_watch(),
             ),
+            is_over=lambda: self.is_called_back(place.generation),
             link=self._exchange,
             clock=self._clock,
             newest_checkpoint=assignment.checkpoint,

@@ -366,7 +366,7 @@ class StepEngine:
         if self._batch is not None and self._batch.count:
             self.logbook.add(values, float(self._batch.count))
 
-    def report(self, metrics: str, checkpoint: str | None, name: str | None) -> None:
+    def report(self, metrics: str, checkpoint: Any, name: str | None) -> None:
         """Report once per step, or once between epochs; see `train.report`."""
         if not self.has_stepped():
             return  # The report of a step is made once, where its gradients are complete.

@@ -19,7 +19,7 @@ from elastic.errors import StorageError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker import reporting
+from elastic.worker import committing, reporting
 from elastic.worker.agreement import Agreement
 from elastic.worker.exchange import Answer
 from elastic.worker.interrupt import GroupChanged
@@ -257,7 +257,7 @@ def test_nobody_leaves_before_everyone_waits_and_then_all_do(tmp_path: Path) -> 
 def test_nobody_leaves_while_the_coordinator_does_not_record_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporting, "ANSWER_PATIENCE_S", 0.05)
+    monkeypatch.setattr(committing, "ANSWER_PATIENCE_S", 0.05)
     links = [Coordinator(wish_reason="join", answers=False) for _ in range(2)]
 
     def train(rank: Rank) -> None:

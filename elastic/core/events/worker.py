@@ -103,14 +103,23 @@ class TrainLeft:
     at_boundary: bool
 
 
+NEXT_INDEX = -1
+
+
 @dataclass(frozen=True)
 class UserReported:
-    """`train.report` was called on the main thread; the checkpoint, if any, is uploaded."""
+    """`train.report` was called on the main thread; the checkpoint, if any, is uploaded.
+
+    Attributes:
+        index: which report of its generation it is, from 0; `NEXT_INDEX` for the one after the
+            last that was counted. One whose upload took longer is told after later ones.
+    """
 
     generation: Generation
     rank: int
     metrics: str
     checkpoint: str
+    index: int = NEXT_INDEX
 
 
 @dataclass(frozen=True)

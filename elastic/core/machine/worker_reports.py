@@ -6,7 +6,7 @@ except for those whose thread was interrupted for that very reason.
 
 from __future__ import annotations
 
-from elastic.core.events.worker import ResolveReport, StateSaved, UserReported
+from elastic.core.events.worker import NEXT_INDEX, ResolveReport, StateSaved, UserReported
 from elastic.core.messages import Assign, Report, ReportAck
 from elastic.core.world import Generation, is_automatic
 
@@ -20,8 +20,10 @@ class ReportBook:
         self._unanswered: dict[int, None] = {}
 
     def reported(self, event: UserReported, assign: Assign) -> Report:
-        """Take a report of the script; the book numbers it."""
-        index, self._count = self._count, self._count + 1
+        """Take a report of the script; the book numbers it, unless it has its number."""
+        index = event.index
+        if index == NEXT_INDEX:
+            index, self._count = self._count, self._count + 1
         return self._sent(event, assign, index, event.rank)
 
     def saved(self, event: StateSaved, assign: Assign, rank: int) -> Report:

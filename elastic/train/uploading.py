@@ -1,0 +1,85 @@
+"""From what a script hands to `train.report` to what the worker does with it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from functools import partial
+
+from elastic.errors import UsageError
+from elastic.train.checkpoint import Checkpoint
+from elastic.worker.delivery import Brought, CheckpointUploadMode
+
+UploadFunction = Callable[[Checkpoint, str], Checkpoint]
+
+
+def bring(
+    checkpoint: Checkpoint,
+    mode: CheckpointUploadMode,
+    *,
+    delete_local: bool | None,
+    upload: UploadFunction | None,
+) -> Brought:
+    """Return what this rank brings to a checkpoint.
+
+    Args:
+        checkpoint: with this rank's files.
+        mode: see `train.report`.
+        delete_local: whether its directory goes afterwards; None: with ASYNC.
+        upload: the user's own way, None for ours.
+
+    Raises:
+        UsageError: something is of another kind, or two arguments contradict each other.
+        StorageError: a checkpoint in other storage cannot be copied here.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        raise UsageError(
+            f"train.report: checkpoint is a {type(checkpoint).__name__}, expected a Checkpoint; "
+            f"use Checkpoint.from_directory(path)"
+        )
+    if not isinstance(mode, CheckpointUploadMode):
+        raise UsageError(
+            f"train.report: checkpoint_upload_mode={mode!r}: expected "
+            f"{', '.join(f'CheckpointUploadMode.{m.name}' for m in CheckpointUploadMode)}"
+        )
+    if mode is CheckpointUploadMode.NO_UPLOAD:
+        if upload is not None or delete_local:
+            what = "checkpoint_upload_fn" if upload else "delete_local_checkpoint_after_upload"
+            raise UsageError(
+                f"train.report: {what} with checkpoint_upload_mode=NO_UPLOAD: nothing is uploaded, "
+                f"what the checkpoint points at is all there is; leave it out"
+            )
+        return Brought(checkpoint.url, mode)
+    goes = mode is CheckpointUploadMode.ASYNC if delete_local is None else delete_local
+    if upload is not None:
+        return Brought(
+            checkpoint.url,
+            mode,
+            upload=lambda name: _uploaded(upload, checkpoint, name),
+            release=partial(
+                _let_go, checkpoint, checkpoint.path if goes and checkpoint.is_local else ""
+            ),
+        )
+    if not checkpoint.is_local:
+        checkpoint, goes = Checkpoint.temporary(checkpoint.to_directory()), False
+    path = checkpoint.path
+    return Brought(path, mode, release=partial(_let_go, checkpoint, path if goes else ""))
+
+
+def _uploaded(upload: UploadFunction, checkpoint: Checkpoint, name: str) -> str:
+    found = upload(checkpoint, name)
+    if not isinstance(found, Checkpoint):
+        raise UsageError(
+            f"it returned a {type(found).__name__}, expected the Checkpoint as it lies in the run "
+            f"directory"
+        )
+    return found.url
+
+
+def _let_go(checkpoint: Checkpoint, path: str) -> None:
+    """Delete a local directory, "" for none; whoever holds this call holds the checkpoint."""
+    del checkpoint
+    if path:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path)
