@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from elastic.core.policy.cursor import Cursor, Epochs
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.streams import Data
 from elastic.errors import UsageError
 from elastic.train.checkpoint import Checkpoint
 from elastic.worker import context as worker_context
@@ -238,7 +239,7 @@ class TrainContext:
         """Return the steps of this epoch that are committed."""
         return self._cursor().step
 
-    def _epochs(self) -> Epochs:
+    def _epochs(self) -> Data:
         engine = require_context("train.get_context").engine
         if engine is None or engine.data is None:
             raise UsageError(

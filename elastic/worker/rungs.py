@@ -6,13 +6,14 @@ the loop's state than `Carry`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from elastic.core.policy.cursor import Cursor
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.logbook import Logbook
 from elastic.worker.state import State
+from elastic.worker.stream_book import StreamBook
 
 
 class Reenter(GroupChanged):
@@ -51,6 +52,7 @@ class Carry:
         logbook: what was logged.
         generation: the group that has agreed on it already, 0 if none has.
         places: in this group, where each member runs code of its own again, by rank.
+        streams: what is known of a dataset that is read as streams.
     """
 
     state: State
@@ -58,3 +60,4 @@ class Carry:
     logbook: Logbook
     generation: int = 0
     places: tuple[Cursor, ...] = ()
+    streams: StreamBook = field(default_factory=StreamBook)

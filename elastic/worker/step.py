@@ -20,15 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.core.policy.cursor import Cursor, Epochs, micro_batch_seed
+from elastic.core.policy.cursor import Cursor, micro_batch_seed
 from elastic.core.policy.microbatch import deal
 from elastic.core.policy.recovery import Standing
+from elastic.core.policy.streams import Data
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker import complaints
 from elastic.worker.c10d import default_group
 from elastic.worker.context import WorkerContext
 from elastic.worker.interrupt import GroupChanged
-from elastic.worker.loader import Batch, MicroBatchLoader
+from elastic.worker.loader import Batch
 from elastic.worker.logbook import Logbook, ReportPlaces
 from elastic.worker.meeting import meet, share_latest
 from elastic.worker.outcome import is_group_broken
@@ -37,8 +38,9 @@ from elastic.worker.reduce import Reducer, Unit
 from elastic.worker.rows import StepRow, read_rows, tell_rows
 from elastic.worker.rungs import Carry, Home, Reenter
 from elastic.worker.seeding import seed_everything
-from elastic.worker.share import Share
 from elastic.worker.state import Stateful, TrainState
+from elastic.worker.stream_book import StreamBook
+from elastic.worker.streams import MicroBatches
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class StepEngine:
         seed: of shuffling, unless the loader brings its own.
         recovery: how this worker comes into the next group, as in `FailureConfig`.
         at_close: what is to be done at the end of the call.
+        streams: what is known of a dataset that is read as streams.
         trains_plainly: a model is sharded: its own wrapper reduces, and nothing goes in place.
     """
 
@@ -66,10 +69,9 @@ class StepEngine:
         """
         self.cursor = Cursor()
         self.state = TrainState()
-        self.logbook = Logbook()
+        self.logbook, self.streams = Logbook(), StreamBook()
         self.has_begun, self.trains_plainly = False, False
-        self.seed = 0
-        self.recovery = "auto"
+        self.seed, self.recovery = 0, "auto"
         self._home, self._carry = home, carry
         self._place: WorkerContext | None = None
         self._consistency = "bitwise"
@@ -77,7 +79,7 @@ class StepEngine:
         self._reducer: Reducer | None = None
         self._units: dict[int, Unit] = {}
         self._due = DueSteps()
-        self._loader: MicroBatchLoader | None = None
+        self._loader: MicroBatches | None = None
         self._batch: Batch | None = None
         self._epoch: int | None = None
         self._error: BaseException | None = None
@@ -179,6 +181,7 @@ class StepEngine:
         if carry is not None:
             self.state.put(carry.state)
             self.cursor, self.logbook, self._has_state = carry.cursor, carry.logbook, True
+            self.streams = carry.streams
             if carry.generation == self._context.generation:
                 self._places = carry.places
                 self._attach()
@@ -199,7 +202,7 @@ class StepEngine:
 
     # ------------------------------------------------------------------- micro-batches
 
-    def micro_batches(self, loader: MicroBatchLoader) -> Iterator[Any]:
+    def micro_batches(self, loader: MicroBatches) -> Iterator[Any]:
         """Yield this rank's micro-batches until the epoch is over for the whole group.
 
         Raises:
@@ -214,7 +217,7 @@ class StepEngine:
                 if self.cursor.epoch != epoch:
                     # The others are in a later epoch: their code after this one has run, ours not.
                     raise Reenter("the others are in a later epoch", self._context.generation)
-                if self.cursor.step < loader.epochs.steps:
+                if loader.has_step(self.cursor):
                     yield self._open_iteration(loader)
                 elif self._pass_gate():
                     self._passed = epoch
@@ -229,7 +232,7 @@ class StepEngine:
             # User code between epochs may take as long as it likes.
             self._context.activity.reset()
 
-    def _open_pass(self, loader: MicroBatchLoader) -> int:
+    def _open_pass(self, loader: MicroBatches) -> int:
         if self._epoch is None:
             raise complaints.outside_epochs()
         if self._phase is not Phase.OUTSIDE:
@@ -244,20 +247,18 @@ class StepEngine:
     def _deal(self) -> None:
         """Ask the loader for our micro-batches of the present group."""
         loader = self._loader
-        if loader is None or self.cursor.step >= loader.epochs.steps:
+        if loader is None or not loader.has_step(self.cursor):
             return
         place = self._context
         held = deal(place.world_rank, place.world_size, loader.epochs.num_micro_batches)
         loader.deal(self.cursor, held)
 
-    def _open_iteration(self, loader: MicroBatchLoader) -> Any:
+    def _open_iteration(self, loader: MicroBatches) -> Any:
         """Return the next micro-batch, with everything set for it."""
         batch = loader.next()
         check(batch.cursor == self.cursor, f"micro-batch of {batch.cursor}, not of {self.cursor}")
         reducer, epochs, place = self._the_reducer(), loader.epochs, self._context
-        share = Share.of(
-            epochs, self.cursor.step, rank=place.world_rank, world_size=place.world_size
-        )
+        share = loader.share(batch, place.world_rank, place.world_size)
         first, last = share.held
         if batch.micro_batch == first:
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
@@ -429,18 +430,18 @@ class StepEngine:
         Returns:
             Bytes that we sent or received.
         """
-        epochs = self.data
-        steps, is_inside = epochs.steps if epochs else 0, self._epoch == self.cursor.epoch
+        steps = (self._loader or self.streams).steps_of(self.cursor.epoch)
+        is_inside, ours = self._epoch == self.cursor.epoch, self.streams.sent(self.cursor)
         standing = Standing(self._has_state, self.cursor, steps, is_inside)
         with self._context.activity.waiting():
             units, reach = list(self._units.values()), self._context.reach
-            met = meet(default_group(), standing, units, epochs, self._take, reach)
+            met = meet(default_group(), standing, units, self.data, self._take, reach, shared=ours)
+        self.streams.receive(met.shared)
         if met.state is not None:
             self.state.put(met.state["objects"])
             self.cursor = Cursor(*met.state["cursor"])
             self.logbook.receive(met.state["logged"])
-        self._has_state = True
-        self._places = met.places
+        self._has_state, self._places = True, met.places
         share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes
 
@@ -479,11 +480,11 @@ class StepEngine:
         """
         if self._carry is not None or not self._has_state:
             return self._carry
-        generation = self._context.generation if in_this_group else 0
-        return Carry(self.state.take(), self.cursor, self.logbook, generation, self._places)
+        state, agreed = self.state.take(), self._context.generation if in_this_group else 0
+        return Carry(state, self.cursor, self.logbook, agreed, self._places, self.streams)
 
     @property
-    def data(self) -> Epochs | None:
+    def data(self) -> Data | None:
         """Return how the data is cut, None while no loader was read."""
         return self._loader.epochs if self._loader is not None else None
 
