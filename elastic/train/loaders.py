@@ -26,7 +26,7 @@ from elastic.errors import UsageError
 from elastic.train.devices import get_device
 from elastic.train.session import require_context, require_place
 from elastic.worker.context import WorkerContext
-from elastic.worker.loader import MicroBatchLoader
+from elastic.worker.loader import MicroBatchLoader, is_plain
 from elastic.worker.step import StepEngine
 from elastic.worker.streams import MicroBatches, StreamLoader
 
@@ -149,14 +149,14 @@ def _micro_batches_of(
 
 def _with_sampler(loader: DataLoader[Any], rank: int, world_size: int) -> DataLoader[Any]:
     """Return the same loader over this rank's part of the indices."""
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+    if loader.batch_sampler is not None and not is_plain(loader.batch_sampler, BatchSampler):
         raise UsageError(
             f"prepare_data_loader: the loader has its own batch_sampler "
             f"({type(loader.batch_sampler).__name__}); let it deal out by rank itself and pass "
             f"add_dist_sampler=False"
         )
     sampler = loader.sampler
-    shuffles = type(sampler) is RandomSampler and _is_whole_shuffle(sampler)
+    shuffles = is_plain(sampler, RandomSampler) and _is_whole_shuffle(sampler)
     if not shuffles and type(sampler) is not SequentialSampler:
         raise UsageError(
             f"prepare_data_loader: the loader has its own sampler ({type(sampler).__name__}); "

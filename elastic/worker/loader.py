@@ -267,7 +267,7 @@ def _order_of(loader: DataLoader[Any]) -> tuple[int, bool, Any]:
         )
     if own:
         return size, False, sampler
-    shuffles = type(sampler) is RandomSampler and not sampler.replacement
+    shuffles = is_plain(sampler, RandomSampler) and not sampler.replacement
     if not (shuffles or type(sampler) is SequentialSampler) or len(sampler) != size:
         raise UsageError(
             f"prepare_data_loader: the loader has its own sampler ({type(sampler).__name__}), "
@@ -288,12 +288,22 @@ def _check_batches(loader: DataLoader[Any]) -> None:
             "prepare_data_loader: the loader has batch_size=None; give it the size of a "
             "micro-batch, the samples that one worker computes at a time"
         )
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+    if loader.batch_size is None or not is_plain(loader.batch_sampler, BatchSampler):
         raise UsageError(
             f"prepare_data_loader: the loader has its own batch_sampler "
             f"({type(loader.batch_sampler).__name__}), whose batches cannot be dealt out; use "
             f"batch_size with shuffle=True, or with a sampler that has __getitem__ and __len__"
         )
+
+
+def is_plain(sampler: Any, kind: type) -> bool:
+    """Return whether this is torch's own sampler of a kind, or torchdata's of the same name.
+
+    Those of its StatefulDataLoader draw the same; that they have a state is of no account here.
+    """
+    cls = type(sampler)
+    is_stateful = cls.__module__.startswith("torchdata.") and cls.__name__ == kind.__name__
+    return cls is kind or is_stateful
 
 
 def _is_indexed(sampler: Any) -> bool:

@@ -22,6 +22,7 @@ from elastic.worker.logbook import Logbook
 from elastic.worker.mesh import Door, Reach, join_mesh, leave_mesh, mesh_of, open_mesh, use_mesh
 from elastic.worker.reduce import Unit
 from elastic.worker.rows import tell_rows
+from elastic.worker.stream_book import StreamBook
 from elastic.worker.transfer import transfer
 
 
@@ -83,11 +84,32 @@ def meet(
     source = plan.source_of(group.rank())
     if source is not None and told[source].threads != threads:
         torch.set_num_threads(told[source].threads)
-    parts = share_all(group, shared, [one.num_shared for one in told])
+    parts = _share_all(group, shared, [one.num_shared for one in told])
     return Met(state, plan.cursors, next_places(standings, plan), num_bytes, parts)
 
 
-def share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ...]:
+def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:
+    """Let every member know where every stream can be continued; returns True.
+
+    So that, when one of them dies, whoever reads its streams next need not count from their first
+    sample.
+
+    Args:
+        group: the process group that stands.
+        book: ours.
+        cursor: the next step to be committed, the same on all members.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    if group.size() > 1:
+        mine = book.sent(cursor)
+        sizes = [int(row[0]) for row in tell_rows(group, [float(len(mine))])]
+        book.receive(_share_all(group, mine, sizes))
+    return True
+
+
+def _share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ...]:
     """Exchange bytes of any length; nothing is sent if nobody has any.
 
     Args:

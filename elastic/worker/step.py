@@ -31,7 +31,7 @@ from elastic.worker.context import WorkerContext
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.loader import Batch
 from elastic.worker.logbook import Logbook, ReportPlaces
-from elastic.worker.meeting import meet, share_latest
+from elastic.worker.meeting import meet, share_book, share_latest
 from elastic.worker.outcome import is_group_broken
 from elastic.worker.prepared import DueSteps, Phase, adopt_optimizer, adopt_scheduler, scalers_know
 from elastic.worker.reduce import Reducer, Unit
@@ -57,6 +57,7 @@ class StepEngine:
         recovery: how this worker comes into the next group, as in `FailureConfig`.
         at_close: what is to be done at the end of the call.
         streams: what is known of a dataset that is read as streams.
+        data: how the data is cut, None while no loader was read.
         trains_plainly: a model is sharded: its own wrapper reduces, and nothing goes in place.
     """
 
@@ -78,8 +79,8 @@ class StepEngine:
         self._has_state, self._phase = False, Phase.OUTSIDE
         self._reducer: Reducer | None = None
         self._units: dict[int, Unit] = {}
-        self._due = DueSteps()
         self._loader: MicroBatches | None = None
+        self.data: Data | None = None
         self._batch: Batch | None = None
         self._epoch: int | None = None
         self._error: BaseException | None = None
@@ -87,7 +88,7 @@ class StepEngine:
         self._passed: int | None = None
         # Where each member of this group runs code of its own next; and our reports in it.
         self._places: tuple[Cursor, ...] = ()
-        self._reports = ReportPlaces()
+        self._reports, self._due = ReportPlaces(), DueSteps()
         self._stack, self.at_close = ExitStack(), ExitStack()
 
     def configure(self, options: Mapping[str, Any]) -> None:
@@ -166,11 +167,9 @@ class StepEngine:
         if self.has_begun:
             raise UsageError("train.epochs: a loop over it is running already")
         self._units = self.state.units()
+        units, activity = list(self._units.values()), self._context.activity
         self._reducer = Reducer(
-            list(self._units.values()),
-            self.state.models,
-            consistency=self._consistency,
-            activity=self._context.activity,
+            units, self.state.models, consistency=self._consistency, activity=activity
         )
         self._stack.enter_context(scalers_know(self))
         self.has_begun = True
@@ -195,9 +194,8 @@ class StepEngine:
         self._phase = Phase.OUTSIDE
         self._epoch = self._passed = None
         self._the_reducer().close()
-        self._reducer = None
+        self._reducer, self.has_begun = None, False
         self._stack.close()
-        self.has_begun = False
         self._home.defer(False)
 
     # ------------------------------------------------------------------- micro-batches
@@ -240,7 +238,7 @@ class StepEngine:
         if self._passed == self._epoch:
             raise complaints.read_again(self._epoch)
         self.state.check_known(self._units)
-        self._loader = loader
+        self._loader, self.data = loader, loader.epochs
         self._deal()
         return self._epoch
 
@@ -283,6 +281,8 @@ class StepEngine:
             self._context.note_step()
             self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
             self._phase = Phase.OUTSIDE
+            if self.streams.is_due(self.cursor):
+                self._together(lambda: share_book(default_group(), self.streams, self.cursor))
 
     # ------------------------------------------------------------------- optimizer steps
 
@@ -441,6 +441,7 @@ class StepEngine:
             self.state.put(met.state["objects"])
             self.cursor = Cursor(*met.state["cursor"])
             self.logbook.receive(met.state["logged"])
+            self.streams.put(met.state["streams"])
         self._has_state, self._places = True, met.places
         share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes
@@ -450,6 +451,7 @@ class StepEngine:
             "objects": self.state.take(),
             "cursor": [self.cursor.epoch, self.cursor.step],
             "logged": dict(self.logbook.latest),
+            "streams": self.streams.take(self.cursor),
         }
 
     def _pass_gate(self) -> bool:
@@ -460,17 +462,20 @@ class StepEngine:
         """
         if max(self._places, default=self.cursor) > self.cursor:
             return True  # Others of this group have passed it in the one before.
+        rows = self._together(lambda: tell_rows(default_group(), self.logbook.row()))
+        self.logbook.take_rows(rows or ())
+        return rows is not None
+
+    def _together(self, exchange: Callable[[], Any]) -> Any:
+        """Do what all members do here; None if the group broke."""
         try:
             with self._context.activity.waiting():
-                rows = tell_rows(default_group(), self.logbook.row())
+                return exchange()
         except RuntimeError as error:
             if not (self._is_called_back() or is_group_broken(error)):
                 raise
-            self._error = error
-            self._phase = Phase.VOID
-            return False
-        self.logbook.take_rows(rows)
-        return True
+            self._error, self._phase = error, Phase.VOID
+            return None
 
     def carry(self, *, in_this_group: bool = False) -> Carry | None:
         """Return what the next call of the train function goes on from, None if nothing.
@@ -482,11 +487,6 @@ class StepEngine:
             return self._carry
         state, agreed = self.state.take(), self._context.generation if in_this_group else 0
         return Carry(state, self.cursor, self.logbook, agreed, self._places, self.streams)
-
-    @property
-    def data(self) -> Data | None:
-        """Return how the data is cut, None while no loader was read."""
-        return self._loader.epochs if self._loader is not None else None
 
     @property
     def _context(self) -> WorkerContext:

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 KEPT = 3
 """Snapshots of one sequence that are kept: prefetched ones lie ahead of the committed step."""
+SHARE_STEPS = 64
+"""Steps after which members tell each other their snapshots. Those of a dead one are no older."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,16 @@ class Snapshot:
 
 
 class StreamBook:
-    """The ends and snapshots that this process knows of."""
+    """The ends and snapshots that this process knows of.
+
+    Attributes:
+        has_states: the dataset has states, so that there is something to share.
+    """
 
     def __init__(self) -> None:
         """Begin with none."""
+        self.has_states = False
+        self._own: set[int] = set()
         self._ends: dict[int, int] = {}
         self._snapshots: dict[tuple[int, int], list[Snapshot]] = {}
         self._is_unsendable = False
@@ -58,6 +66,16 @@ class StreamBook:
     def end(self, epoch: int, steps: int) -> None:
         """An epoch has this many steps."""
         self._ends = {e: s for e, s in self._ends.items() if e >= epoch - 1} | {epoch: steps}
+
+    def is_due(self, cursor: Cursor) -> bool:
+        """Return whether members share snapshots at this cursor; the same on all of them."""
+        return self.has_states and cursor.step % SHARE_STEPS == 0
+
+    def read(self, snapshots: Iterable[Snapshot]) -> None:
+        """Know what a reader of ours has taken; what others know is not ours to tell."""
+        for one in snapshots:
+            self._own.add(one.position.source)
+            self.add([one])
 
     def add(self, snapshots: Iterable[Snapshot]) -> None:
         """Know these, too; those of earlier epochs are forgotten."""
@@ -109,8 +127,10 @@ class StreamBook:
         )
 
     def sent(self, cursor: Cursor) -> bytes:
-        """Return what `take` returns as bytes, none if there is nothing to say."""
+        """Return what we alone may know as bytes, none if there is nothing to say."""
         states = self.take(cursor)
+        own = [one for one in states["snapshots"] if one["at"][2] in self._own]
+        states["snapshots"] = own
         if not states["ends"] and not states["snapshots"]:
             return b""
         try:

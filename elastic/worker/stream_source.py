@@ -103,6 +103,10 @@ class Source:
         self._begin(where.epoch, start, copy.deepcopy(snapshot.state))
         self._pull()
         if not self._has_ended and snapshot.mark == mark_of(self.last):
+            log.info(
+                "stream_continued source=%d epoch=%d step=%d counted=%d", self._number,
+                where.epoch, where.step, place - start,
+            )  # fmt: skip
             return True
         self._trusts = False
         log.warning(

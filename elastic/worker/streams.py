@@ -71,7 +71,8 @@ class StreamLoader:
             seed=seed,
             drop_last=loader.drop_last,
         )
-        self._book = book or StreamBook()
+        self._book = book if book is not None else StreamBook()
+        self._book.has_states = keeps_state(loader.dataset)
         every = int(getattr(loader, "snapshot_every_n_steps", None) or SNAPSHOT_STEPS)
         self._order: _Order | None = None
         # Streams whose readers may have to begin, and have not been told from where.
@@ -107,7 +108,7 @@ class StreamLoader:
         value, found = self._feed.take()
         epoch, step, number = self._the_order().key
         self._the_order().advance()
-        self._book.add(found.snapshots)
+        self._book.read(found.snapshots)
         return Batch(Cursor(epoch, step), number, found.count, value, found.more)
 
     def close(self) -> None:
