@@ -62,8 +62,8 @@ def prepare_data_loader(
     - `streams="worker"`: it deals itself out by `torch.utils.data.get_worker_info()`, where it
       finds itself to be number v of V;
     - any other: it is read whole by every rank, as by one worker, and stream v is its samples
-      v, v + V, v + 2 V, ... This is right for every dataset, and reads the data once for each
-      rank (and each of its loader's processes).
+      v, v + V, v + 2 V, ... This is right for every dataset, and reads all data once for each
+      rank, in one of its loader's processes.
 
     Whoever comes to read a stream in the middle of an epoch continues from a snapshot of its
     `state_dict`, where there is one, and counts the samples before its place otherwise. So the
@@ -155,7 +155,7 @@ def _with_sampler(loader: DataLoader[Any], rank: int, world_size: int) -> DataLo
             f"({type(loader.batch_sampler).__name__}); let it deal out by rank itself and pass "
             f"add_dist_sampler=False"
         )
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
     shuffles = is_plain(sampler, RandomSampler) and _is_whole_shuffle(sampler)
     if not shuffles and type(sampler) is not SequentialSampler:
         raise UsageError(

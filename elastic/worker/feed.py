@@ -68,6 +68,10 @@ class Reading(Protocol):
     dataset: Any
     collate: Any
 
+    def processes(self, allowed: int) -> int:
+        """Return how many worker processes can be of use, at most those that are allowed."""
+        ...
+
     def request(self, tag: int, piece: Any) -> Any:
         """Return the request for a piece; None stands for a turn that is passed."""
         ...
@@ -99,6 +103,7 @@ class Feed:
             seed: of the worker processes; 0 <= seed < 2**63.
         """
         self._users, self._reading, self._seed = loader, reading, seed
+        self._num_processes = reading.processes(loader.num_workers)
         self._plan: Plan | None = None
         self._ahead: Iterator[Any] = iter(())
         # Looked at, and not in turn yet.
@@ -187,7 +192,7 @@ class Feed:
         turn, self._num_turns = self._num_turns, self._num_turns + 1
         reader = self._reading.turn_of(piece.key)
         # Torch hands requests to its worker processes by turns.
-        if reader is not None and (reader - turn) % max(1, self._users.num_workers):
+        if reader is not None and (reader - turn) % max(1, self._num_processes):
             self._asked[NOTHING, NOTHING, tag] = tag
             return self._reading.request(tag, None)
         self._next_piece = None
@@ -202,9 +207,11 @@ class Feed:
     def _start(self) -> None:
         self._stop()
         users = self._users
-        kept: dict[str, Any] = {"num_workers": users.num_workers, "timeout": users.timeout}
-        if users.num_workers:
-            kept["prefetch_factor"] = users.prefetch_factor
+        number = self._num_processes
+        kept: dict[str, Any] = {"num_workers": number, "timeout": users.timeout}
+        if number:
+            # As much in all as the user's would.
+            kept["prefetch_factor"] = -(-(users.prefetch_factor or 1) * users.num_workers // number)
             kept["multiprocessing_context"] = users.multiprocessing_context
             kept["worker_init_fn"] = WorkerStart(users.worker_init_fn)
         if users.pin_memory and torch.accelerator.is_available():

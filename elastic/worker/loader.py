@@ -146,6 +146,9 @@ class _ByNumber:
         self.collate = SeededCollate(loader.collate_fn, seed)
         self._sampler = sampler
 
+    def processes(self, allowed: int) -> int:
+        return allowed
+
     def request(self, tag: int, piece: _Piece) -> Request:
         numbers = piece.numbers
         indices = numbers if self._sampler is None else [self._sampler[place] for place in numbers]

@@ -441,7 +441,7 @@ class StepEngine:
             self.state.put(met.state["objects"])
             self.cursor = Cursor(*met.state["cursor"])
             self.logbook.receive(met.state["logged"])
-            self.streams.put(met.state["streams"])
+            self.streams.receive([met.state["streams"]])
         self._has_state, self._places = True, met.places
         share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes
@@ -451,7 +451,7 @@ class StepEngine:
             "objects": self.state.take(),
             "cursor": [self.cursor.epoch, self.cursor.step],
             "logged": dict(self.logbook.latest),
-            "streams": self.streams.take(self.cursor),
+            "streams": self.streams.sent(self.cursor, all_of_it=True),
         }
 
     def _pass_gate(self) -> bool:

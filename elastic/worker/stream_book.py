@@ -126,11 +126,17 @@ class StreamBook:
             for one in states.get("snapshots", ())
         )
 
-    def sent(self, cursor: Cursor) -> bytes:
-        """Return what we alone may know as bytes, none if there is nothing to say."""
+    def sent(self, cursor: Cursor, *, all_of_it: bool = False) -> bytes:
+        """Return what `take` returns as bytes, none if there is nothing to say.
+
+        Args:
+            cursor: the next step to be committed.
+            all_of_it: also what others have read, and know themselves.
+        """
         states = self.take(cursor)
-        own = [one for one in states["snapshots"] if one["at"][2] in self._own]
-        states["snapshots"] = own
+        if not all_of_it:
+            own = [one for one in states["snapshots"] if one["at"][2] in self._own]
+            states["snapshots"] = own
         if not states["ends"] and not states["snapshots"]:
             return b""
         try:

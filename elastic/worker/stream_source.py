@@ -138,7 +138,7 @@ class Source:
         """Read one more sample."""
         place = self._first + len(self._window)
         self._snap(place)
-        # An iterator that was interrupted or has raised is over: it is begun again.
+        # Until all of this is done: whatever is interrupted, or raises, is begun again.
         iterator, self._iterator = self._iterator, None
         check(iterator is not None, f"sequence {self._number} is read while it is not open")
         with self._seen():
@@ -147,13 +147,13 @@ class Source:
         if sample is END:
             self._has_ended, self._open_snapshot = True, None
             return
-        self._iterator = iterator
         self._window.append(sample)
         self.last = sample
         self._end_snap(sample)
         while self._window and self._first < self._low:
             self._window.popleft()
             self._first += 1
+        self._iterator = iterator
 
     def _snap(self, place: int) -> None:
         step, rest = divmod(place, self._streams.beginning(1))

@@ -10,6 +10,7 @@ its streams go on, and all conclude the same.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -150,6 +151,10 @@ class StreamLoader:
 
     # ------------------------------------------------------------------- as the feed sees it
 
+    def processes(self, allowed: int) -> int:
+        """Return how many processes read: one for what is one sequence, one for each stream."""
+        return min(allowed, 1 if self.epochs.cut is Cut.COUNT else self.epochs.num_micro_batches)
+
     def request(self, tag: int, piece: _Piece | None) -> StreamRequest | Pass:
         """Return what is asked for; `None` stands for a turn that is passed."""
         if piece is None:
@@ -215,6 +220,15 @@ class _Order:
 # --------------------------------------------------------------------------- how it is cut
 
 
+def _can_shard(dataset: Any) -> bool:
+    """Return whether it has `shard(num_shards=, index=)`, rather than another of that name."""
+    try:
+        inspect.signature(dataset.shard).bind(num_shards=1, index=0)
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
+
+
 def choose_cut(dataset: Any, count: int, chosen: Cut | None) -> Cut:
     """Return how a dataset becomes so many streams, and say what that costs.
 
@@ -230,7 +244,7 @@ def choose_cut(dataset: Any, count: int, chosen: Cut | None) -> Cut:
             f"prepare_data_loader: the {name} was split by node already, which cannot change with "
             f"the group; pass the whole dataset, it is dealt out here"
         )
-    can_shard = callable(getattr(dataset, "shard", None))
+    can_shard = _can_shard(dataset)
     if chosen is Cut.SHARD and not can_shard:
         raise UsageError(
             f"prepare_data_loader(streams='shard'): the {name} has no shard(num_shards=, index=); "

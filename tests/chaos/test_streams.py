@@ -20,7 +20,7 @@ from elastic.testing.chaos import Chaos, draw_kills
 from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments, with_script
 from elastic.testing.local_cluster import LocalCluster
 
-SCRIPT = Path(__file__).resolve().parents[1] / "workers" / "streams_job.py"
+SCRIPT = Path(__file__).with_name("streams_job.py")
 STEPS = 40
 """An epoch has 32 of them, or more where the shards are uneven: the next kill is in the middle."""
 
