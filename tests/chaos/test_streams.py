@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,11 +55,16 @@ def trains_in(generation: int, view: JobView) -> bool:
     )
 
 
+def slow(*values: Any) -> Any:
+    """Return a case that takes its time."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("kind", "loader_workers", "size"),
     [
-        ("plain", 0, 2), ("worker", 2, 3), ("stateful", 0, 3), ("torchdata", 2, 2), ("hf", 2, 3),
-        ("hf-shuffled", 0, 2), ("hf-odd", 0, 3), ("hf-map", 2, 2),
+        ("plain", 0, 2), ("torchdata", 2, 3), slow("worker", 2, 3), slow("stateful", 0, 3),
+        slow("hf", 2, 3), slow("hf-shuffled", 0, 2), slow("hf-odd", 0, 3), ("hf-map", 2, 2),
     ],
 )  # fmt: skip
 def test_every_world_size_ends_with_the_same_bits(
@@ -75,8 +81,8 @@ def test_every_world_size_ends_with_the_same_bits(
 @pytest.mark.parametrize(
     ("kind", "loader_workers"),
     [
-        ("plain", 0), ("worker", 2), ("stateful", 2), ("torchdata", 0), ("hf", 0), ("hf", 2),
-        ("hf-shuffled", 2),
+        slow("plain", 0), slow("worker", 2), ("stateful", 2), slow("torchdata", 0), ("hf", 0),
+        slow("hf", 2), slow("hf-shuffled", 2),
     ],
 )  # fmt: skip
 def test_a_killed_worker_in_the_middle_of_an_epoch_changes_nothing(
@@ -98,6 +104,7 @@ def test_a_killed_worker_in_the_middle_of_an_epoch_changes_nothing(
     assert job.check(view)
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_change_nothing(three: LocalCluster, tmp_path: Path) -> None:
     job = job_of("stateful", 2, 3, tmp_path / "kills")
     outcome = Chaos(three, job).run(draw_kills(seed=3, kills=6, every_s=1.0))
