@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torchs_worker
 
-from elastic.core.policy.streams import Cut, Position, Streams
+from elastic.core.policy.streams import Cut, Position, Streams, nearest
 from elastic.errors import UsageError, check
 from elastic.worker.seeding import seed_everything
 from elastic.worker.stream_book import Snapshot
@@ -58,6 +58,8 @@ class Source:
         self._trusts = keeps_state(dataset)
         self._open_snapshot: tuple[int, Any] | None = None
         self._snapshots: list[Snapshot] = []
+        # The newest two of our own, for what fails: a step may be done again.
+        self._kept: deque[Snapshot] = deque(maxlen=2)
         self.last: Any = END
 
     def at(self, epoch: int, place: int, *, low: int, snapshot: Snapshot | None = None) -> Any:
@@ -88,7 +90,12 @@ class Source:
 
     def _open(self, epoch: int, place: int, snapshot: Snapshot | None) -> None:
         """Begin where this place can be reached."""
-        if snapshot is not None and self._trusts and self._continue_from(snapshot, place):
+        known = [one for one in (snapshot, *self._kept) if one is not None]
+        index = nearest(
+            [one.position for one in known],
+            Position(epoch, place // self._streams.beginning(1), self._number),
+        )
+        if index is not None and self._trusts and self._continue_from(known[index], place):
             return
         if place:
             log.info("stream_counted source=%d epoch=%d samples=%d", self._number, epoch, place)
@@ -98,8 +105,6 @@ class Source:
         """Begin at a snapshot; False if that does not lead where it should."""
         where = snapshot.position
         start = self._streams.beginning(where.step)
-        if start > place:
-            return False
         self._begin(where.epoch, start, copy.deepcopy(snapshot.state))
         self._pull()
         if not self._has_ended and snapshot.mark == mark_of(self.last):
@@ -167,7 +172,9 @@ class Source:
         (step, state), self._open_snapshot = self._open_snapshot, None
         position = Position(self._epoch, step, self._number)
         cut, mark = self._streams.fingerprint, mark_of(sample)
-        self._snapshots.append(Snapshot(position, cut, state, mark))
+        snapshot = Snapshot(position, cut, state, mark)
+        self._snapshots.append(snapshot)
+        self._kept.append(snapshot)
 
     @contextmanager
     def _seen(self) -> Iterator[None]:

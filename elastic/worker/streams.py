@@ -106,7 +106,12 @@ class StreamLoader:
         Raises:
             Exception: what the dataset or the collate_fn raised, as DataLoader raises it.
         """
-        value, found = self._feed.take()
+        try:
+            value, found = self._feed.take()
+        except BaseException:
+            # Readers that failed, or are gone, begin anew.
+            self._begins = set(range(*self._the_order().held))
+            raise
         epoch, step, number = self._the_order().key
         self._the_order().advance()
         self._book.read(found.snapshots)

@@ -223,6 +223,24 @@ def test_a_snapshot_spares_the_samples_before_it(tmp_path: Path) -> None:
     assert min(number for number, _ in reads(tmp_path)) >= 8 * V * 2
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_fails_late_begins_at_a_snapshot_again(tmp_path: Path, num_workers: int) -> None:
+    torn = tmp_path / "fails-88"
+    torn.touch()
+    loader = loader_of(Placed(IDS, tmp_path), num_workers=num_workers)
+    try:
+        loader.deal(Cursor(), (0, 1))
+        take(loader, 10)
+        (tmp_path / "reads").unlink()
+        with pytest.raises(ValueError, match="sample 88 is torn"):
+            take(loader, 2)
+        torn.unlink()
+        assert take(loader, 2) == [row[0] for row in steps_of(streams_of(IDS), 2)[10:12]]
+        assert min(number for number, _ in reads(tmp_path)) >= 8 * V * 2
+    finally:
+        loader.close()
+
+
 def test_a_snapshot_that_leads_elsewhere_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     first = loader_of(Forgetful(IDS))
     first.deal(Cursor(), (0, V))
