@@ -104,7 +104,7 @@ class ChaosJob:
         return Verdict(f"all {epochs} epochs counted once", metrics)
 
     def _check_hashes(self, metrics: dict[str, Any]) -> Verdict:
-        expected = undisturbed(self.options, metrics["epochs"])
+        expected = undisturbed(self.spec.entry.target, self.options, metrics["epochs"])
         for name in HASHES:
             if metrics[name] != expected[name]:
                 raise ChaosFailed(
@@ -153,6 +153,11 @@ def chaos_job(
     return ChaosJob(kind, spec, finish, options, saves=bool(save_every))
 
 
+def with_script(job: ChaosJob, script: Path) -> ChaosJob:
+    """Return the same job with another script that takes its arguments."""
+    return replace(job, spec=replace(job.spec, entry=replace(job.spec.entry, target=str(script))))
+
+
 def with_arguments(job: ChaosJob, *options: str) -> ChaosJob:
     """Return the same job with further options of its script, which count in both runs."""
     entry = replace(job.spec.entry, args=(*job.spec.entry.args, *options))
@@ -160,15 +165,19 @@ def with_arguments(job: ChaosJob, *options: str) -> ChaosJob:
 
 
 @functools.cache
-def undisturbed(options: tuple[str, ...], epochs: int) -> dict[str, Any]:
+def undisturbed(script: str, options: tuple[str, ...], epochs: int) -> dict[str, Any]:
     """Train alone, in one process that nobody disturbs, and return what it reports.
+
+    Args:
+        script: its path.
+        options: its arguments, but for the epochs.
+        epochs: to train.
 
     Raises:
         ChaosFailed: it does not end well.
     """
     command = [
-        "env", "OMP_NUM_THREADS=1", sys.executable, "-m", "elastic.testing.jobs.steps_job",
-        *options, "--epochs", str(epochs),
+        "env", "OMP_NUM_THREADS=1", sys.executable, script, *options, "--epochs", str(epochs),
     ]  # fmt: skip
     done = subprocess.run(
         command,

@@ -21,12 +21,14 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from elastic.core.policy.streams import Cut
 from elastic.errors import UsageError
 from elastic.train.devices import get_device
 from elastic.train.session import require_context, require_place
 from elastic.worker.context import WorkerContext
-from elastic.worker.loader import MicroBatchLoader
+from elastic.worker.loader import MicroBatchLoader, is_plain
 from elastic.worker.step import StepEngine
+from elastic.worker.streams import MicroBatches, StreamLoader
 
 KEPT_ARGUMENTS = (
     "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
@@ -43,6 +45,7 @@ def prepare_data_loader(
     auto_transfer: bool = True,
     *,
     global_batch_size: int | None = None,
+    streams: str | None = None,
 ) -> PreparedLoader:
     """Let each rank see its part of the data, on its device.
 
@@ -50,6 +53,23 @@ def prepare_data_loader(
     size: V micro-batches of the loader's `batch_size`, which the ranks share. Every sample is
     seen once in an epoch; nothing is padded. All arguments of the loader are kept (Ray drops
     several). Shuffling is seeded by the loader's generator; each epoch shuffles anew.
+
+    A dataset that can only be iterated over is read as V streams: micro-batch v of every step is
+    the next samples of stream v, whoever reads it. The epoch ends with the last step that has any
+    sample (with `drop_last` before the first that is not full). How it becomes V streams:
+
+    - it has `shard(num_shards=, index=)`, as Hugging Face's: stream v is its shard v of V;
+    - `streams="worker"`: it deals itself out by `torch.utils.data.get_worker_info()`, where it
+      finds itself to be number v of V;
+    - any other: it is read whole by every rank, as by one worker, and stream v is its samples
+      v, v + V, v + 2 V, ... This is right for every dataset, and reads all data once for each
+      rank, in one of its loader's processes.
+
+    Whoever comes to read a stream in the middle of an epoch continues from a snapshot of its
+    `state_dict`, where there is one, and counts the samples before its place otherwise. So the
+    dataset must yield the same samples whenever it is read, but for what it draws of torch's,
+    NumPy's and Python's own generators, which are seeded for each sample; `set_epoch(epoch)` is
+    called where it has that.
 
     Outside of that loop the data is dealt out by rank, as in Ray Train, and an iterable dataset
     is left as it is: every rank sees all of it, unless it deals itself out by rank.
@@ -62,6 +82,8 @@ def prepare_data_loader(
         auto_transfer: copy while the step before still runs, if the memory is pinned.
         global_batch_size: samples of a step, a multiple of `batch_size`; by default one
             micro-batch for each worker of the largest group.
+        streams: how an iterable dataset becomes streams: "shard", "worker" or "count"; by
+            default "shard" if it has that method, "count" otherwise.
 
     Raises:
         UsageError: the loader has a sampler of its own, which cannot be dealt out by guess, it
@@ -74,6 +96,7 @@ def prepare_data_loader(
             f" got a {type(data_loader).__name__}"
         )
     is_iterable = isinstance(data_loader.dataset, IterableDataset)
+    cut = _cut_of(streams, is_iterable)
     num_micro_batches = _micro_batches_of(context, data_loader, global_batch_size)
     return PreparedLoader(
         data_loader,
@@ -81,7 +104,24 @@ def prepare_data_loader(
         non_blocking=auto_transfer,
         deals=add_dist_sampler and not is_iterable,
         num_micro_batches=num_micro_batches,
+        streams=cut if is_iterable and add_dist_sampler else None,
     )
+
+
+def _cut_of(streams: str | None, is_iterable: bool) -> Cut | str:
+    """Return how streams are cut, "" to choose what is surely right.
+
+    Raises:
+        UsageError: there is no such way, or no streams.
+    """
+    names = [one.value for one in Cut]
+    if streams is not None and (streams not in names or not is_iterable):
+        what = "the dataset is none to be iterated over" if not is_iterable else "no such way"
+        raise UsageError(
+            f"prepare_data_loader(streams={streams!r}): {what}; expected None, or for an "
+            f"IterableDataset one of {', '.join(names)}"
+        )
+    return Cut(streams) if streams is not None else ""
 
 
 def _micro_batches_of(
@@ -109,14 +149,14 @@ def _micro_batches_of(
 
 def _with_sampler(loader: DataLoader[Any], rank: int, world_size: int) -> DataLoader[Any]:
     """Return the same loader over this rank's part of the indices."""
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+    if loader.batch_sampler is not None and not is_plain(loader.batch_sampler, BatchSampler):
         raise UsageError(
             f"prepare_data_loader: the loader has its own batch_sampler "
             f"({type(loader.batch_sampler).__name__}); let it deal out by rank itself and pass "
             f"add_dist_sampler=False"
         )
-    sampler = loader.sampler
-    shuffles = type(sampler) is RandomSampler and _is_whole_shuffle(sampler)
+    sampler: Any = loader.sampler
+    shuffles = is_plain(sampler, RandomSampler) and _is_whole_shuffle(sampler)
     if not shuffles and type(sampler) is not SequentialSampler:
         raise UsageError(
             f"prepare_data_loader: the loader has its own sampler ({type(sampler).__name__}); "
@@ -162,6 +202,7 @@ class PreparedLoader:
         non_blocking: bool = True,
         deals: bool = True,
         num_micro_batches: int = 1,
+        streams: Cut | str | None = None,
     ) -> None:
         """Wrap a loader.
 
@@ -171,7 +212,9 @@ class PreparedLoader:
             non_blocking: do not wait for copies out of pinned memory.
             deals: deal the samples out; otherwise the loader does so by itself.
             num_micro_batches: V, of a step.
+            streams: how an iterable dataset is cut into streams, "" to choose; None if it is none.
         """
+        self._streams = streams
         self._users = loader
         self._device = device
         self._non_blocking = non_blocking
@@ -180,7 +223,7 @@ class PreparedLoader:
         # A shuffle of our own is chosen from the first pass on; of the user's, when he says so.
         self._epoch = 0 if deals else None
         self._dealt_for: tuple[int, int] | None = None
-        self._by_step: MicroBatchLoader | None = None
+        self._by_step: MicroBatches | None = None
         self._loader = loader
         if deals and not hasattr(loader.sampler, "__getitem__"):
             _with_sampler(loader, 0, 1)  # What cannot be dealt out is refused at once.
@@ -206,19 +249,25 @@ class PreparedLoader:
                 batch = _moved(batch, self._device, non_blocking=self._non_blocking)
             yield batch
 
-    def _micro_batches(self, engine: StepEngine) -> MicroBatchLoader:
+    def _micro_batches(self, engine: StepEngine) -> MicroBatches:
         if self._by_step is None:
-            if not self._deals:
-                raise UsageError(
-                    "a loader that deals its data out by itself (add_dist_sampler=False, or an "
-                    "iterable dataset) cannot be read in a loop over train.epochs(), which needs "
-                    "every sample at any place: use a dataset with __getitem__ and __len__, and "
-                    "'for epoch in range(n)' otherwise"
+            seed, number = _seed_of(self._users, engine.seed), self._num_micro_batches
+            if self._streams is not None:
+                self._by_step = StreamLoader(
+                    self._users,
+                    num_micro_batches=number,
+                    seed=seed,
+                    cut=self._streams if isinstance(self._streams, Cut) else None,
+                    book=engine.streams,
                 )
-            seed = _seed_of(self._users, engine.seed)
-            self._by_step = MicroBatchLoader(
-                self._users, num_micro_batches=self._num_micro_batches, seed=seed
-            )
+            elif self._deals:
+                self._by_step = MicroBatchLoader(self._users, num_micro_batches=number, seed=seed)
+            else:
+                raise UsageError(
+                    "a loader that deals its data out by itself (add_dist_sampler=False) cannot be "
+                    "read in a loop over train.epochs(), which deals it out by steps: leave "
+                    "add_dist_sampler out, or write 'for epoch in range(n)'"
+                )
             engine.at_close.callback(self._by_step.close)
         return self._by_step
 
@@ -248,7 +297,12 @@ class PreparedLoader:
         context = require_context("len of a prepared loader")
         engine = context.engine
         if engine is not None and engine.state.optimizers and self._deals:
-            return self._micro_batches(engine).epochs.steps
+            return self._micro_batches(engine).steps_of(engine.cursor.epoch)
+        if engine is not None and engine.state.optimizers and self._streams is not None:
+            raise TypeError(
+                "the steps of an epoch over an iterable dataset are known once it is over, so that "
+                "its prepared loader has no len(); count steps by train.get_context().get_step()"
+            )
         if self._deals:
             self._deal_by_rank(require_place("len of a prepared loader"))
         return len(self._loader)

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from elastic.core.policy.cursor import Cursor, Epochs
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.streams import Data
 from elastic.errors import UsageError
 from elastic.storage.run_directory import RunDirectory
 from elastic.train.checkpoint import Checkpoint, ReportedCheckpoint
@@ -286,7 +287,7 @@ class TrainContext:
         """Return the steps of this epoch that are committed."""
         return self._cursor().step
 
-    def _epochs(self) -> Epochs:
+    def _epochs(self) -> Data:
         engine = require_context("train.get_context").engine
         if engine is None or engine.data is None:
             raise UsageError(

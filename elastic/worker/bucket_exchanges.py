@@ -14,7 +14,7 @@ import torch
 from elastic.core.policy.microbatch import Span, additions_in
 from elastic.worker.buckets import Bucket, Flat
 from elastic.worker.packed_exchange import PackedExchange, is_packed
-from elastic.worker.rows import Row, RowExchange
+from elastic.worker.rows import Divisor, Row, RowExchange
 from elastic.worker.tree_exchange import Deal, SumExchange, TreeExchange
 
 Exchange = PackedExchange | TreeExchange | SumExchange
@@ -126,12 +126,12 @@ class Exchanges:
             self._rows.start(row)
         self.of[number].start(self.sums[number].tensors(), row)
 
-    def finish(self, numbers: Sequence[int], *, divisor: float) -> list[Row]:
+    def finish(self, numbers: Sequence[int], *, divisor: Divisor) -> list[Row]:
         """Wait until these buckets' totals are whole.
 
         Args:
             numbers: of the buckets, all of them started.
-            divisor: what totals are divided by.
+            divisor: what totals are divided by, or how that follows from all rows.
 
         Returns:
             What each rank told in this step, by rank; empty before the first bucket of a step.
@@ -140,16 +140,23 @@ class Exchanges:
             RuntimeError: the group broke.
         """
         exchanges = [self.of[number] for number in numbers]
+        if self._rows is not None and not isinstance(divisor, float):
+            self._hear()
+            divisor = divisor(self._told)
         for number, exchange in zip(numbers, exchanges, strict=True):
-            exchange.add(self.sums[number].tensors(), divisor=divisor)
+            # A function is left only where all are packed, and have the rows in their messages.
+            exchange.add(self.sums[number].tensors(), divisor=divisor)  # type: ignore[arg-type]
         for exchange in exchanges:
             exchange.finish()
-        if not self._told:
-            if self._rows is None and exchanges:
-                self._told = exchanges[0].rows
-            elif self._rows is not None and self._has_sent_row:
-                self._told = self._rows.finish()
+        if self._rows is None and exchanges and not self._told:
+            self._told = exchanges[0].rows
+        self._hear()
         return self._told
+
+    def _hear(self) -> None:
+        """Have the rows that go beside the messages."""
+        if self._rows is not None and self._has_sent_row and not self._told:
+            self._told = self._rows.finish()
 
 
 def make_exchange(deal: Deal, like: torch.Tensor, group: Any, is_bitwise: bool = True) -> Exchange:

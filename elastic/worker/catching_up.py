@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from elastic.core.policy.cursor import Cursor, Epochs
+from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import Standing
+from elastic.core.policy.streams import Data
 from elastic.worker.c10d import default_group
 from elastic.worker.keeping import Keeper
 from elastic.worker.meeting import Met, meet
@@ -19,7 +20,7 @@ from elastic.worker.reduce import Unit
 
 
 def catch_up(
-    keeper: Keeper, standing: Standing, data: Epochs | None, units: Sequence[Unit], reach: Reach
+    keeper: Keeper, standing: Standing, data: Data | None, units: Sequence[Unit], reach: Reach
 ) -> tuple[Met, Cursor]:
     """Find out who is how far, and give everyone the same state.
 
@@ -42,7 +43,14 @@ def catch_up(
 
     def meet_again(begins: bool) -> Met:
         return meet(
-            group, standing, units, data, lambda: keeper.take(cursor, data), reach, begins=begins
+            group,
+            standing,
+            units,
+            data,
+            lambda: keeper.take(cursor, data),
+            reach,
+            begins=begins,
+            shared=keeper.known_streams(cursor),
         )
 
     met = meet_again(False)
@@ -52,6 +60,7 @@ def catch_up(
             cursor = keeper.put(saved)
             standing = replace(standing, has_state=True, cursor=cursor)
         met = meet_again(True)
+    keeper.learn_streams(met.shared)
     if met.state is not None:
         cursor = keeper.put(met.state)
     return met, cursor

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from enum import Enum
 from typing import Any
 
-from elastic.core.policy.cursor import Cursor, Epochs
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.streams import Data
 from elastic.errors import StorageError, UsageError
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
@@ -22,6 +24,7 @@ from elastic.worker.logbook import Logbook
 from elastic.worker.rows import StepRow, tell_rows
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.state import State, TrainState
+from elastic.worker.stream_book import StreamBook
 from elastic.worker.transfer import read_skeleton, tensors_of, unpack
 
 log = logging.getLogger(__name__)
@@ -32,23 +35,28 @@ class Keeper:
 
     Attributes:
         steps: committed in the run.
+        is_due: a snapshot is to be taken at this boundary.
     """
 
-    def __init__(self, objects: TrainState, logbook: Logbook) -> None:
+    def __init__(self, objects: TrainState, logbook: Logbook, streams: StreamBook) -> None:
         """Begin before the first step.
 
         Args:
             objects: what the train function has prepared and registered.
             logbook: what it has logged.
+            streams: what is known of a dataset that is read as streams.
         """
-        self.logbook = logbook
-        self.steps = 0
+        self.steps, self.is_due = 0, False
+        self._logbook, self._streams = logbook, streams
         self._objects = objects
         self._saver: Saver | None = None
         self._place: WorkerContext | None = None
         self._options: Mapping[str, Any] = {}
-        self._is_due = False
         self._data: Mapping[str, Any] = {}
+
+    def go_on(self, logbook: Logbook, streams: StreamBook, steps: int) -> None:
+        """Go on from where an earlier call of the train function stood."""
+        self._logbook, self._streams, self.steps = logbook, streams, steps
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose."""
@@ -82,9 +90,9 @@ class Keeper:
     def committed(self, rows: Sequence[StepRow]) -> None:
         """Count a step, and decide from everyone's rows whether it is saved."""
         self.steps += 1
-        self._is_due = any(row.saves for row in rows) and not any(row.busy for row in rows)
+        self.is_due = any(row.saves for row in rows) and not any(row.busy for row in rows)
 
-    def at_boundary(self, cursor: Cursor, data: Epochs | None, is_over: Callable[[], bool]) -> None:
+    def at_boundary(self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]) -> None:
         """Take a snapshot if one is due: the user's code for the step is through.
 
         Args:
@@ -95,11 +103,11 @@ class Keeper:
         saver = self._saver
         if saver is None:
             return
-        if not self._is_due:
+        if not self.is_due:
             if self.steps == 1:
                 self._try(lambda: saver.warm_up(lambda: self.take(cursor, data)))
             return
-        self._is_due = False
+        self.is_due = False
 
         def take() -> None:
             done = saver.take(
@@ -107,7 +115,7 @@ class Keeper:
                 cursor,
                 self.steps,
                 request=self._request(),
-                about=self.logbook.latest,
+                about=self._logbook.latest,
                 aliases=self._objects.aliases(),
             )
             while not saver.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
@@ -115,14 +123,14 @@ class Keeper:
 
         self._try(take)
 
-    def at_end(self, cursor: Cursor, data: Epochs | None, is_over: Callable[[], bool]) -> None:
+    def at_end(self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]) -> None:
         """The last epoch is over: save it, unless that is done."""
         saver = self._saver
         if saver is not None and saver.plan.is_on and saver.last_steps != self.steps:
-            self._is_due = True
+            self.is_due = True
             self.at_boundary(cursor, data, is_over)
 
-    def take(self, cursor: Cursor, data: Epochs | None) -> State:
+    def take(self, cursor: Cursor, data: Data | None) -> State:
         """Return the state of the run; its tensors are the live ones.
 
         Args:
@@ -133,10 +141,11 @@ class Keeper:
         return {
             "objects": self._objects.take(),
             "cursor": [cursor.epoch, cursor.step],
-            "logged": self.logbook.state(),
+            "logged": self._logbook.state(),
+            "streams": self._streams.sent(cursor, all_of_it=True),
             "steps": self.steps,
             "saved": [saver.number, saver.last_steps] if saver is not None else [0, 0],
-            "data": asdict(data) if data is not None else dict(self._data),
+            "data": _plain(data) if data is not None else dict(self._data),
         }
 
     def put(self, state: State) -> Cursor:
@@ -149,20 +158,29 @@ class Keeper:
             UsageError: it is the state of other objects; nothing was changed then.
         """
         self._objects.put(state["objects"])
-        self.logbook.load_state(state["logged"])
+        self._logbook.load_state(state["logged"])
+        self._streams.receive([state["streams"]])
         self.steps, self._data = state["steps"], state["data"]
         if self._saver is not None:
             self._saver.number, self._saver.last_steps = state["saved"]
         return Cursor(*state["cursor"])
 
-    def check_data(self, epochs: Epochs, cursor: Cursor) -> None:
+    def known_streams(self, cursor: Cursor) -> bytes:
+        """Return what we have read of streams, for the others."""
+        return self._streams.sent(cursor)
+
+    def learn_streams(self, shared: Sequence[bytes]) -> None:
+        """Take what the others have read of streams."""
+        self._streams.receive(shared)
+
+    def check_data(self, epochs: Data, cursor: Cursor) -> None:
         """Refuse to go on in the middle of an epoch with data that is cut in another way.
 
         Raises:
             UsageError: naming what differs.
         """
         known, self._data = self._data, {}
-        mine = asdict(epochs)
+        mine = _plain(epochs)
         wrong = [name for name, value in known.items() if mine.get(name) != value]
         if cursor.step and wrong:
             was, now = (
@@ -236,6 +254,12 @@ class Keeper:
                 f"{'; '.join(problems) or 'see the other workers'}; move them away to begin anew"
             )
         return None
+
+
+def _plain(data: Data) -> dict[str, Any]:
+    """Return how data is cut in numbers and strings."""
+    fields = asdict(data)
+    return {name: v.value if isinstance(v, Enum) else v for name, v in fields.items()}
 
 
 def _unless_before(state: State | None, begin: Cursor) -> State | None:

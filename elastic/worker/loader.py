@@ -1,21 +1,15 @@
 """Micro-batches out of the user's DataLoader, by number: from anywhere, in the order asked for.
 
-One inner DataLoader reads them, as long as this one lives. Its batch sampler never ends: whenever
-torch wants something to prefetch, it gets what will be wanted next and was not asked for yet.
-
-Rule: what a batch is, is never concluded from when it comes alone. It carries the tag of its
-request, and an inner DataLoader whose answers do not match the requests is begun anew.
+Rule: which samples a micro-batch has is asked of `Epochs` alone; `Feed` reads them.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import (
     BatchSampler,
@@ -25,21 +19,16 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from elastic.core.policy.cursor import Cursor, Epochs, Permutation, derive, shuffle_seed
+from elastic.core.policy.cursor import Cursor, Epochs, Permutation, shuffle_seed
 from elastic.core.policy.microbatch import Span
 from elastic.errors import UsageError, check
-from elastic.worker.seeding import Request, SeededCollate, SeededDataset, WorkerStart
-
-log = logging.getLogger(__name__)
+from elastic.worker.feed import Feed, Key, check_prefetch
+from elastic.worker.seeding import Request, SeededCollate, SeededDataset
+from elastic.worker.share import Share
 
 BLOCK_SAMPLES = 1024
 BLOCK_PIECES = 64
 """Sample ids are computed for this much at once: NumPy's calls cost more than the numbers."""
-WORKER_PROCESSES = 3
-"""Purpose of the seed of worker processes, beside those in cursor.py."""
-
-Key = tuple[int, int, int]
-"""Epoch, step, micro-batch. In the order of keys a rank computes."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +41,15 @@ class Batch:
         count: its samples. 0 in a ragged last step that has none left for it: `value` is then
             the step's first sample, so that there is something to compute with.
         value: as the user's collate_fn gave it.
+        more: another step may follow as far as this micro-batch's stream is concerned; of a
+            dataset whose samples have numbers it says nothing.
     """
 
     cursor: Cursor
     micro_batch: int
     count: int
     value: Any
+    more: bool = False
 
 
 class MicroBatchLoader:
@@ -74,9 +66,6 @@ class MicroBatchLoader:
     def __init__(self, loader: DataLoader[Any], *, num_micro_batches: int, seed: int) -> None:
         """Take over what the user's loader does; nothing is started before the first `next`.
 
-        Its arguments are kept. Two have nothing left to say: batches come in order whatever
-        `in_order` is, and worker processes persist whatever `persistent_workers` is.
-
         Args:
             loader: the user's; it is not read itself.
             num_micro_batches: V, of a step.
@@ -85,8 +74,7 @@ class MicroBatchLoader:
         Raises:
             UsageError: its samples cannot be asked for by number, or there are none.
         """
-        size, shuffle, self._sampler = _order_of(loader)
-        self._users = loader
+        size, shuffle, sampler = _order_of(loader)
         self.epochs = Epochs(
             num_samples=size,
             micro_batch=int(loader.batch_size or 0),
@@ -96,14 +84,7 @@ class MicroBatchLoader:
             drop_last=loader.drop_last,
         )
         self._order: _Order | None = None
-        self._ahead: Iterator[_Piece] = iter(())
-        # In the order in which the inner loader answers.
-        self._asked: dict[Key, int] = {}
-        self._ready: dict[Key, Any] = {}
-        self._inner: Any = None
-        self._is_suspect = False
-        self._num_asked = 0
-        self._is_closed = False
+        self._feed = Feed(loader, _ByNumber(loader, seed, sampler), seed=seed)
 
     def deal(self, cursor: Cursor, held: Span) -> None:
         """Let `next` go on here: these micro-batches of this step, then those of the next step.
@@ -119,9 +100,8 @@ class MicroBatchLoader:
         )
         if self._order is not None and self._order.is_at(cursor, held):
             return  # As at the beginning of each epoch.
-        self._order = order = _Order(self.epochs, cursor, held)
-        self._ready = {key: value for key, value in self._ready.items() if order.wants(key)}
-        self._look_ahead()
+        self._order = _Order(self.epochs, cursor, held)
+        self._feed.follow(self._order)
 
     def next(self) -> Batch:
         """Return the next micro-batch; there always is one.
@@ -133,130 +113,50 @@ class MicroBatchLoader:
             Exception: what the dataset or the collate_fn raised, as DataLoader raises it. The
                 next call tries the same micro-batch once more.
         """
-        check(not self._is_closed, "a loader was read after it was closed")
-        order = self._the_order()
-        key = order.key
-        while key not in self._ready:
-            self._receive(key)
-            if key not in self._ready and key not in self._asked:
-                self._look_ahead()  # It had come, and an interrupt or an error took it away.
-        value = self._ready.pop(key)
-        order.advance()
-        epoch, step, number = key
+        value, order = self._feed.take(), self._order
+        check(order is not None, "a loader was read before micro-batches were dealt")
+        epoch, step, number = order.key  # type: ignore[union-attr]
+        order.advance()  # type: ignore[union-attr]
         first, last = self.epochs.positions(step, number)
         return Batch(Cursor(epoch, step), number, last - first, value)
 
     def close(self) -> None:
         """End the worker processes and forget what they read; again is no harm."""
-        self._is_closed = True
-        self._ready = {}
-        self._stop()
+        self._feed.close()
 
-    # ------------------------------------------------------------------- the inner loader
+    def has_step(self, cursor: Cursor) -> bool:
+        """Return whether there is such a step."""
+        return cursor.step < self.epochs.steps
 
-    def _receive(self, wanted: Key) -> None:
-        """Take one answer of the inner loader, and keep it if it is still wanted."""
-        if self._inner is None or self._is_suspect:
-            self._start()
-        order = self._the_order()
-        before = self._num_asked
-        # Until the answer is complete: an interrupt, a signal's exception, a dead process, a
-        # timeout leave us not knowing what was answered.
-        self._is_suspect = True
-        try:
-            tag, value = next(self._inner)
-        except Exception as error:
-            # Torch asks for more as soon as an answer is there, and only then.
-            if self._num_asked == before:
-                raise
-            failed = self._answered()[0]
-            self._look_ahead()
-            self._is_suspect = False
-            if failed == wanted:
-                raise
-            log.debug("sample_error_ignored micro_batch=%s wanted=%s %r", failed, wanted, error)
-            return
-        key, expected = self._answered()
-        if tag != expected:
-            log.warning("loader_out_of_step micro_batch=%s; its processes start anew", key)
-            return
-        if order.wants(key):
-            self._ready[key] = value
-        self._is_suspect = False
+    def steps_of(self, epoch: int) -> int:
+        """Return the steps of an epoch, all of which have as many."""
+        del epoch
+        return self.epochs.steps
 
-    def _answered(self) -> tuple[Key, int]:
-        check(self._asked, "the inner loader answers what was not asked")
-        key = next(iter(self._asked))
-        return key, self._asked.pop(key)
+    def share(self, batch: Batch, rank: int, world_size: int) -> Share:
+        """Return what a rank has to do in the step of a micro-batch that it has taken."""
+        return Share.of(self.epochs, batch.cursor.step, rank=rank, world_size=world_size)
 
-    def _ask(self) -> Request:
-        """Return what is wanted next and neither there nor on its way; torch calls this."""
-        now = self._the_order().key
-        piece = next(self._ahead)
-        # What was ready at a deal may have been handed out since.
-        while piece.key < now or piece.key in self._asked or piece.key in self._ready:
-            piece = next(self._ahead)
+
+class _ByNumber:
+    """What the inner loader reads."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, sampler: Any) -> None:
+        self.dataset = SeededDataset(loader.dataset, seed)
+        self.collate = SeededCollate(loader.collate_fn, seed)
+        self._sampler = sampler
+
+    def processes(self, allowed: int) -> int:
+        return allowed
+
+    def request(self, tag: int, piece: _Piece) -> Request:
         numbers = piece.numbers
         indices = numbers if self._sampler is None else [self._sampler[place] for place in numbers]
-        self._num_asked += 1
-        self._asked[piece.key] = self._num_asked
-        return Request(self._num_asked, piece.key[0], indices, numbers)
+        return Request(tag, piece.key[0], indices, numbers)
 
-    def _look_ahead(self) -> None:
-        """Begin again to look for what to ask for: what is there or on its way is passed over."""
-        order = self._the_order()
-        self._ahead = order.pieces(order.key)
-
-    def _start(self) -> None:
-        self._stop()
-        users, seed = self._users, self.epochs.seed
-        kept: dict[str, Any] = {"num_workers": users.num_workers, "timeout": users.timeout}
-        if users.num_workers:
-            kept["prefetch_factor"] = users.prefetch_factor
-            kept["multiprocessing_context"] = users.multiprocessing_context
-            kept["worker_init_fn"] = WorkerStart(users.worker_init_fn)
-        if users.pin_memory and torch.accelerator.is_available():
-            kept["pin_memory"] = True
-            if users.pin_memory_device:
-                kept["pin_memory_device"] = users.pin_memory_device
-        # Torch draws the worker processes' seed from it: not from the training's random state.
-        own = torch.Generator().manual_seed(derive(seed, WORKER_PROCESSES))
-        self._look_ahead()
-        self._inner = iter(
-            DataLoader(
-                SeededDataset(users.dataset, seed),  # type: ignore[arg-type]
-                batch_sampler=_Endless(self._ask),  # type: ignore[arg-type]
-                collate_fn=SeededCollate(users.collate_fn, seed),  # type: ignore[arg-type]
-                generator=users.generator if users.generator is not None else own,
-                **kept,
-            )
-        )
-        self._is_suspect = False
-
-    def _stop(self) -> None:
-        inner, self._inner = self._inner, None
-        self._asked = {}
-        # Tracebacks may hold the iterator, so that letting go of it is not enough.
-        end = getattr(inner, "_shutdown_workers", None)
-        if end is not None:
-            end()
-
-    def _the_order(self) -> _Order:
-        check(self._order is not None, "a loader was read before micro-batches were dealt")
-        return self._order  # type: ignore[return-value]
-
-
-class _Endless:
-    """A batch sampler that asks what is next; unlike a generator it survives exceptions."""
-
-    def __init__(self, ask: Callable[[], Request]) -> None:
-        self._ask = ask
-
-    def __iter__(self) -> _Endless:
-        return self
-
-    def __next__(self) -> Request:
-        return self._ask()
+    def turn_of(self, key: Key) -> int | None:
+        del key
+        return None
 
 
 # --------------------------------------------------------------------------- what is wanted
@@ -358,11 +258,7 @@ def _order_of(loader: DataLoader[Any]) -> tuple[int, bool, Any]:
         UsageError: the loader's samples have no numbers, or no order that we could know.
     """
     _check_batches(loader)
-    if loader.num_workers and not loader.prefetch_factor:
-        raise UsageError(
-            f"prepare_data_loader: prefetch_factor={loader.prefetch_factor} with "
-            f"num_workers={loader.num_workers} reads nothing at all; expected 1 or more"
-        )
+    check_prefetch(loader)
     sampler: Any = loader.sampler
     own = _is_indexed(sampler)
     size = len(sampler) if own else _length_of(loader.dataset)
@@ -374,7 +270,7 @@ def _order_of(loader: DataLoader[Any]) -> tuple[int, bool, Any]:
         )
     if own:
         return size, False, sampler
-    shuffles = type(sampler) is RandomSampler and not sampler.replacement
+    shuffles = is_plain(sampler, RandomSampler) and not sampler.replacement
     if not (shuffles or type(sampler) is SequentialSampler) or len(sampler) != size:
         raise UsageError(
             f"prepare_data_loader: the loader has its own sampler ({type(sampler).__name__}), "
@@ -395,12 +291,22 @@ def _check_batches(loader: DataLoader[Any]) -> None:
             "prepare_data_loader: the loader has batch_size=None; give it the size of a "
             "micro-batch, the samples that one worker computes at a time"
         )
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+    if loader.batch_size is None or not is_plain(loader.batch_sampler, BatchSampler):
         raise UsageError(
             f"prepare_data_loader: the loader has its own batch_sampler "
             f"({type(loader.batch_sampler).__name__}), whose batches cannot be dealt out; use "
             f"batch_size with shuffle=True, or with a sampler that has __getitem__ and __len__"
         )
+
+
+def is_plain(sampler: Any, kind: type) -> bool:
+    """Return whether this is torch's own sampler of a kind, or torchdata's of the same name.
+
+    Those of its StatefulDataLoader draw the same; that they have a state is of no account here.
+    """
+    cls = type(sampler)
+    is_stateful = cls.__module__.startswith("torchdata.") and cls.__name__ == kind.__name__
+    return cls is kind or is_stateful
 
 
 def _is_indexed(sampler: Any) -> bool:

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.core.policy.cursor import Cursor, Epochs, derive
+from elastic.core.policy.cursor import Cursor, derive
 from elastic.core.policy.recovery import Standing, next_places, plan_transfers
+from elastic.core.policy.streams import Data, Streams
 from elastic.errors import UsageError
 from elastic.worker.logbook import Logbook
 from elastic.worker.mesh import Door, Reach, join_mesh, leave_mesh, mesh_of, open_mesh, use_mesh
 from elastic.worker.reduce import Unit
 from elastic.worker.rows import tell_rows
+from elastic.worker.stream_book import StreamBook
 from elastic.worker.transfer import transfer
 
 
@@ -34,6 +36,8 @@ class Met:
         places: where each member will run code of its own again, by rank.
         num_bytes: of state that we sent or received.
         nobody: no member has the state of the run, and nothing was sent.
+        shared: what each member knows of streams of data, as `StreamBook.sent` has it; empty if
+            nobody knows anything.
     """
 
     state: Any
@@ -41,17 +45,19 @@ class Met:
     places: tuple[Cursor, ...]
     num_bytes: int
     nobody: bool = False
+    shared: tuple[bytes, ...] = ()
 
 
 def meet(
     group: Any,
     standing: Standing,
     units: Sequence[Unit],
-    epochs: Epochs | None,
+    epochs: Data | None,
     take: Callable[[], Any],
     reach: Reach,
     *,
     begins: bool = True,
+    shared: bytes = b"",
 ) -> Met:
     """Find out who is how far, connect directly, and send state to those who need it.
 
@@ -63,6 +69,7 @@ def meet(
         take: returns our state, called only if it is sent.
         reach: how the others reach us.
         begins: where nobody has the state of the run, rank 0's is that of its beginning.
+        shared: what we know of streams of data.
 
     Raises:
         RuntimeError: the group broke; nothing of ours has changed.
@@ -70,7 +77,8 @@ def meet(
     """
     threads = torch.get_num_threads()
     door = open_mesh(group, reach)
-    mine = Told(standing, _model_print(units), _data_print(epochs), threads, door)
+    data = _data_print(epochs)
+    mine = Told(standing, _model_print(units), data, threads, door, len(shared))
     told = tell_all(group, mine)
     check_alike(told)
     _connect(group, [one.door for one in told])
@@ -82,7 +90,52 @@ def meet(
     source = plan.source_of(group.rank())
     if source is not None and told[source].threads != threads:
         torch.set_num_threads(told[source].threads)
-    return Met(state, plan.cursors, next_places(standings, plan), num_bytes)
+    parts = _share_all(group, shared, [one.num_shared for one in told])
+    return Met(state, plan.cursors, next_places(standings, plan), num_bytes, shared=parts)
+
+
+def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:
+    """Let every member know where every stream can be continued; returns True.
+
+    So that, when one of them dies, whoever reads its streams next need not count from their first
+    sample.
+
+    Args:
+        group: the process group that stands.
+        book: ours.
+        cursor: the next step to be committed, the same on all members.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    if group.size() > 1:
+        mine = book.sent(cursor)
+        sizes = [int(row[0]) for row in tell_rows(group, [float(len(mine))])]
+        book.receive(_share_all(group, mine, sizes))
+    return True
+
+
+def _share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ...]:
+    """Exchange bytes of any length; nothing is sent if nobody has any.
+
+    Args:
+        group: the process group that stands.
+        mine: what the others are to know.
+        sizes: bytes that each member has, by rank.
+
+    Returns:
+        Everyone's, by rank; empty if nobody has any.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    longest = max(sizes)
+    if not longest or group.size() == 1:
+        return ()
+    sent = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, sent, group=group)
+    return tuple(part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True))
 
 
 def _connect(group: Any, doors: Sequence[Door]) -> None:
@@ -128,6 +181,7 @@ class Told:
         data: fingerprint of its data and batch, 0 if it does not know them yet.
         threads: CPU threads of one operation; their number can change the last bit of a sum.
         door: where it lets the others in.
+        num_shared: bytes of what it knows of streams of data.
     """
 
     standing: Standing
@@ -135,6 +189,7 @@ class Told:
     data: int
     threads: int
     door: Door
+    num_shared: int = 0
 
 
 def tell_all(group: Any, mine: Told) -> list[Told]:
@@ -149,7 +204,8 @@ def tell_all(group: Any, mine: Told) -> list[Told]:
     row = torch.tensor(
         [
             int(standing.has_state), standing.cursor.epoch, standing.cursor.step, standing.steps,
-            int(standing.is_inside), mine.model, mine.data, mine.threads, *mine.door.numbers(),
+            int(standing.is_inside), mine.model, mine.data, mine.threads, mine.num_shared,
+            *mine.door.numbers(),
         ],
         dtype=torch.int64,
     )  # fmt: skip
@@ -157,9 +213,10 @@ def tell_all(group: Any, mine: Told) -> list[Told]:
     dist.all_gather(rows, row, group=group)
     told = []
     for one in rows:
-        has_state, epoch, step, steps, inside, model, data, threads, *door = one.tolist()
+        has_state, epoch, step, steps, inside, *one_by_one = one.tolist()
+        model, data, threads, num_shared, *door = one_by_one
         standing = Standing(bool(has_state), Cursor(epoch, step), steps, bool(inside))
-        told.append(Told(standing, model, data, threads, Door.of(door)))
+        told.append(Told(standing, model, data, threads, Door.of(door), num_shared))
     return told
 
 
@@ -172,10 +229,12 @@ def _model_print(units: Sequence[Unit]) -> int:
     return derive(len(parts), *parts)
 
 
-def _data_print(epochs: Epochs | None) -> int:
+def _data_print(epochs: Data | None) -> int:
     """Return a number that is equal where the same data is cut in the same way; 0 for unknown."""
     if epochs is None:
         return 0
+    if isinstance(epochs, Streams):
+        return epochs.fingerprint
     flags = int(epochs.shuffle) + 2 * int(epochs.drop_last)
     sizes = (epochs.num_samples, epochs.micro_batch, epochs.num_micro_batches)
     return derive(epochs.seed, *sizes, flags) | 1

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from elastic.core.policy.microbatch import Span
-from elastic.worker.rows import ROW, Row, fill_row
+from elastic.worker.rows import ROW, Divisor, Row, fill_row
 from elastic.worker.tree_exchange import ONE_PHASE_BYTES, Deal, add_in_order, next_tag
 from elastic.worker.wires import Message, make_small_wires
 
@@ -97,16 +97,21 @@ class PackedExchange:
             self.bytes_sent += tensor.nbytes * len(self._theirs)
         self._wires.post([Message(True, mine.bytes, rank, self._tag) for rank in self._theirs])
 
-    def add(self, sums: dict[Span, torch.Tensor], *, divisor: float) -> None:
+    def add(self, sums: dict[Span, torch.Tensor], *, divisor: Divisor) -> None:
         """Wait for the others' sums, add all, and scale.
+
+        Args:
+            sums: as given to `start`.
+            divisor: what the total is divided by, or how that follows from all rows.
 
         Raises:
             RuntimeError: the group broke.
         """
         self._wires.wait_received()
         total = add_in_order(self._deal, sums, self._received)
-        torch.div(total, divisor, out=self.total)
         self.rows = [tuple(packet.row.tolist()) for packet in self._packets]
+        number = divisor if isinstance(divisor, float) else divisor(self.rows)
+        torch.div(total, number, out=self.total)
 
     def finish(self) -> None:
         """Wait until nothing of ours is on its way any more.

@@ -23,8 +23,8 @@ from elastic.worker.activity import Activity
 from elastic.worker.bucket_exchanges import Exchanges
 from elastic.worker.buckets import BUCKET_BYTES, Bucket, Flat, Unit, lay_out
 from elastic.worker.model_buffers import ModelBuffers
-from elastic.worker.rows import ROW
-from elastic.worker.share import Share
+from elastic.worker.rows import ROW, Divisor
+from elastic.worker.share import TOLD, Share, StreamShare
 from elastic.worker.tree_exchange import Deal
 
 __all__ = ["ROW", "Reducer", "Share", "Unit"]
@@ -68,7 +68,7 @@ class Reducer:
             [b for b in self._buckets if b.unit == number] for number in range(len(units))
         ]
         self._group: Any = None
-        self._share: Share | None = None
+        self._share: Share | StreamShare | None = None
         self._control: Sequence[float] = ()
         # Of this group, by how the micro-batches are dealt.
         self._made: dict[Deal, Exchanges] = {}
@@ -130,12 +130,12 @@ class Reducer:
 
     # ------------------------------------------------------------------------- a step
 
-    def begin_step(self, share: Share, control: Sequence[float] = ()) -> None:
+    def begin_step(self, share: Share | StreamShare, control: Sequence[float] = ()) -> None:
         """Forget whatever step was before, and begin one.
 
         Args:
             share: what we have to do in it.
-            control: at most `ROW` - 1 numbers, which all ranks get to see in `rows`.
+            control: at most `ROW` - 1 - `TOLD` numbers, which all ranks get to see in `rows`.
         """
         if self._exchanges is None or share.deal != self._exchanges.deal:
             self._exchanges = self._exchanges_of(share.deal)
@@ -329,7 +329,7 @@ class Reducer:
 
     def _begin_exchange(self, bucket: Bucket) -> None:
         # By now forward is through, and we know which buffers it changes.
-        row = [self._buffers.look(), *self._control]
+        row = [self._buffers.look(), *self._the_share().told(), *self._control]
         self._the_exchanges().start(bucket.number, row)
 
     def _reduce(self, numbers: list[int]) -> None:
@@ -346,15 +346,16 @@ class Reducer:
             self._show_totals(number)
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:
-        rows = self._the_exchanges().finish(
-            [bucket.number for bucket in buckets], divisor=self._the_share().divisor
-        )
+        share = self._the_share()
+        # Known before, or told in the rows.
+        divisor = share.divisor if isinstance(share, Share) else _divisor_of(share)
+        rows = self._the_exchanges().finish([b.number for b in buckets], divisor=divisor)
         if any(row[0] != rows[0][0] for row in rows):
             raise UsageError(
                 "forward changes buffers of the model on some ranks and not on others, so that "
                 "they cannot be averaged; let it change the same ones in every micro-batch"
             )
-        self.rows = [row[1:] for row in rows]
+        self.rows = [row[1 + TOLD :] for row in rows]
 
     def _show_totals(self, number: int) -> None:
         """Let `p.grad` be the step's gradient; None where no micro-batch has given one."""
@@ -422,7 +423,11 @@ class Reducer:
             raise InvariantViolation("no step has begun in this group")
         return self._exchanges
 
-    def _the_share(self) -> Share:
+    def _the_share(self) -> Share | StreamShare:
         if self._share is None:
             raise InvariantViolation("no step has begun")
         return self._share
+
+
+def _divisor_of(share: StreamShare) -> Divisor:
+    return lambda rows: share.hear([row[1 : 1 + TOLD] for row in rows])

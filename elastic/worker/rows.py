@@ -6,7 +6,7 @@ of different steps would be added without a sign of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError, check
 from elastic.worker.wires import Message, make_small_wires
 
-ROW = 36
+ROW = 40
 """Numbers in a row as it is sent."""
 TAG = 1_000_000
 """Above the tags of transfers; those of buckets are above it."""
@@ -27,6 +27,8 @@ WISHES, SAVES, BUSY = 1, 2, 4
 """Bits of a row's first number."""
 Row = tuple[float, ...]
 """A row as it was received: `ROW` numbers."""
+Divisor = float | Callable[[Sequence[Row]], float]
+"""What a step's sum is divided by: a number, or one that follows from what all ranks told."""
 
 
 @dataclass(frozen=True)

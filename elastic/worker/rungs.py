@@ -6,13 +6,14 @@ the loop's state than `Carry`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from elastic.core.policy.cursor import Cursor
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.logbook import Logbook
 from elastic.worker.state import State
+from elastic.worker.stream_book import StreamBook
 
 
 class Reenter(GroupChanged):
@@ -52,6 +53,7 @@ class Carry:
         generation: the group that has agreed on it already, 0 if none has.
         places: in this group, where each member runs code of its own again, by rank.
         steps: committed in the run.
+        streams: what is known of a dataset that is read as streams.
     """
 
     state: State
@@ -60,3 +62,4 @@ class Carry:
     generation: int = 0
     places: tuple[Cursor, ...] = ()
     steps: int = 0
+    streams: StreamBook = field(default_factory=StreamBook)

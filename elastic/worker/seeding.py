@@ -135,9 +135,10 @@ class WorkerStart:
     def __call__(self, worker_id: int) -> None:
         """Let get_worker_info() tell of the user's dataset, then run the user's function."""
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, SeededDataset):
+        if info is not None:
             # It forbids assignments, in each version of torch in another way.
-            object.__setattr__(info, "dataset", info.dataset.dataset)
+            users = getattr(info.dataset, "dataset", info.dataset)
+            object.__setattr__(info, "dataset", users)
         if self.user is not None:
             self.user(worker_id)
 

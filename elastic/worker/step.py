@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.core.policy.cursor import Cursor, Epochs, micro_batch_seed
+from elastic.core.policy.cursor import Cursor, micro_batch_seed
 from elastic.core.policy.microbatch import deal
 from elastic.core.policy.recovery import Standing
+from elastic.core.policy.streams import Data
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker import complaints
 from elastic.worker.c10d import default_group
@@ -30,17 +31,18 @@ from elastic.worker.catching_up import catch_up
 from elastic.worker.context import WorkerContext
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.keeping import Keeper
-from elastic.worker.loader import Batch, MicroBatchLoader
+from elastic.worker.loader import Batch
 from elastic.worker.logbook import Logbook, ReportPlaces
-from elastic.worker.meeting import share_latest
+from elastic.worker.meeting import share_book, share_latest
 from elastic.worker.outcome import is_group_broken
 from elastic.worker.prepared import DueSteps, Phase, adopt_optimizer, adopt_scheduler, scalers_know
 from elastic.worker.reduce import Reducer, Unit
 from elastic.worker.rows import StepRow, read_rows, tell_rows
 from elastic.worker.rungs import Carry, Home, Reenter
 from elastic.worker.seeding import seed_everything
-from elastic.worker.share import Share
 from elastic.worker.state import Stateful, TrainState
+from elastic.worker.stream_book import StreamBook
+from elastic.worker.streams import MicroBatches
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ class StepEngine:
         seed: of shuffling, unless the loader brings its own.
         recovery: how this worker comes into the next group, as in `FailureConfig`.
         at_close: what is to be done at the end of the call.
+        streams: what is known of a dataset that is read as streams.
+        data: how the data is cut, None while no loader was read.
         trains_plainly: a model is sharded: its own wrapper reduces, and nothing goes in place.
     """
 
@@ -68,19 +72,18 @@ class StepEngine:
         """
         self.cursor = Cursor()
         self.state = TrainState()
-        self.logbook = Logbook()
+        self.logbook, self.streams = Logbook(), StreamBook()
         self.has_begun, self.trains_plainly = False, False
-        self.seed = 0
-        self.recovery = "auto"
+        self.seed, self.recovery = 0, "auto"
         self._home, self._carry = home, carry
         self._place: WorkerContext | None = None
         self._consistency = "bitwise"
         self._has_state, self._phase = False, Phase.OUTSIDE
         self._reducer: Reducer | None = None
         self._units: dict[int, Unit] = {}
-        self._due = DueSteps()
-        self._keeper = Keeper(self.state, self.logbook)
-        self._loader: MicroBatchLoader | None = None
+        self._keeper = Keeper(self.state, self.logbook, self.streams)
+        self._loader: MicroBatches | None = None
+        self.data: Data | None = None
         self._batch: Batch | None = None
         self._epoch: int | None = None
         self._error: BaseException | None = None
@@ -88,7 +91,7 @@ class StepEngine:
         self._passed: int | None = None
         # Where each member of this group runs code of its own next; and our reports in it.
         self._places: tuple[Cursor, ...] = ()
-        self._reports = ReportPlaces()
+        self._reports, self._due = ReportPlaces(), DueSteps()
         self._stack, self.at_close = ExitStack(), ExitStack()
 
     def configure(self, options: Mapping[str, Any]) -> None:
@@ -162,11 +165,9 @@ class StepEngine:
         if self.has_begun:
             raise UsageError("train.epochs: a loop over it is running already")
         self._units = self.state.units()
+        units, activity = list(self._units.values()), self._context.activity
         self._reducer = Reducer(
-            list(self._units.values()),
-            self.state.models,
-            consistency=self._consistency,
-            activity=self._context.activity,
+            units, self.state.models, consistency=self._consistency, activity=activity
         )
         self._stack.enter_context(scalers_know(self))
         self.has_begun = True
@@ -177,7 +178,8 @@ class StepEngine:
         if carry is not None:
             self.state.put(carry.state)
             self.cursor, self.logbook, self._has_state = carry.cursor, carry.logbook, True
-            self._keeper.logbook, self._keeper.steps = carry.logbook, carry.steps
+            self.streams = carry.streams
+            self._keeper.go_on(carry.logbook, carry.streams, carry.steps)
             if carry.generation == self._context.generation:
                 self._places = carry.places
                 self._attach()
@@ -191,14 +193,13 @@ class StepEngine:
         self._phase = Phase.OUTSIDE
         self._epoch = self._passed = None
         self._the_reducer().close()
-        self._reducer = None
+        self._reducer, self.has_begun = None, False
         self._stack.close()
-        self.has_begun = False
         self._home.defer(False)
 
     # ------------------------------------------------------------------- micro-batches
 
-    def micro_batches(self, loader: MicroBatchLoader) -> Iterator[Any]:
+    def micro_batches(self, loader: MicroBatches) -> Iterator[Any]:
         """Yield this rank's micro-batches until the epoch is over for the whole group.
 
         Raises:
@@ -213,7 +214,7 @@ class StepEngine:
                 if self.cursor.epoch != epoch:
                     # The others are in a later epoch: their code after this one has run, ours not.
                     raise Reenter("the others are in a later epoch", self._context.generation)
-                if self.cursor.step < loader.epochs.steps:
+                if loader.has_step(self.cursor):
                     yield self._open_iteration(loader)
                 elif self._pass_gate():
                     self._passed = epoch
@@ -228,7 +229,7 @@ class StepEngine:
             # User code between epochs may take as long as it likes.
             self._context.activity.reset()
 
-    def _open_pass(self, loader: MicroBatchLoader) -> int:
+    def _open_pass(self, loader: MicroBatches) -> int:
         if self._epoch is None:
             raise complaints.outside_epochs()
         if self._phase is not Phase.OUTSIDE:
@@ -236,7 +237,7 @@ class StepEngine:
         if self._passed == self._epoch:
             raise complaints.read_again(self._epoch)
         self.state.check_known(self._units)
-        self._loader = loader
+        self._loader, self.data = loader, loader.epochs
         self._keeper.check_data(loader.epochs, self.cursor)
         self._deal()
         return self._epoch
@@ -244,20 +245,18 @@ class StepEngine:
     def _deal(self) -> None:
         """Ask the loader for our micro-batches of the present group."""
         loader = self._loader
-        if loader is None or self.cursor.step >= loader.epochs.steps:
+        if loader is None or not loader.has_step(self.cursor):
             return
         place = self._context
         held = deal(place.world_rank, place.world_size, loader.epochs.num_micro_batches)
         loader.deal(self.cursor, held)
 
-    def _open_iteration(self, loader: MicroBatchLoader) -> Any:
+    def _open_iteration(self, loader: MicroBatches) -> Any:
         """Return the next micro-batch, with everything set for it."""
         batch = loader.next()
         check(batch.cursor == self.cursor, f"micro-batch of {batch.cursor}, not of {self.cursor}")
         reducer, epochs, place = self._the_reducer(), loader.epochs, self._context
-        share = Share.of(
-            epochs, self.cursor.step, rank=place.world_rank, world_size=place.world_size
-        )
+        share = loader.share(batch, place.world_rank, place.world_size)
         first, last = share.held
         if batch.micro_batch == first:
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
@@ -283,6 +282,8 @@ class StepEngine:
             self._context.note_step()
             self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
             self._phase = Phase.OUTSIDE
+            if self.streams.is_due(self.cursor, self._keeper.is_due):
+                self._together(lambda: share_book(default_group(), self.streams, self.cursor))
             self._keeper.at_boundary(self.cursor, self.data, self._is_broken)
 
     # ------------------------------------------------------------------- optimizer steps
@@ -432,14 +433,13 @@ class StepEngine:
         Returns:
             Bytes that we sent or received.
         """
-        epochs = self.data
-        steps, is_inside = epochs.steps if epochs else 0, self._epoch == self.cursor.epoch
+        steps = (self._loader or self.streams).steps_of(self.cursor.epoch)
+        is_inside = self._epoch == self.cursor.epoch
         standing = Standing(self._has_state, self.cursor, steps, is_inside)
         with self._context.activity.waiting():
             units, reach = list(self._units.values()), self._context.reach
-            met, self.cursor = catch_up(self._keeper, standing, epochs, units, reach)
-        self._has_state = True
-        self._places = met.places
+            met, self.cursor = catch_up(self._keeper, standing, self.data, units, reach)
+        self._has_state, self._places = True, met.places
         share_latest(default_group(), met.cursors, self.logbook)
         return met.num_bytes
 
@@ -451,17 +451,20 @@ class StepEngine:
         """
         if max(self._places, default=self.cursor) > self.cursor:
             return True  # Others of this group have passed it in the one before.
+        rows = self._together(lambda: tell_rows(default_group(), self.logbook.row()))
+        self.logbook.take_rows(rows or ())
+        return rows is not None
+
+    def _together(self, exchange: Callable[[], Any]) -> Any:
+        """Do what all members do here; None if the group broke."""
         try:
             with self._context.activity.waiting():
-                rows = tell_rows(default_group(), self.logbook.row())
+                return exchange()
         except RuntimeError as error:
             if not (self._is_called_back() or is_group_broken(error)):
                 raise
-            self._error = error
-            self._phase = Phase.VOID
-            return False
-        self.logbook.take_rows(rows)
-        return True
+            self._error, self._phase = error, Phase.VOID
+            return None
 
     def carry(self, *, in_this_group: bool = False) -> Carry | None:
         """Return what the next call of the train function goes on from, None if nothing.
@@ -471,14 +474,10 @@ class StepEngine:
         """
         if self._carry is not None or not self._has_state:
             return self._carry
-        generation = self._context.generation if in_this_group else 0
-        steps = self._keeper.steps
-        return Carry(self.state.take(), self.cursor, self.logbook, generation, self._places, steps)
-
-    @property
-    def data(self) -> Epochs | None:
-        """Return how the data is cut, None while no loader was read."""
-        return self._loader.epochs if self._loader is not None else None
+        state, agreed = self.state.take(), self._context.generation if in_this_group else 0
+        return Carry(
+            state, self.cursor, self.logbook, agreed, self._places, self._keeper.steps, self.streams
+        )
 
     @property
     def _context(self) -> WorkerContext:

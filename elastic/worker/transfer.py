@@ -95,6 +95,8 @@ def _replaced(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
         return [kind, [_replaced(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]]
     if isinstance(value, np.generic):
         return ["value", value.item()]
+    if isinstance(value, bytes) and not value:
+        return ["empty", None]  # Torch's loader refuses these alone, for how they are pickled.
     if value is None or isinstance(value, (*PLAIN, str)):
         return ["value", _plain(value)]
     if isinstance(value, set):
@@ -171,8 +173,8 @@ def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return tensors[content].numpy() if skeleton[4] else tensors[content]
     if kind == "dict":
         return {key: unpack(value, tensors) for key, value in content}
-    if kind == "value":
-        return content
+    if kind in ("value", "empty"):
+        return content if kind == "value" else b""
     values = [unpack(value, tensors) for value in content]
     return {"list": list, "tuple": tuple, "set": set}[kind](values)
 

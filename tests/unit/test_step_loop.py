@@ -238,7 +238,7 @@ def test_a_loader_that_deals_by_itself_is_refused_in_the_loop() -> None:
             return iter(range(4))
 
     Loop.make()
-    loader = prepare_data_loader(DataLoader(Stream(), batch_size=2))
+    loader = prepare_data_loader(DataLoader(Stream(), batch_size=2), add_dist_sampler=False)
     with pytest.raises(UsageError, match=r"cannot be read in a loop over train\.epochs"):
         each(train.epochs(1), lambda _: next(iter(loader)))
 

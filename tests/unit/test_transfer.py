@@ -118,7 +118,7 @@ def test_an_array_arrives_as_an_array(array: np.ndarray[Any, Any]) -> None:
         {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(2)}, 1: {}},
         {"big": 2**80, "nan": float("nan"), "inf": -float("inf"), "negative zero": -0.0},
         [torch.ones(2), [torch.zeros(1), {"x": torch.empty(0)}], np.zeros(2), torch.ones(3)],
-        {"word": "ünï\0", "empty": "", "bytes": b"\0\xff"},
+        {"word": "ünï\0", "empty": "", "bytes": b"\0\xff", "none": b""},
     ],
     ids=repr,
 )

@@ -21,7 +21,8 @@ class Standing:
     Attributes:
         has_state: it holds the run's state: it began the run, received it, or loaded it.
         cursor: the next step that it would commit.
-        steps: steps of an epoch; 0 if it does not know its data yet.
+        steps: steps of an epoch; 0 if it does not know its data yet, or if that is found out
+            only in the epoch's last step: then the steps of the epoch of the cursor.
         is_inside: it is in a pass over this epoch's data; the code before the pass has run.
     """
 
@@ -104,6 +105,7 @@ def next_places(standings: Sequence[Standing], transfers: Transfers) -> tuple[Cu
     places = []
     for standing, cursor in zip(standings, transfers.cursors, strict=True):
         is_inside = standing.is_inside and standing.cursor.epoch == cursor.epoch
-        has_more = cursor.step < steps
+        # Where nobody knows the end yet, nobody is behind it.
+        has_more = cursor.step < steps or not steps
         places.append(Cursor(cursor.epoch, cursor.step + 1) if is_inside and has_more else cursor)
     return tuple(places)

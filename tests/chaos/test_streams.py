@@ -1,0 +1,111 @@
+"""Datasets that can only be iterated over: one hash for every world size and every history.
+
+The oracle is a run of the same script in one process; the script itself checks that every sample
+was trained with exactly once in each epoch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.core.view import JobView
+from elastic.core.world import ENDED, WorkerPhase
+from elastic.testing.chaos import Chaos, draw_kills
+from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments, with_script
+from elastic.testing.local_cluster import LocalCluster
+
+SCRIPT = Path(__file__).with_name("streams_job.py")
+STEPS = 40
+"""An epoch has 32 of them, or more where the shards are uneven: the next kill is in the middle."""
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Give a cluster of three nodes with one worker each."""
+    with LocalCluster(nodes=3, spares=2, directory=tmp_path_factory.mktemp("three")) as running:
+        yield running
+
+
+def job_of(kind: str, loader_workers: int, workers: int, directory: Path) -> ChaosJob:
+    """Return a job over such a dataset that trains until its finish file is there."""
+    directory.mkdir()
+    job = chaos_job("steps", directory.name, workers=workers, directory=directory)
+    job = with_script(job, SCRIPT)
+    return with_arguments(job, "--data", kind, "--loader-workers", str(loader_workers))
+
+
+def trains_in(generation: int, view: JobView) -> bool:
+    """Return whether three workers have done some steps in this generation, or a later one."""
+    group = view.record.group
+    if view.record.phase in ENDED:
+        return True
+    return (
+        group is not None
+        and group.generation >= generation
+        and len(group.members) == 3
+        and sum(w.report.phase is WorkerPhase.TRAINING for w in view.workers) == 3
+        and all(w.steps >= STEPS for w in view.workers)
+    )
+
+
+def slow(*values: Any) -> Any:
+    """Return a case that takes its time."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loader_workers", "size"),
+    [
+        ("plain", 0, 2), ("torchdata", 2, 3), slow("worker", 2, 3), slow("stateful", 0, 3),
+        slow("hf", 2, 3), slow("hf-shuffled", 0, 2), slow("hf-odd", 0, 3), ("hf-map", 2, 2),
+    ],
+)  # fmt: skip
+def test_every_world_size_ends_with_the_same_bits(
+    three: LocalCluster, tmp_path: Path, kind: str, loader_workers: int, size: int
+) -> None:
+    job = job_of(kind, loader_workers, size, tmp_path / f"{kind}-{size}")
+    job_id = three.submit(replace(job.spec, min_workers=size))
+    job.finish.touch()
+    view = three.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    three.wait(job_id, lambda v: not v.workers, "its processes' end")
+    assert job.check(view)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loader_workers"),
+    [
+        slow("plain", 0), slow("worker", 2), ("stateful", 2), slow("torchdata", 0), ("hf", 0),
+        slow("hf", 2), slow("hf-shuffled", 2),
+    ],
+)  # fmt: skip
+def test_a_killed_worker_in_the_middle_of_an_epoch_changes_nothing(
+    three: LocalCluster, tmp_path: Path, kind: str, loader_workers: int
+) -> None:
+    job = job_of(kind, loader_workers, 3, tmp_path / kind)
+    job_id = three.submit(job.spec)
+    view = three.wait(job_id, lambda v: trains_in(1, v), "three workers")
+    for _ in range(2):
+        victim = sorted(three.worker_pids(job_id).values())[0]
+        generation = view.record.generation
+        os.kill(victim, signal.SIGKILL)
+        # One without the victim, and one with whoever replaces it.
+        view = three.wait(job_id, lambda v, g=generation: trains_in(g + 2, v), "three again")
+    job.finish.touch()
+    view = three.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    three.wait(job_id, lambda v: not v.workers, "its processes' end")
+    assert view.record.generation >= 5
+    assert job.check(view)
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_nothing(three: LocalCluster, tmp_path: Path) -> None:
+    job = job_of("stateful", 2, 3, tmp_path / "kills")
+    outcome = Chaos(three, job).run(draw_kills(seed=3, kills=6, every_s=1.0))
+    assert outcome.faults
