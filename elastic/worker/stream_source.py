@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torchs_worker
 
+from elastic.core.policy.cursor import derive
 from elastic.core.policy.streams import Cut, Position, Streams, nearest
 from elastic.errors import UsageError, check
 from elastic.worker.seeding import seed_everything
@@ -48,7 +49,7 @@ class Source:
         """
         self._given, self._streams, self._number = dataset, streams, number
         self._every = every
-        self._epoch = -1
+        self._epoch, self._seed = -1, 0
         self._dataset: Any = None
         self._iterator: Iterator[Any] | None = None
         # Samples at the places from `_first` on; those before `_low` are wanted no more.
@@ -124,10 +125,11 @@ class Source:
     def _begin(self, epoch: int, place: int, state: Any) -> None:
         self._dataset = fresh(self._given, self._streams, self._number)
         self._epoch, self._first, self._window = epoch, place, deque()
+        self._seed = self._streams.pass_seed(epoch, self._number)
         self._low, self._has_ended, self._open_snapshot = place, False, None
         dataset = self._dataset
         with self._seen():
-            seed_everything(self._streams.sample_seed(epoch, self._number, place))
+            seed_everything(derive(self._seed, place))
             if callable(getattr(dataset, "set_epoch", None)):
                 dataset.set_epoch(epoch)
             if state is not None:
@@ -146,8 +148,8 @@ class Source:
         # Until all of this is done: whatever is interrupted, or raises, is begun again.
         iterator, self._iterator = self._iterator, None
         check(iterator is not None, f"sequence {self._number} is read while it is not open")
+        seed_everything(derive(self._seed, place))
         with self._seen():
-            seed_everything(self._streams.sample_seed(self._epoch, self._number, place))
             sample = next(iterator, END)  # type: ignore[arg-type]
         if sample is END:
             self._has_ended, self._open_snapshot = True, None
@@ -161,8 +163,10 @@ class Source:
         self._iterator = iterator
 
     def _snap(self, place: int) -> None:
+        if not self._trusts or not place:
+            return
         step, rest = divmod(place, self._streams.beginning(1))
-        if self._trusts and place and not rest and step % self._every == 0:
+        if not rest and step % self._every == 0:
             with self._seen():
                 self._open_snapshot = (step, copy.deepcopy(self._dataset.state_dict()))
 
@@ -194,7 +198,7 @@ class Source:
         return torchs_worker.WorkerInfo(
             id=self._number,
             num_workers=self._streams.num_micro_batches,
-            seed=self._streams.sample_seed(max(self._epoch, 0), self._number, 0),
+            seed=self._seed,
             dataset=self._dataset,
         )
 

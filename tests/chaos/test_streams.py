@@ -88,7 +88,19 @@ def test_every_world_size_ends_with_the_same_bits(
 def test_a_killed_worker_in_the_middle_of_an_epoch_changes_nothing(
     three: LocalCluster, tmp_path: Path, kind: str, loader_workers: int
 ) -> None:
-    job = job_of(kind, loader_workers, 3, tmp_path / kind)
+    kill_twice(three, job_of(kind, loader_workers, 3, tmp_path / kind))
+
+
+@pytest.mark.slow
+def test_a_loop_that_is_called_again_goes_on_in_its_streams(
+    three: LocalCluster, tmp_path: Path
+) -> None:
+    job = job_of("stateful", 2, 3, tmp_path / "reenter")
+    kill_twice(three, with_arguments(job, "--recovery", "reenter"))
+
+
+def kill_twice(three: LocalCluster, job: ChaosJob) -> None:
+    """Kill a worker in the middle of an epoch, another one later, and check the end."""
     job_id = three.submit(job.spec)
     view = three.wait(job_id, lambda v: trains_in(1, v), "three workers")
     for _ in range(2):

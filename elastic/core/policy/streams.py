@@ -96,9 +96,9 @@ class Streams:
         following = self.places(step + 1, stream)
         return following[-1] if self.drop_last else following[0]
 
-    def sample_seed(self, epoch: int, source: int, place: int) -> int:
-        """Return the seed of everything random while a sample is read."""
-        return derive(self.seed, STREAM, epoch, source, place, ITERATOR)
+    def pass_seed(self, epoch: int, source: int) -> int:
+        """Return the seed of a pass over a sequence; derived with a place, it is a sample's."""
+        return derive(self.seed, STREAM, epoch, source, ITERATOR)
 
     def collate_seed(self, epoch: int, step: int, stream: int) -> int:
         """Return the seed of everything random while a micro-batch is collated."""
