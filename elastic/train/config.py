@@ -186,7 +186,8 @@ class RunConfig:
 
     Attributes:
         name: names the job and its directory; by default made from the script and the time. A
-            name that has a run directory already is refused (Ray resumes silently).
+            name whose run did not succeed resumes it, with a line that says so (Ray: silently);
+            one whose run succeeded, or still runs, is refused.
         storage_path: parent of the run directory, a path or any fsspec URL; default
             "~/elastic_results".
         failure_config, checkpoint_config: see there.

@@ -197,6 +197,9 @@ class Background:
     def wait(self, is_group_over: Callable[[], bool]) -> Outcome:
         """Wait for the end, in slices, so that a change of the group finds this thread awake.
 
+        Args:
+            is_group_over: asked between two slices; also a sign of life of this thread.
+
         Raises:
             GroupError: the group is over.
             Exception: whatever ended the upload, a broken store among it.

@@ -6,14 +6,17 @@ torchrun each process is a member of torchrun's group; alone, it is a group of o
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
+import queue
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -118,6 +121,7 @@ def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
         context.the_reporter().finish()
         if context.saver is not None:
             context.saver.finish()
+        cast("NoCoordinator", context.link).tell()
     kept: tuple[CheckpointRecord, ...] = ()
     if run.run_path:
         kept = RunDirectory(run.run_path).records()
@@ -128,13 +132,30 @@ class NoCoordinator:
     """Stands where a worker has its agent: nothing is planned here, every report is taken."""
 
     def __init__(self, on_report: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """Tell this function of rank 0's reports."""
+        """Tell this function of rank 0's reports, in the thread that we are in now."""
         self._on_report = on_report
+        self._thread = threading.get_ident()
+        self._untold: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def post(self, item: WorkerEvent | Progress) -> None:
-        """Pass reports on; nobody is there for the rest."""
-        if isinstance(item, UserReported) and item.rank == 0 and self._on_report is not None:
-            self._on_report(json.loads(item.metrics))
+        """Pass reports on; nobody is there for the rest.
+
+        One whose checkpoint was uploaded in the background comes from another thread, where the
+        user's callback does not expect to be: it is told with the next one.
+        """
+        if isinstance(item, UserReported) and item.rank == 0:
+            self._untold.put(item.metrics)
+            self.tell()
+
+    def tell(self) -> None:
+        """Pass on what was posted by other threads."""
+        if threading.get_ident() != self._thread:
+            return
+        with contextlib.suppress(queue.Empty):
+            while True:
+                metrics = self._untold.get_nowait()
+                if self._on_report is not None:
+                    self._on_report(json.loads(metrics))
 
     def wish(self, generation: Generation) -> str:
         """Return "": nothing ever changes."""

@@ -246,6 +246,11 @@ class Reporter:
                 "train.report: the job has no run directory for checkpoints; give it one "
                 "(RunConfig(storage_path=...), or --storage-path)"
             )
+        if name is not None and ("/" in name or not name.strip(".")):
+            raise UsageError(
+                f"train.report: checkpoint_dir_name={name!r}: expected the name of one directory, "
+                f"without slashes; it is made in {self._run.path}/checkpoints"
+            )
         if brought.mode is not CheckpointUploadMode.NO_UPLOAD:
             return name
         return name_in(self._run, brought.path, "checkpoint_upload_mode=NO_UPLOAD for")

@@ -405,12 +405,19 @@ class Runner:
                 world_size=assignment.world_size,
                 watch=self._peers_watch(),
             ),
-            is_over=lambda: self.is_called_back(place.generation),
+            is_over=lambda: self._is_over(place.generation),
             link=self._exchange,
             clock=self._clock,
             newest_checkpoint=assignment.checkpoint,
             pruner=self._pruner(assign, assignment),
         )
+
+    def _is_over(self, generation: int) -> bool:
+        """Look whether a group is over; who asks waits for storage, and is not hung."""
+        activity = self._exchange.activity
+        if activity.beats:  # At 0 nobody judges it.
+            activity.beats += 1
+        return self.is_called_back(generation)
 
     def _peers_watch(self) -> Callable[[], None]:
         """Return what a member that waits in a report calls now and then."""

@@ -66,5 +66,19 @@ def restore(storage: str) -> None:
     say(TorchTrainer.restore(f"{storage}/long").fit())
 
 
+def branch(storage: str) -> None:
+    """Begin another run with the first checkpoint of the one that is there."""
+    (checkpoint, metrics), *_ = train.Result.from_path(f"{storage}/long").best_checkpoints
+    config = train.RunConfig(name="branch", storage_path=storage)
+    result = TorchTrainer(begin_and_end, run_config=config, resume_from_checkpoint=checkpoint).fit()
+    print("branched after", result.return_value, "of", metrics["epoch"])
+
+
+def begin_and_end() -> list[int]:
+    """Return what there is to begin with, and how much of it is ours."""
+    begun = train.get_checkpoint()
+    return [begun.to_dict()["epoch"], len(train.get_all_reported_checkpoints())]
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](sys.argv[2])

@@ -77,6 +77,9 @@ def test_a_run_is_restored_from_its_directory_alone(start: Start, tmp_path: Path
     script.assert_nothing_is_left()
     assert "returned [3, 2]" in script.said()
     assert "history [0, 1, 2, 3, 4]" in script.said()
+    other = start("branch", script=RESUMING)
+    assert other.wait() == 0, other.said()
+    assert "branched after [0, 0] of 0" in other.said()
 
 
 def test_a_run_that_is_being_trained_is_not_resumed_by_a_second_script(

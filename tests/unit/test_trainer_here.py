@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -311,3 +312,60 @@ def test_a_new_run_begins_with_another_runs_checkpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "third").exists()
     with pytest.raises(UsageError, match="resume_from_checkpoint is a str"):
         TorchTrainer(look, resume_from_checkpoint="/x")  # type: ignore[arg-type]
+
+
+def test_uploads_in_the_background_are_told_in_the_callers_thread(tmp_path: Path) -> None:
+    told: list[tuple[int, bool]] = []
+    here = threading.get_ident()
+
+    class Callback:
+        def after_report(self, metrics: dict[str, Any]) -> None:
+            told.append((metrics["n"], threading.get_ident() == here))
+
+    def upload() -> None:
+        for n in range(3):
+            files = tmp_path / f"files{n}"
+            files.mkdir()
+            (files / "model").write_text("x")
+            kept = None if n != 1 else False
+            train.report(
+                {"n": n},
+                checkpoint=train.Checkpoint.from_directory(files),
+                checkpoint_upload_mode=train.CheckpointUploadMode.ASYNC,
+                delete_local_checkpoint_after_upload=kept,
+            )
+
+    result = trainer(upload, tmp_path, name="r", callbacks=(Callback(),)).fit()
+    assert sorted(told) == [(0, True), (1, True), (2, True)]
+    assert [metrics["n"] for _, metrics in result.best_checkpoints] == [0, 1, 2]
+    assert [(tmp_path / f"files{n}").exists() for n in range(3)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"checkpoint_upload_mode": "ASYNC"}, r"expected CheckpointUploadMode.SYNC, "),
+        (
+            {
+                "checkpoint_upload_mode": train.CheckpointUploadMode.NO_UPLOAD,
+                "delete_local_checkpoint_after_upload": True,
+            },
+            "delete_local_checkpoint_after_upload with checkpoint_upload_mode=NO_UPLOAD",
+        ),
+        (
+            {"checkpoint_upload_mode": train.CheckpointUploadMode.NO_UPLOAD},
+            r"NO_UPLOAD for .*/files, expected a directory in .*/checkpoints",
+        ),
+    ],
+)
+def test_an_upload_that_contradicts_itself_is_refused(
+    tmp_path: Path, more: dict[str, Any], says: str
+) -> None:
+    (tmp_path / "files").mkdir()
+
+    def report() -> None:
+        with pytest.raises(UsageError, match=says):
+            train.report({}, checkpoint=train.Checkpoint.from_directory(tmp_path / "files"), **more)
+        train.report({"fine": 1})
+
+    assert trainer(report, tmp_path).fit().metrics == {"fine": 1}

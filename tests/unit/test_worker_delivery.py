@@ -272,6 +272,16 @@ def test_files_that_lie_there_are_weighed_once_all_are_there(tmp_path: Path) -> 
     assert all(file.crc32 > 0 for file in marker.files)
 
 
+@pytest.mark.parametrize("name", ["a/b", "..", "", "/x"])
+def test_a_checkpoints_name_is_that_of_one_directory(tmp_path: Path, name: str) -> None:
+    def train(rank: Rank) -> None:
+        rank.report({}, part(tmp_path, rank), name=name)
+
+    (error,) = together(members(Storage(tmp_path / "run"), 1), train)
+    assert isinstance(error, UsageError)
+    assert f"checkpoint_dir_name={name!r}" in str(error)
+
+
 def test_what_lies_there_and_does_not_count_is_not_deleted(tmp_path: Path) -> None:
     storage = Storage(tmp_path / "run")
     for name in ("a", "b"):
