@@ -7,14 +7,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsspec.core import url_to_fs
-
 from elastic.core.world import CheckpointRecord
-from elastic.errors import ElasticError, StorageError, UsageError
+from elastic.errors import ElasticError, UsageError
 from elastic.storage.run_directory import RunDirectory
 from elastic.train.checkpoint import Checkpoint
-
-METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -89,23 +85,7 @@ def read_history(run_path: str) -> list[dict[str, Any]]:
     Raises:
         StorageError: the file is there and cannot be read.
     """
-    fs, root = url_to_fs(run_path)
-    path = f"{root.rstrip('/')}/{METRICS_FILE}"
-    try:
-        if not fs.exists(path):
-            return []
-        text = fs.cat_file(path).decode(errors="replace")
-    except OSError as error:
-        raise StorageError(f"metrics in {run_path} cannot be read: {error}") from error
-    rows = []
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("metrics"), dict):
-            rows.append(row)
-    return rows
+    return RunDirectory(run_path).read_metrics()
 
 
 def committed_in(run_path: str, job_id: str = "") -> tuple[CheckpointRecord, ...]:

@@ -185,7 +185,10 @@ def local_context(run: LocalRun) -> Iterator[WorkerContext]:
             engine.enter(context)
             set_current(context)
             seed_everything(FIRST_SEED)
-            yield context
+            try:
+                yield context
+            finally:
+                context.the_reporter().flush()
         finally:
             engine.close()
             set_current(None)

@@ -312,6 +312,14 @@ class Reporter:
         if self._pruner is not None:
             self._pruner.finish()
 
+    def flush(self) -> None:
+        """The train function is over, however it ended: let all that was reported be seen."""
+        try:
+            if self._run is not None:
+                self._run.flush_metrics()
+        except StorageError as error:
+            log.warning("metrics_lost error=%r", str(error))
+
     def _mark(self, index: int, metrics: str, parts: tuple[Part, ...]) -> str:
         """Write the marker if the parts make a checkpoint, else remove what there is of it.
 

@@ -231,6 +231,8 @@ class Runner:
             outcome.forget_frames(error)
             return event
         finally:
+            if self._reporter is not None:
+                self._reporter.flush()
             self._leave_engine()
             set_current(None)
 
