@@ -1,4 +1,4 @@
-"""The commands about checkpoints: checkpoints, verify.
+"""The commands about checkpoints: checkpoint, checkpoints, verify.
 
 Rule: what the coordinator has recorded and what lies in storage are two things; each command says
 which of them it shows.
@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from elastic.client.jobs import Client
 from elastic.client.show import coloured, new_table
 from elastic.client.terminal import (
     EXIT_FAILED,
@@ -23,14 +24,25 @@ from elastic.client.terminal import (
     reporting_errors,
     stdout_console,
 )
-from elastic.client.wording import duration, metrics_line, num_bytes, parsed_metrics
+from elastic.client.wording import (
+    duration,
+    ending_line,
+    has_ended,
+    metrics_line,
+    num_bytes,
+    parsed_metrics,
+    waiting_line,
+)
+from elastic.core.view import JobView
 from elastic.core.world import CheckpointRecord
-from elastic.errors import StorageError
+from elastic.errors import Refused, StorageError, Unavailable
+from elastic.runtime.clock import SystemClock
 from elastic.storage.files import Files
 from elastic.storage.marker import MARKER, Marker
 from elastic.storage.verify import Verdict, checkpoints_at
 from elastic.storage.verify import verify as verify_one
 
+POLL_S = 0.1
 PLACE = ("epoch", "step")
 """Metrics that say where in the run a checkpoint was taken."""
 
@@ -76,6 +88,102 @@ def verify(path: str, output: str) -> None:
         click.echo(f"run directory {path} has no checkpoints")
     if not all(one.is_whole for one in verdicts):
         raise click.exceptions.Exit(EXIT_FAILED)
+
+
+@click.command()
+@click.argument("job")
+@click.option(
+    "--timeout", "timeout_s", default=60.0, type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS", show_default=True, help="Longest wait; then exit 124.",
+)  # fmt: skip
+@output_option
+@click.pass_obj
+@reporting_errors
+def checkpoint(target: Target, job: str, timeout_s: float, output: str) -> None:
+    """Have JOB (id or name) take a checkpoint now, and print its path once it counts.
+
+    It is taken at the end of a step, beside training. The job must have a run directory and train
+    in a loop over train.epochs().
+    """
+    began = time.monotonic()
+    with target.connect() as client:
+        view = client.get(job)
+        job_id = view.record.spec.job_id
+        known = {one.path for one in view.record.checkpoints}
+        client.checkpoint(job_id)
+        click.echo(f"job {view.record.spec.name} takes a checkpoint", err=True)
+        path = _wait_recorded(client, job_id, known, began + timeout_s)
+    _wait_committed(path, began + timeout_s)
+    seconds = time.monotonic() - began
+    if output == "json":
+        print_json({"path": path, "seconds": round(seconds, 3)})
+    else:
+        click.echo(path)
+        click.echo(f"after {seconds:.1f} s", err=True)
+
+
+def _wait_recorded(client: Client, job_id: str, known: set[str], deadline: float) -> str:
+    """Return the path of an automatic checkpoint that was not known before.
+
+    Raises:
+        Refused: the job has ended without one.
+        TimeoutError: none came in time; says why, as far as can be seen from here.
+    """
+    is_lost = False
+    while True:
+        try:
+            if is_lost:
+                client.checkpoint(job_id)  # A coordinator that was started anew knows no wishes.
+                is_lost = False
+            view = client.get(job_id)
+        except Unavailable:
+            if time.monotonic() > deadline:
+                raise
+            is_lost = True
+            time.sleep(POLL_S)
+            continue
+        new = [c.path for c in view.record.checkpoints if c.automatic and c.path not in known]
+        if new:
+            return new[-1]
+        if has_ended(view):
+            raise Refused(f"no checkpoint was taken before the end: {ending_line(view)}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"job {job_id} has recorded no checkpoint in time: {_why_not(view)}")
+        time.sleep(POLL_S)
+
+
+def _why_not(view: JobView) -> str:
+    """Return what keeps a job from taking a checkpoint, in words."""
+    if waits := waiting_line(view, SystemClock().monotonic_ns()):
+        return waits
+    if not any(worker.report.in_place for worker in view.workers):
+        return (
+            "its train function is not in a loop over train.epochs() with prepared objects, which "
+            "checkpoints that are taken by themselves need; elsewhere the script takes them, with "
+            "train.report(..., checkpoint=...)"
+        )
+    return (
+        f"a step may take longer than that, or storage may be slow or away; its workers' output "
+        f"says so: elastic logs {view.record.spec.job_id}"
+    )
+
+
+def _wait_committed(path: str, deadline: float) -> None:
+    """Wait for the marker, which follows the record, if the checkpoint can be seen from here.
+
+    Raises:
+        TimeoutError: it does not follow.
+    """
+    while _marker_of(path) is None:
+        try:
+            is_seen = Files(path, patience_s=0).exists("")
+        except StorageError:
+            is_seen = False
+        if not is_seen:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"checkpoint {path} is recorded, but was not committed in time")
+        time.sleep(POLL_S)
 
 
 def _row(record: CheckpointRecord) -> dict[str, Any]:

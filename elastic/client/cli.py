@@ -45,6 +45,7 @@ for command in (
     asking.ps,
     asking.status,
     asking.logs,
+    checkpoints.checkpoint,
     checkpoints.checkpoints,
     checkpoints.verify,
     changing.stop,

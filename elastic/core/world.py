@@ -235,7 +235,7 @@ class Assignment:
 
     Attributes:
         leader_address: "host:port" of rank 0's store.
-        checkpoint: path of the newest recorded checkpoint, "" for none.
+        checkpoint: path of the newest recorded checkpoint that the script reported, "" for none.
         cause: one word for logs and counters: start, lost, join, drain, broken, resume.
     """
 

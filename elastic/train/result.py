@@ -116,7 +116,7 @@ def result_of(
         error: why the run failed.
     """
     history = read_history(run_path) if run_path else []
-    kept = [(Checkpoint(c.path), json.loads(c.metrics)) for c in checkpoints]
+    kept = [(Checkpoint(c.path), json.loads(c.metrics)) for c in checkpoints if not c.automatic]
     return Result(
         metrics=history[-1]["metrics"] if history else None,
         checkpoint=kept[-1][0] if kept else None,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.errors import NotFound
@@ -63,6 +63,7 @@ def test_what_was_committed_is_whole() -> None:
         assert str(verdict) == f"checkpoint {path} is whole"
 
 
+@settings(deadline=None)
 @given(FILES, st.integers(0), st.integers(1, 255))
 def test_any_byte_that_is_flipped_is_seen(name: str, at: int, mask: int) -> None:
     with checkpoint() as path:
@@ -79,6 +80,7 @@ def test_any_byte_that_is_flipped_is_seen(name: str, at: int, mask: int) -> None
                 assert named(verdict) == [name]
 
 
+@settings(deadline=None)
 @given(FILES, st.integers(0), st.binary(min_size=1, max_size=8))
 def test_any_file_that_is_cut_or_grown_is_seen(name: str, at: int, more: bytes) -> None:
     with checkpoint() as path:
