@@ -2,7 +2,8 @@
 
     ElasticError
     ├── UsageError            you called us in a way that cannot work: fix the call
-    │   └── ConfigError       a configuration value, or two of them together, are refused
+    │   ├── ConfigError       a configuration value, or two of them together, are refused
+    │   └── StorageNotShared  the nodes of a run write to different places: trying again is no use
     ├── Unavailable           a part is not there now: it may be later
     │   ├── CoordinatorUnreachable
     │   └── StoreUnavailable
@@ -40,6 +41,10 @@ class UsageError(ElasticError):
 
 class ConfigError(UsageError, ValueError):
     """A configuration value is outside its range, or contradicts another one."""
+
+
+class StorageNotShared(UsageError):
+    """The run directory is another place on one node than on another."""
 
 
 class Unavailable(ElasticError):

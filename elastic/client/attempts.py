@@ -20,7 +20,7 @@ from elastic.runtime.clock import SystemClock
 from elastic.storage.files import Files
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import Owner, RunPhase, RunRecord, read_run, write_run
-from elastic.storage.verification import newest_sound, place_of
+from elastic.storage.soundness import newest_sound, place_of
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The command `elastic`: submit jobs, look at them, stop them, let nodes go.
+"""The command `elastic`: submit jobs, look at them and their checkpoints, stop them, let nodes go.
 
 Rule: a flag wins over its variable, that over the default; the environment is read here only.
 Exit codes: 0 done; 1 the job failed; 2 used wrongly; 69 no coordinator answers; 70 a bug; 75 the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import click
 from click.core import ParameterSource
 
-from elastic.client import asking, changing
+from elastic.client import asking, changing, checkpoints
 from elastic.client.terminal import Target
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
@@ -45,6 +45,9 @@ for command in (
     asking.ps,
     asking.status,
     asking.logs,
+    checkpoints.checkpoint,
+    checkpoints.checkpoints,
+    checkpoints.verify,
     changing.stop,
     asking.nodes,
     changing.drain,

@@ -135,6 +135,20 @@ class Client:
         request = jobs_pb2.StopJobRequest(job=job, reason=reason)
         self._ask("Stop", request, timeout_s=CHANGE_TIMEOUT_S)
 
+    def checkpoint(self, job: str) -> int:
+        """Have a job take a checkpoint now; does not wait until it is recorded.
+
+        Returns:
+            The number of the wish, for logs.
+
+        Raises:
+            NotFound: there is no such job.
+            Refused: it can take none now: it has ended, does not train, or has no run directory.
+            ElasticError: see the class.
+        """
+        request = jobs_pb2.CheckpointRequest(job=job)
+        return int(self._ask("Checkpoint", request, timeout_s=CHANGE_TIMEOUT_S).request)
+
     def get(self, job: str) -> JobView:
         """Return one job as it stands; moments are on this process's monotonic clock.
 

@@ -28,6 +28,7 @@ PHASE_COLOURS = {
     "ready": "green", "running": "green", "succeeded": "green", "training": "green",
     "finished": "green", "pending": "yellow", "draining": "yellow", "disconnected": "yellow",
     "stopping": "yellow", "stopped": "yellow", "failed": "red", "lost": "red", "broken": "red",
+    "whole": "green", "damaged": "red",
 }  # fmt: skip
 
 # ------------------------------------------------------------------------------------ for programs
@@ -129,13 +130,13 @@ def print_nodes(nodes: tuple[NodeView, ...], now_ns: int, console: Console) -> N
     if not nodes:
         console.print("no nodes: start elastic-agent on a machine")
         return
-    table = _table("node", "phase", "since", "free slots", "resources", "host", "reason")
+    table = new_table("node", "phase", "since", "free slots", "resources", "host", "reason")
     for view in nodes:
         node = view.node
         amounts = [f"{name}={amount:g}" for name, amount in node.resources.as_dict().items()]
         table.add_row(
             node.node_id,
-            _coloured(view.phase.value),
+            coloured(view.phase.value),
             duration(now_ns - view.since_ns),
             f"{view.free_slots}/{node.num_slots}",
             " ".join([*amounts, node.accelerator_type]).strip() or "-",
@@ -150,13 +151,13 @@ def print_jobs(jobs: tuple[JobView, ...], now_ns: int, console: Console) -> None
     if not jobs:
         console.print("no jobs")
         return
-    table = _table("job", "name", "phase", "since", "workers", "generation", "reason")
+    table = new_table("job", "name", "phase", "since", "workers", "generation", "reason")
     for view in jobs:
         spec = view.record.spec
         table.add_row(
             spec.job_id,
             spec.name,
-            _coloured(view.record.phase.value),
+            coloured(view.record.phase.value),
             duration(now_ns - view.since_ns),
             f"{world_size(view)} of {_bounds(view)}",
             str(view.record.generation),
@@ -169,7 +170,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
     """Print all that is known of one job; the traceback of its failure is not part of it."""
     record, spec = view.record, view.record.spec
     console.print(
-        f"[bold]{spec.name}[/bold] ({spec.job_id})  {_coloured(record.phase.value)} since "
+        f"[bold]{spec.name}[/bold] ({spec.job_id})  {coloured(record.phase.value)} since "
         f"{duration(now_ns - view.since_ns)}  generation {record.generation}  "
         f"workers {world_size(view)} of {_bounds(view)}"
     )
@@ -191,14 +192,14 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
             console.print(f"  {name:<11}{escape(text)}")
     if not view.workers:
         return
-    table = _table("worker", "node", "rank", "phase", "since", "generation", "steps", "pid")
+    table = new_table("worker", "node", "rank", "phase", "since", "generation", "steps", "pid")
     for worker in view.workers:
         report = worker.report
         table.add_row(
             report.worker_id,
             worker.node_id,
             str(worker.rank) if worker.rank >= 0 else "-",
-            _coloured(report.phase.value),
+            coloured(report.phase.value),
             duration(now_ns - worker.since_ns),
             str(report.generation),
             str(worker.steps),
@@ -224,12 +225,14 @@ def _bounds(view: JobView) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _coloured(phase: str) -> str:
+def coloured(phase: str) -> str:
+    """Return a state in its colour."""
     colour = PHASE_COLOURS.get(phase, "")
     return f"[{colour}]{phase}[/{colour}]" if colour else phase
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """Return an empty table with these columns."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")

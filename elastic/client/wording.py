@@ -28,6 +28,16 @@ def duration(length_ns: int) -> str:
     return f"{hours}h {minutes}m" if hours < 24 else f"{hours // 24}d {hours % 24}h"
 
 
+def num_bytes(size: int) -> str:
+    """Return an amount of bytes as people say it: "17 B", "3.2 MB"."""
+    amount, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if amount < 1000:
+            break
+        amount, unit = amount / 1000, larger
+    return f"{size} B" if unit == "B" else f"{amount:.1f} {unit}"
+
+
 def world_size(view: JobView) -> int:
     """Return how many workers train together now, 0 when none do."""
     group = view.record.group

@@ -18,7 +18,12 @@ from elastic.coord.follows import Merged
 from elastic.coord.lookup import Origin, find_job, has_ended, origins_of
 from elastic.coord.server_desk import Desk, answering, streaming
 from elastic.core.config import check_name, ns
-from elastic.core.events.coordinator import NodeDrainRequested, StopRequested, SubmitRequested
+from elastic.core.events.coordinator import (
+    CheckpointRequested,
+    NodeDrainRequested,
+    StopRequested,
+    SubmitRequested,
+)
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId, NodeId, WorkerId
 from elastic.errors import UsageError
@@ -80,6 +85,13 @@ class JobsService:
         reason = request.reason or "stopped by a user"
         await self._desk.ask(lambda request_id: StopRequested(request_id, job_id, reason))
         return jobs_pb2.StopJobResponse()
+
+    @answering
+    async def Checkpoint(self, request: jobs_pb2.CheckpointRequest) -> jobs_pb2.CheckpointResponse:
+        """Have a job take a checkpoint now."""
+        job_id = self._find(request.job)
+        number = await self._desk.ask(lambda request_id: CheckpointRequested(request_id, job_id))
+        return jobs_pb2.CheckpointResponse(request=int(number))
 
     @answering
     async def Get(self, request: jobs_pb2.GetJobRequest) -> jobs_pb2.Job:

@@ -220,6 +220,20 @@ class LeaveGroup:
 
 
 @dataclass(frozen=True)
+class SaveState:
+    """A user wants a checkpoint now: take one at the end of this step, and go on.
+
+    Attributes:
+        generation: of the group that is to take it; another one is told anew.
+        request: number of the wish; a greater one is newer, one that was served already is none.
+    """
+
+    worker_id: WorkerId
+    generation: Generation
+    request: int
+
+
+@dataclass(frozen=True)
 class ReportAck:
     """The report was taken (a checkpoint in it is durable), or refused for the reason given."""
 
@@ -281,6 +295,7 @@ CoordinatorMessage = (
     | FollowLogs
     | Probe
     | DumpStacks
+    | SaveState
 )
 
 
@@ -324,7 +339,7 @@ class Ping:
     number: int
 
 
-PipeToWorker = Assign | Announce | LeaveGroup | ReportAck | Stop | Ping
+PipeToWorker = Assign | Announce | LeaveGroup | ReportAck | Stop | Ping | SaveState
 
 
 @dataclass(frozen=True)

@@ -1,85 +1,98 @@
 """Files below one directory, on any file system that fsspec has.
 
 Rule: a name that is there is complete. Local files are written beside their name, forced to the
-disk, and renamed; an object store shows an object only once it is whole. Every failure becomes a
-`StorageError` that names the path and the reason.
+disk, and renamed; so are those of other file systems; an object store shows an object only once it
+is whole. What may safely be done twice is done again after a passing fault (`patience`); every
+failure becomes a `StorageError` that names the path and the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
+import fnmatch
+import functools
+import logging
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from elastic.errors import StorageError
+from elastic.storage import outputs
+from elastic.storage.faults import is_about_credentials, reason_of
 from elastic.storage.marker import StoredFile
+from elastic.storage.outputs import CHUNK_BYTES, Output
+from elastic.storage.patience import PATIENCE_S, with_patience
 
-PARTIAL = ".partial"
-CHUNK_BYTES = 4 << 20
+log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Names = list[str]
 
-def reason_of(error: BaseException) -> str:
-    """Return in words why storage refused; a full disk is called by its name."""
-    if isinstance(error, OSError):
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"disk full ({error.strerror})"
-        if error.strerror:
-            return error.strerror
-    return f"{type(error).__name__}: {error}"
-
-
-class Output:
-    """A file that is being written; counts and sums up what goes through."""
-
-    def __init__(self, file: Any) -> None:
-        """Write to this file."""
-        self._file = file
-        self.size, self.crc32 = 0, 0
-
-    def write(self, data: Any) -> int:
-        """Append bytes, or anything with a buffer."""
-        view = memoryview(data).cast("B")
-        self.crc32 = zlib.crc32(view, self.crc32)
-        self.size += len(view)
-        self._file.write(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Nothing: the end of the `with` block makes all of it durable."""
+OBJECT_STORES = frozenset({
+    "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "r2", "b2", "hf",
+})  # fmt: skip
+"""No folders, no append, and a name is there only once its object is whole."""
+PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs",
+    "az": "adlfs", "oss": "ossfs", "oci": "ocifs", "tos": "tosfs", "sftp": "paramiko",
+    "ssh": "paramiko", "smb": "smbprotocol", "hdfs": "pyarrow", "hf": "huggingface_hub",
+    "webdav": "webdav4", "http": "aiohttp", "https": "aiohttp",
+}  # fmt: skip
 
 
 class Files:
-    """One directory; paths of its methods are relative to it, with slashes."""
+    """One directory; paths of its methods are relative to it, with slashes.
 
-    def __init__(self, path: str, filesystem: fsspec.AbstractFileSystem | None = None) -> None:
+    Attributes:
+        path: as it was given.
+        fs: fsspec's file system; another one once credentials had to be read anew.
+        root: the directory as the file system knows it.
+        patience_s: how long passing faults are waited out.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        filesystem: fsspec.AbstractFileSystem | None = None,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         """Touch nothing yet.
 
         Args:
             path: an fsspec path such as "/data/run" or "s3://bucket/run".
             filesystem: the one that `path` is in; by default the one that the path names.
+            patience_s: how long an operation that meets a passing fault is tried again, in
+                seconds; 0 for not at all.
 
         Raises:
-            StorageError: no file system for such a path.
+            StorageError: no file system for such a path, or the package for it is missing.
         """
         self.path = path.rstrip("/")
+        self.patience_s = patience_s
         if filesystem is not None:
             self.fs, self.root = filesystem, self.path
-            return
-        try:
-            self.fs, self.root = fsspec.core.url_to_fs(self.path)
-        except Exception as error:
-            raise StorageError(f"storage {path}: {reason_of(error)}") from error
+        else:
+            self.fs, self.root = _opened(self.path)
+
+    def folder(self, name: str) -> Files:
+        """Return the files of a folder in this directory, with the same patience."""
+        return Files(f"{self.path}/{name}", patience_s=self.patience_s)
 
     @property
     def is_local(self) -> bool:
         """Return whether it lies in this machine's own file system (or one that is mounted)."""
         return isinstance(self.fs, LocalFileSystem)
+
+    @property
+    def is_object_store(self) -> bool:
+        """Return whether files here are objects: no folders, and nothing can be appended."""
+        protocols = self.fs.protocol
+        names = (protocols,) if isinstance(protocols, str) else protocols
+        return not OBJECT_STORES.isdisjoint(names)
 
     def at(self, name: str) -> str:
         """Return the path of a file or folder as the file system knows it."""
@@ -93,9 +106,17 @@ class Files:
         Raises:
             StorageError: that cannot be found out.
         """
-        with self._told(f"cannot read {self.path}/{name}"):
+
+        def look() -> bool:
             self.fs.invalidate_cache()
-            return bool(self.fs.exists(self.at(name)))
+            try:
+                # Not `fs.exists`: that takes every failure for "no".
+                self.fs.info(self.at(name))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return True
+
+        return self._do(f"cannot read {self.path}/{name}", look)
 
     def read(self, name: str) -> bytes:
         """Return the content of a file.
@@ -103,18 +124,20 @@ class Files:
         Raises:
             StorageError: it cannot be read; `FileNotFoundError` is its cause if it is not there.
         """
-        with self._told(f"cannot read {self.path}/{name}"):
-            return bytes(self.fs.cat_file(self.at(name)))
+        return self._do(
+            f"cannot read {self.path}/{name}", lambda: bytes(self.fs.cat_file(self.at(name)))
+        )
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Any]:
-        """Give the open file for the time of the `with` block.
+        """Give the open file for the time of the `with` block; only opening it is tried again.
 
         Raises:
             StorageError: it cannot be opened or read.
         """
         what = f"cannot read {self.path}/{name}"
-        with self._told(what), self.fs.open(self.at(name), "rb") as file:
+        opened = self._do(what, lambda: self.fs.open(self.at(name), "rb"))
+        with self._told(what), opened as file:
             yield file
 
     def tree(self) -> list[StoredFile]:
@@ -137,23 +160,49 @@ class Files:
         Raises:
             StorageError: it cannot be read.
         """
-        size, crc32 = 0, 0
-        with self.reading(name) as file:
-            while chunk := file.read(CHUNK_BYTES):
-                size, crc32 = size + len(chunk), zlib.crc32(chunk, crc32)
-        return StoredFile(name, size, crc32)
 
-    def list(self, pattern: str) -> list[str]:
-        """Return the names that match a glob pattern, sorted.
+        def sum_up() -> StoredFile:
+            size, crc32 = 0, 0
+            with self.fs.open(self.at(name), "rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    size, crc32 = size + len(chunk), zlib.crc32(chunk, crc32)
+            return StoredFile(name, size, crc32)
+
+        return self._do(f"cannot read {self.path}/{name}", sum_up)
+
+    def list(self, pattern: str) -> Names:
+        """Return the names that match a pattern, sorted; each `*` stands for a part of one name.
 
         Raises:
-            StorageError: the directory cannot be listed.
+            StorageError: a directory cannot be listed; one that is not there is empty.
         """
-        with self._told(f"cannot list {self.path}/{pattern}"):
-            self.fs.invalidate_cache()
-            found = self.fs.glob(self.at(pattern))
-        skipped = len(str(self.root)) + 1
-        return sorted(str(path)[skipped:] for path in found)
+        what = f"cannot list {self.path}/{pattern}"
+        self.fs.invalidate_cache()
+        found = [""]
+        for part in pattern.split("/"):
+            if "*" in part:
+                found = [
+                    f"{folder}{name}/"
+                    for folder in found
+                    for name in self._do(what, functools.partial(self._names, folder))
+                    if fnmatch.fnmatchcase(name, part)
+                ]
+            else:
+                found = [f"{folder}{part}/" for folder in found]
+        names = sorted(name[:-1] for name in found)
+        is_listed = "*" in pattern.rpartition("/")[2]
+        return names if is_listed else [name for name in names if self.exists(name)]
+
+    def _names(self, folder: str) -> Names:
+        """Return what is in a folder, given with its last slash or as "" for all."""
+        path = self.at(folder.rstrip("/"))
+        try:
+            # Not `fs.glob`: that takes a folder that cannot be read for an empty one.
+            found = self.fs.ls(path, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        inside = [str(one).rstrip("/") for one in found if str(one).startswith(f"{path}/")]
+        return [name for one in inside if (name := one[len(path) + 1 :])]
 
     # ---------------------------------------------------------------------------------- writing
 
@@ -163,46 +212,78 @@ class Files:
         Raises:
             StorageError: it cannot be written.
         """
-        with self.writing(name) as output:
-            output.write(data)
-        return StoredFile(name, output.size, output.crc32)
+        return self.put(name, lambda output: output.write(data))
+
+    def put(self, name: str, produce: Callable[[Output], object]) -> StoredFile:
+        """Write a file by a function, which is called anew when a passing fault broke the file.
+
+        Args:
+            name: of the file.
+            produce: writes the whole content to what it is given, the same each time.
+
+        Raises:
+            StorageError: it cannot be written; nothing of that name is left then.
+        """
+
+        def write_all() -> StoredFile:
+            with self._open_output(name) as output:
+                produce(output)
+            return StoredFile(name, output.size, output.crc32)
+
+        return self._do(f"cannot write {self.path}/{name}", write_all)
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[Output]:
         """Give a file to write for the time of the `with` block; its name exists afterwards.
 
+        The block cannot be run a second time, so a passing fault ends it: `put` outlives one.
+
         Raises:
             StorageError: it cannot be written; nothing of that name is left then.
         """
-        final = self.at(name)
-        with self._told(f"cannot write {self.path}/{name}"):
-            if not self.is_local:
-                self.fs.makedirs(final.rpartition("/")[0], exist_ok=True)
-                with self.fs.open(final, "wb") as file:
-                    yield Output(file)
-                return
-            folder = os.path.dirname(final)
-            os.makedirs(folder, exist_ok=True)
-            partial = final + PARTIAL
-            try:
-                with open(partial, "wb") as file:
-                    yield Output(file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(partial, final)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(partial)
-                raise
-            _sync_folder(folder)
+        with self._told(f"cannot write {self.path}/{name}"), self._open_output(name) as output:
+            yield output
 
-    def append(self, name: str, data: bytes) -> None:
-        """Add to the end of a file.
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a file if there is none of this name.
+
+        Exactly one of several that try succeeds, on local disks and on object stores that know
+        conditional writes, as S3 does. Elsewhere it is looked first and written then.
+
+        Returns:
+            Whether it was written here. After a lost answer that may be False all the same:
+            read it, to know whose it is.
 
         Raises:
             StorageError: it cannot be written.
         """
-        with self._told(f"cannot write {self.path}/{name}"):
+
+        def create() -> bool:
+            if self.is_local:
+                return outputs.create_local(self.at(name), data)
+            if self.is_object_store:
+                return outputs.create_object(self.fs, self.at(name), data)
+            if self.exists(name):
+                return False
+            with self._open_output(name) as output:
+                output.write(data)
+            return True
+
+        return self._do(f"cannot write {self.path}/{name}", create)
+
+    def append(self, name: str, data: bytes) -> None:
+        """Add to the end of a file that nobody else writes to; all of it or nothing.
+
+        Raises:
+            StorageError: it cannot be written, or this is an object store.
+        """
+        what = f"cannot write {self.path}/{name}"
+        if self.is_object_store:
+            raise StorageError(f"{what}: objects cannot be appended to; use MetricsLog")
+        if self.is_local:
+            self._do(what, lambda: outputs.append_local(self.at(name), data))
+            return
+        with self._told(what):
             self.fs.makedirs(self.at(name).rpartition("/")[0], exist_ok=True)
             with self.fs.open(self.at(name), "ab") as file:
                 file.write(data)
@@ -211,10 +292,58 @@ class Files:
         """Delete a file, or a folder with all that is in it.
 
         Raises:
-            StorageError: something cannot be deleted.
+            StorageError: something cannot be deleted, or is not there.
         """
-        with self._told(f"cannot delete {self.path}/{name}"):
-            self.fs.rm(self.at(name), recursive=True)
+        attempts = 0
+
+        def remove() -> None:
+            nonlocal attempts
+            attempts += 1
+            self.fs.invalidate_cache()
+            try:
+                self.fs.rm(self.at(name), recursive=True)
+            except FileNotFoundError:
+                if attempts == 1:
+                    raise  # Otherwise the attempt before did it, and its answer was lost.
+
+        self._do(f"cannot delete {self.path}/{name}", remove)
+
+    # ---------------------------------------------------------------------------------- inside
+
+    def _open_output(self, name: str) -> contextlib.AbstractContextManager[Output]:
+        final = self.at(name)
+        if self.is_local:
+            return outputs.local_output(final)
+        if self.is_object_store:
+            return outputs.object_output(self.fs, final)
+        return outputs.renamed_output(self.fs, final)
+
+    def _do(self, what: str, action: Callable[[], T]) -> T:
+        """Do what may be done twice; see `with_patience`.
+
+        Raises:
+            StorageError: it failed for good, or for too long.
+        """
+        try:
+            return with_patience(lambda: self._accepted(action), self.patience_s, what)
+        except Exception as error:
+            raise self._failure(what, error) from error
+
+    def _accepted(self, action: Callable[[], T]) -> T:
+        """Do it, and once more with credentials that are read anew if the old ones are refused."""
+        try:
+            return action()
+        except Exception as error:
+            if self.is_local or not is_about_credentials(error):
+                raise
+            log.warning("credentials_read_anew path=%s reason=%r", self.path, reason_of(error))
+            self._forget_credentials()
+            return action()
+
+    def _forget_credentials(self) -> None:
+        """Open the file system anew; fsspec otherwise keeps one for the life of the process."""
+        type(self.fs).clear_instance_cache()
+        self.fs, self.root = _opened(self.path)
 
     @contextlib.contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -224,14 +353,45 @@ class Files:
         except StorageError:
             raise
         except Exception as error:
-            raise StorageError(f"{what}: {reason_of(error)}") from error
+            raise self._failure(what, error) from error
+
+    def _failure(self, what: str, error: Exception) -> StorageError:
+        advice = ""
+        if not self.is_local and is_about_credentials(error):
+            self._forget_credentials()
+            advice = (
+                "; the storage does not accept the credentials of this process: renew them where "
+                "it finds them (environment, file, role of the machine); the next attempt reads "
+                "them anew, nothing has to be restarted"
+            )
+        return StorageError(f"{what}: {reason_of(error)}{advice}")
 
 
-def _sync_folder(folder: str) -> None:
-    """Make a rename durable, where the file system can do that for folders."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _opened(path: str) -> tuple[Any, str]:
+    """Return fsspec's file system for a path, and the path as it knows it.
+
+    Raises:
+        StorageError: there is none.
+    """
+    try:
+        fs, root = fsspec.core.url_to_fs(path, **_options(path))
+        return fs, str(root)
+    except ImportError as error:
+        scheme = path.partition("://")[0]
+        package = PACKAGES.get(scheme, "")
+        advice = f": pip install {package}, on every node" if package else ""
+        raise StorageError(
+            f"storage {path}: a package that {scheme}:// needs is not installed{advice} ({error})"
+        ) from error
+    except Exception as error:
+        raise StorageError(f"storage {path}: {reason_of(error)}") from error
+
+
+def _options(path: str) -> dict[str, Any]:
+    """Return what the file system is opened with, beside what the user has configured for it."""
+    scheme = path.partition("://")[0]
+    if scheme not in ("s3", "s3a") or "config_kwargs" in fsspec.config.conf.get(scheme, {}):
+        return {}
+    # botocore asks again by itself, for up to a minute, and s3fs around it: patience is ours, so
+    # that it has one length. s3fs's own pauses, two seconds in all, remain.
+    return {"config_kwargs": {"retries": {"mode": "standard", "total_max_attempts": 1}}}

@@ -3,6 +3,7 @@
     RUN/run.json                 what became of the run; see `run_record`
     RUN/metrics.jsonl            what rank 0 reported, one JSON object a line
     RUN/metrics-rank3.jsonl      the same of rank 3
+    RUN/metrics/*-rank0.jsonl    the same in parts, on object stores (see `metrics`)
     RUN/checkpoints/NAME/        files of one checkpoint
     RUN/checkpoints/NAME/_COMMITTED    written last: a directory without it does not exist
     RUN/checkpoints/NAME/_RECORDED     the coordinator has it in its records, as far as we heard
@@ -15,15 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from elastic.core.world import CheckpointRecord
 from elastic.errors import StorageError
-from elastic.storage.files import CHUNK_BYTES, Files, reason_of
+from elastic.storage.faults import reason_of
+from elastic.storage.files import Files
 from elastic.storage.marker import DAMAGED, MARKER, RECORDED, Marker, StoredFile
+from elastic.storage.metrics import MetricsLog, read_metrics
+from elastic.storage.outputs import CHUNK_BYTES, Output
+from elastic.storage.patience import PATIENCE_S
 from elastic.storage.run_record import read_run
 
 CHECKPOINTS = "checkpoints"
@@ -32,17 +36,19 @@ CHECKPOINTS = "checkpoints"
 class RunDirectory:
     """One run's directory, on any file system that fsspec has."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, patience_s: float = PATIENCE_S) -> None:
         """Touch nothing yet.
 
         Args:
             path: storage_path/name, as an fsspec path such as "/data/run" or "s3://b/run".
+            patience_s: how long passing faults of the storage are waited out, in seconds.
 
         Raises:
             StorageError: no file system for such a path.
         """
-        self.files = Files(path)
+        self.files = Files(path, patience_s=patience_s)
         self.path = self.files.path
+        self._logs: dict[int, MetricsLog] = {}
 
     def checkpoint_path(self, name: str) -> str:
         """Return the path under which users find a checkpoint."""
@@ -50,20 +56,36 @@ class RunDirectory:
 
     def checkpoint(self, name: str) -> Files:
         """Return the files of a checkpoint."""
-        return Files(self.checkpoint_path(name))
+        return self.files.folder(f"{CHECKPOINTS}/{name}")
 
     def append_metrics(self, rank: int, record: dict[str, Any]) -> None:
-        """Add a line to this rank's metrics.
+        """Add a line to this rank's metrics; on an object store it may be seen a little later.
 
         Raises:
             StorageError: it cannot be written.
         """
-        name = "metrics.jsonl" if rank == 0 else f"metrics-rank{rank}.jsonl"
-        line = json.dumps(record, ensure_ascii=False) + "\n"
+        log = self._logs.setdefault(rank, MetricsLog(self.files, rank))
         try:
-            self.files.append(name, line.encode())
+            log.append(record)
         except StorageError as error:
             raise StorageError(f"rank {rank} {error}") from error
+
+    def flush_metrics(self) -> None:
+        """Let every line that was added be seen; for the end of a train function.
+
+        Raises:
+            StorageError: they cannot be written.
+        """
+        for log in self._logs.values():
+            log.flush()
+
+    def read_metrics(self, rank: int = 0) -> list[dict[str, Any]]:
+        """Return what a rank reported, oldest first; a torn line is left out.
+
+        Raises:
+            StorageError: it is there and cannot be read.
+        """
+        return read_metrics(self.files, rank)
 
     def upload(
         self, source: Path, name: str, *, claim: Callable[[str], bool]
@@ -135,16 +157,24 @@ class RunDirectory:
         return self.checkpoint(name).exists(MARKER)
 
     def commit(self, name: str, marker: Marker) -> str:
-        """Make a checkpoint count, once all its files are there.
+        """Make a checkpoint count, once all its files are there; the same twice is no error.
 
         Returns:
             Its path.
 
         Raises:
-            StorageError: the marker cannot be written.
+            StorageError: the marker cannot be written, or somebody else has committed a
+                checkpoint under this name.
         """
+        data = marker.to_json().encode()
         with _as("cannot commit", self.checkpoint_path(name)):
-            self.checkpoint(name).write(MARKER, marker.to_json().encode())
+            files = self.checkpoint(name)
+            # What is there may be ours: written, with an answer that was lost.
+            if not files.create(MARKER, data) and (other := files.read(MARKER)) != data:
+                raise StorageError(
+                    f"{_owner(other)} has committed a checkpoint of this name already; give it "
+                    f"another name, or remove the old one"
+                )
         return self.checkpoint_path(name)
 
     def discard(self, name: str) -> None:
@@ -268,24 +298,35 @@ class RunDirectory:
             StorageError: the directory cannot be read.
         """
         found = []
-        for path in self.files.list(f"{CHECKPOINTS}/*/{MARKER}"):
+        for name in self.files.list(f"{CHECKPOINTS}/*"):
             try:
-                marker = Marker.from_json(self.files.read(path).decode())
+                marker = Marker.from_json(self.files.read(f"{name}/{MARKER}").decode())
             except ValueError:
                 continue  # Torn.
             except StorageError as error:
-                if isinstance(error.__cause__, FileNotFoundError):
-                    continue  # Pruned by another member since we listed it.
+                if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+                    continue  # Not committed, or pruned by another member since we listed it.
                 raise
-            found.append((path.split("/")[1], marker))
+            found.append((name.split("/")[1], marker))
         return found
 
 
 def _copied(path: Path, target: Files, relative: str) -> StoredFile:
-    with open(path, "rb") as file, target.writing(relative) as output:
-        while chunk := file.read(CHUNK_BYTES):
-            output.write(chunk)
-    return StoredFile(relative, output.size, output.crc32)
+    def copy(output: Output) -> None:
+        with open(path, "rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                output.write(chunk)
+
+    return target.put(relative, copy)
+
+
+def _owner(data: bytes) -> str:
+    """Return who wrote a marker, in words."""
+    try:
+        marker = Marker.from_json(data.decode())
+    except ValueError:
+        return "somebody"
+    return f"generation {marker.generation} of job {marker.job_id}"
 
 
 @contextlib.contextmanager

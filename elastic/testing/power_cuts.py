@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.storage.run_directory import RunDirectory
-from elastic.storage.verification import verify
+from elastic.storage.soundness import verify
 from elastic.testing.chaos_jobs import ENDLESS, HASHES, ChaosFailed, undisturbed
 from elastic.testing.jobs import steps_job
 from elastic.worker.main import warm_up_here

@@ -20,7 +20,12 @@ from dataclasses import dataclass
 import click
 
 from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec, ns
-from elastic.core.events.coordinator import NodeDrainRequested, StopRequested, SubmitRequested
+from elastic.core.events.coordinator import (
+    CheckpointRequested,
+    NodeDrainRequested,
+    StopRequested,
+    SubmitRequested,
+)
 from elastic.core.events.shared import Note
 from elastic.core.messages import CoordinatorMessage
 from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, Strategy
@@ -186,6 +191,7 @@ class Simulation:
             strategy=rng.choice([Strategy.PACK, Strategy.SPREAD]),
             max_failures=rng.choice([0, 5, -1]),
             hang_timeout_s=rng.choice(HANG_TIMEOUTS_S),
+            run_path="/results",
         )
         raises = rng.choice([0, 0, 0, 1, 2])
         script = Script(
@@ -204,6 +210,14 @@ class Simulation:
         if self.timeline.chance(0.15):
             moment = self.timeline.between(10 * S, 50 * S)
             self.timeline.after(moment, self._drain_some_node)
+        # Not in every seed: rare bugs are caught by what is rare, and each draw moves all others.
+        if self.seed % 4 == 1 and self.timeline.chance(0.8):
+            moment = self.timeline.between(5 * S, 50 * S)
+            self.timeline.after(moment, self._wish_checkpoint, job_id)
+
+    def _wish_checkpoint(self, job_id: JobId) -> None:
+        """A user wants a checkpoint now; one who is refused does not ask again."""
+        self.coordinator.post(CheckpointRequested(f"save {job_id}", job_id))
 
     def _submit(self, spec: JobSpec) -> None:
         """Submit until the answer is seen, as a client does."""

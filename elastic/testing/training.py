@@ -26,18 +26,21 @@ from elastic.core.events.worker import (
     SendPipe,
     Setup,
     Started,
+    StateSaved,
     StoreOpened,
     TrainLeft,
     TrainRaised,
     TrainReturned,
     UserReported,
     WishBoundary,
+    WishSave,
     WorkerEffect,
     WorkerEvent,
 )
 from elastic.core.machine.worker import WorkerMachine
 from elastic.core.messages import PipeToAgent, PipeToWorker
 from elastic.core.world import (
+    FIRST_AUTOMATIC,
     Assignment,
     ExitCause,
     ExitKind,
@@ -97,6 +100,7 @@ class DataPlane:
         self.groups: dict[tuple[JobId, Generation], SimGroup] = {}
         self.scripts: dict[JobId, Script] = {}
         self.raised: dict[JobId, int] = {}
+        self.saves_served: dict[JobId, int] = {}
 
     def arrive(self, process: SimProcess, assignment: Assignment) -> None:
         """A main thread waits in the rendezvous of its generation."""
@@ -172,6 +176,7 @@ class DataPlane:
         script = self.scripts[group.job_id]
         group.step += 1
         self.checkers.stepped(group.job_id, group.generation, group.step)
+        self._save_if_wished(group)
         if group.step == script.raise_at and self.raised.get(group.job_id, 0) < script.raises:
             self.raised[group.job_id] = self.raised.get(group.job_id, 0) + 1
             self._raise(group)
@@ -181,6 +186,16 @@ class DataPlane:
             self._report(group)
         else:
             self._next_step(group)
+
+    def _save_if_wished(self, group: SimGroup) -> None:
+        """A user wished for a checkpoint: the leader tells of one, with a number of its own."""
+        wishes = [p.save_wish for p in group.members.values() if p.save_wish is not None]
+        newest = max((w.request for w in wishes if w.generation == group.generation), default=0)
+        if newest > self.saves_served.get(group.job_id, 0):
+            self.saves_served[group.job_id] = newest
+            index = FIRST_AUTOMATIC + newest
+            saved = StateSaved(group.generation, index, "{}", f"auto-{newest}")
+            group.members[0].tell_machine(saved)
 
     def _raise(self, group: SimGroup) -> None:
         """User code raises in rank 0; the others find the group broken when it is gone."""
@@ -278,6 +293,7 @@ class SimProcess:
         self.beats = 0
         self.waiting_since_ns = 0
         self.wish: Generation = 0
+        self.save_wish: WishSave | None = None
         self.busy_with: FormGroup | EnterTrain | None = None
         self._pending: list[WorkerEvent] = []
         timeline.after(timeline.between(20 * MS, 1500 * MS), self.tell_machine, Started(pid))
@@ -403,6 +419,8 @@ class SimProcess:
             self._later(self.answer_main, event)
         elif isinstance(effect, WishBoundary):
             self.wish = effect.generation
+        elif isinstance(effect, WishSave):
+            self.save_wish = effect
         elif isinstance(effect, ExitWorker):
             self.die(ExitCause(ExitKind.CODE, effect.code))
         else:

@@ -19,7 +19,7 @@ from elastic.errors import UsageError
 from elastic.storage.files import Files
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunPhase, read_run, write_run
-from elastic.storage.verification import newest_sound, read_marker, verify
+from elastic.storage.soundness import newest_sound, read_marker, verify
 from elastic.train.checkpoint import Checkpoint
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from elastic.errors import StorageError, UsageError
 from elastic.storage.files import Files
 from elastic.storage.marker import DAMAGED, MARKER, METADATA, RECORDED
-from elastic.storage.verification import read_marker, verify
+from elastic.storage.soundness import read_marker, verify
 from elastic.train.dict_checkpoint import read_dict, write_dict
 
 OURS = (MARKER, RECORDED, DAMAGED)

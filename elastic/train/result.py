@@ -8,18 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsspec.core import url_to_fs
-
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.policy import retention
 from elastic.core.world import CheckpointRecord
-from elastic.errors import ElasticError, StorageError, TrainingFailed, UsageError
+from elastic.errors import ElasticError, TrainingFailed, UsageError
 from elastic.storage.files import Files
+from elastic.storage.metrics import has_metrics
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunPhase, read_run
 from elastic.train.checkpoint import Checkpoint
-
-METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,10 @@ class Result:
         run_path = str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())
         files = Files(run_path)
         record = read_run(files)
-        if record is None and not files.exists(METRICS_FILE):
+        if record is None and not has_metrics(files):
             raise UsageError(
                 f"Result.from_path({str(path)!r}): no run directory (it has neither run.json nor "
-                f"{METRICS_FILE}); expected storage_path/name of a run"
+                f"metrics); expected storage_path/name of a run"
             )
         error = None
         if record is not None and record.phase in (RunPhase.FAILED, RunPhase.STOPPED):
@@ -124,22 +121,7 @@ def read_history(run_path: str) -> list[dict[str, Any]]:
     Raises:
         StorageError: the file is there and cannot be read.
     """
-    fs, root = url_to_fs(run_path)
-    path = f"{root.rstrip('/')}/{METRICS_FILE}"
-    try:
-        if not fs.exists(path):
-            return []
-        text = fs.cat_file(path).decode(errors="replace")
-    except OSError as error:
-        raise StorageError(f"metrics in {run_path} cannot be read: {error}") from error
-    rows = []
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("metrics"), dict):
-            rows.append(row)
+    rows = RunDirectory(run_path).read_metrics()
     newest = {row["at"]: number for number, row in enumerate(rows) if "at" in row}
     return [row for n, row in enumerate(rows) if "at" not in row or newest[row["at"]] == n]
 

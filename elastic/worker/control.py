@@ -31,6 +31,7 @@ from elastic.core.events.worker import (
     Setup,
     Started,
     WishBoundary,
+    WishSave,
     WorkerEffect,
     WorkerEvent,
 )
@@ -156,6 +157,8 @@ class ControlThread:
             self._interrupter.interrupt(effect.generation, effect.reason, final=effect.final)
         elif isinstance(effect, WishBoundary):
             self._exchange.set_wish(effect)
+        elif isinstance(effect, WishSave):
+            self._exchange.set_save_wish(effect)
         elif isinstance(effect, ResolveReport):
             self._exchange.resolve(effect)
         elif isinstance(effect, ExitWorker):

@@ -17,6 +17,7 @@ from elastic.core.events.worker import (
     ResolveReport,
     Setup,
     WishBoundary,
+    WishSave,
     WorkerEvent,
 )
 from elastic.core.messages import Progress
@@ -63,6 +64,7 @@ class Exchange:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._wish: WishBoundary | None = None
+        self._save_wish: WishSave | None = None
         self._aborted: Generation = NO_GENERATION
         self._answers: dict[tuple[Generation, int], Answer] = {}
 
@@ -114,9 +116,14 @@ class Exchange:
         wish = self._wish
         return (wish.reason or "planned change") if wish and wish.generation == generation else ""
 
+    def set_save_wish(self, wish: WishSave) -> None:
+        """Let the wish's generation take a checkpoint soon."""
+        self._save_wish = wish
+
     def save_wish(self, generation: Generation) -> int:
         """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
-        return 0
+        wish = self._save_wish
+        return wish.request if wish is not None and wish.generation == generation else 0
 
     def set_aborted(self, generation: Generation) -> None:
         """Remember that this group is over, before it is aborted."""

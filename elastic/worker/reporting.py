@@ -222,6 +222,11 @@ class Reporter:
         background, self._background = self._background, None
         if background is not None:
             background.give_up("the group changed, or the train function was left")
+        try:
+            if self._run is not None:
+                self._run.flush_metrics()
+        except StorageError as error:
+            log.warning("metrics_lost error=%r", str(error))
 
     def _check_call(self, metrics: str, brought: Brought | None, name: str | None) -> str | None:
         """Refuse a call that cannot work; return the checkpoint's name, None for the default."""

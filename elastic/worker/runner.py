@@ -54,6 +54,7 @@ from elastic.worker.reporting import Place, Reporter
 from elastic.worker.rungs import Carry, Reenter
 from elastic.worker.saving import Saver
 from elastic.worker.seeding import FIRST_SEED, seed_everything
+from elastic.worker.shared_storage import SharedStorage
 from elastic.worker.step import StepEngine
 from elastic.worker.writing import Writer
 
@@ -97,6 +98,7 @@ class Runner:
         self._server: StoreServer | None = None
         self._prepare: Callable[[], entry.Call] | None = None
         self._run_directory: RunDirectory | None = None
+        self._shared = SharedStorage(None)
         self._saver: Saver | None = None
         # Of the call of the train function that runs now; `rejoin` moves it to other groups.
         self._called: entry.Call | None = None
@@ -130,6 +132,7 @@ class Runner:
             self._assign = assign
             self._server = StoreServer(assign.host)
             self._run_directory = RunDirectory(spec.run_path) if spec.run_path else None
+            self._shared = SharedStorage(self._run_directory)
             self._saver = Saver(assign.snapshots, self._writer(assign))
             self._prepare = entry.load(spec.entry)
         except BaseException as error:
@@ -271,11 +274,20 @@ class Runner:
             if self._reporter is not None:
                 self._reporter.close()
             self._reporter = self._make_reporter(assign, assignment)
+            self._check_storage(assignment)
         context = self._context(assign, assignment)
         if self._engine is not None:
             self._engine.enter(context)
         set_current(context)
         return context
+
+    def _check_storage(self, assignment: Assignment) -> None:
+        """Refuse a run directory that is not the one of the other nodes."""
+        self._shared.check(
+            assignment,
+            self._groups.store,
+            is_over=lambda: self._exchange.was_aborted(assignment.generation),
+        )
 
     def _leave_engine(self, *, in_this_group: bool = False) -> None:
         """The call is over; what its loop has reached is kept for the next one."""

@@ -47,7 +47,8 @@ def leave(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "epoch", "says"), [(leave, 2, ""), (flip, 1, "has CRC-32"), (tear, 1, "has 100 bytes")]
+    ("harm", "epoch", "says"),
+    [(leave, 2, ""), (flip, 1, "changed: checksum"), (tear, 1, "truncated: 100 bytes")],
 )
 def test_the_same_script_goes_on_at_the_newest_checkpoint_that_is_sound(
     start: Start, tmp_path: Path, harm: Callable[[Path], None], epoch: int, says: str

@@ -31,6 +31,7 @@ from elastic.core.messages import (
     Refusal,
     Release,
     ReportAck,
+    SaveState,
     StartWorker,
     StopWorker,
     Warm,
@@ -66,6 +67,7 @@ coordinator_messages = st.one_of(
     st.builds(ForgetWorker, workers_of),
     st.builds(announce, workers_of, GENERATIONS),
     st.builds(LeaveGroup, workers_of, GENERATIONS, st.booleans(), st.just("why")),
+    st.builds(SaveState, workers_of, GENERATIONS, st.integers(1, 3)),
     st.builds(ReportAck, workers_of, GENERATIONS, st.integers(0, 2), st.booleans()),
 )
 process_messages = st.one_of(

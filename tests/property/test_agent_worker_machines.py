@@ -32,6 +32,7 @@ from elastic.core.messages import (
     Pong,
     Refusal,
     ReportAck,
+    SaveState,
     StartWorker,
     Stop,
     StopWorker,
@@ -113,6 +114,7 @@ def worker_noise(rng: random.Random) -> Any:
         announce(worker_id, generation),
         LeaveGroup(worker_id, generation, rng.random() < 0.5, "x"),
         ReportAck(worker_id, generation, rng.randint(0, 2), True),
+        SaveState(worker_id, generation, rng.randint(1, 3)),
         Ping(1),
     ]
     makers: list[Any] = [

@@ -27,6 +27,7 @@ from elastic.core.messages import (
     Pulse,
     ReportAck,
     Reported,
+    SaveState,
     Stop,
     WorkerUpdate,
 )
@@ -144,6 +145,11 @@ class WorkerWorld(RuleBasedStateMachine):
         generation = max(1, self.highest - behind)
         self.highest = max(self.highest, generation)
         self.step(we.AgentTold(LeaveGroup(ME, generation, at_boundary, "why")))
+
+    @rule(behind=st.integers(-1, 2), request=st.integers(1, 3))
+    def the_agent_passes_on_a_wish_for_a_checkpoint(self, behind: int, request: int) -> None:
+        generation = max(1, self.highest - behind)
+        self.step(we.AgentTold(SaveState(ME, generation, request)))
 
     @rule(index=st.integers(0, 3), behind=st.integers(0, 1), accepted=st.booleans())
     def the_agent_acknowledges(self, index: int, behind: int, accepted: bool) -> None:

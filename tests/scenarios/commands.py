@@ -4,6 +4,8 @@
     disconnect NODE                        its stream breaks; agent and workers live on
     submit JOB min=N [max=N] [FIELD=...]   a user submits; FIELD is one of JobSpec
     stop JOB                               a user stops it
+    checkpoint JOB                         a user wants a checkpoint now
+    saved WORKER NUMBER PATH               the step engine's checkpoint of that number
     drain NODE SECONDS                     an operator drains a node
     notice NODE SECONDS                    the agent says that its node must leave
     ready | forming | training | broken | finished WORKER...
@@ -29,7 +31,7 @@ from typing import Any
 from elastic.core.config import NS_PER_S
 from elastic.core.events.shared import Tick
 from elastic.core.messages import ProbeAck
-from elastic.core.world import ExitCause, ExitKind, WorkerPhase
+from elastic.core.world import FIRST_AUTOMATIC, ExitCause, ExitKind, WorkerPhase
 from tests.scenarios.transcript import lines_of, status_lines
 from tests.unit.coordinator_under_test import Coordinator
 
@@ -39,7 +41,7 @@ PHASES = {
 }  # fmt: skip
 NUMBERS = (
     "step", "slots", "incarnation", "min", "max", "workers_per_replica", "max_failures",
-    "hang_timeout_s",
+    "num_to_keep", "hang_timeout_s",
 )  # fmt: skip
 
 
@@ -108,6 +110,17 @@ def submit(play: Play, rest: list[str], options: dict[str, Any]) -> None:
 
 def stop(play: Play, rest: list[str], options: dict[str, Any]) -> None:
     play.coordinator.stop(*rest, **options)
+    play.show()
+
+
+def checkpoint(play: Play, rest: list[str], options: dict[str, Any]) -> None:
+    play.coordinator.checkpoint(*rest, **options)
+    play.show()
+
+
+def saved(play: Play, rest: list[str], options: dict[str, Any]) -> None:
+    worker, number, path = rest
+    play.coordinator.reports(worker, FIRST_AUTOMATIC + int(number), checkpoint=path, **options)
     play.show()
 
 
@@ -218,5 +231,6 @@ COMMANDS: dict[str, Command] = {
     "notice": notice, "ready": ready, "exit": leave, "raise": raise_, "report": report,
     "waits": pulsing("waits"), "stands": pulsing("stands"), "moves": pulsing(""),
     "answer": answer, "tick": tick, "restart": restart, "status": status,
+    "checkpoint": checkpoint, "saved": saved,
     **{name: entering(phase) for name, phase in PHASES.items()},
 }  # fmt: skip

@@ -27,6 +27,7 @@ from elastic.core.messages import (
     Refusal,
     Release,
     ReportAck,
+    SaveState,
     StartWorker,
     StopWorker,
     Welcome,
@@ -80,6 +81,8 @@ def message_line(message: CoordinatorMessage) -> str:
             f"announce {told.worker_id} g{told.generation}: rank {told.rank} of "
             f"{told.world_size}, leader {told.leader_address}, cause {told.cause}{checkpoint}"
         )
+    if isinstance(message, SaveState):
+        return f"save {message.worker_id} g{message.generation}: wish {message.request}"
     if isinstance(message, LeaveGroup):
         when = "at a boundary" if message.at_boundary else "at once"
         return f"leave {message.worker_id} g{message.generation} {when}: {message.reason}"

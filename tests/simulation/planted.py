@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.machine import agent, coordinator, intake, invariants, jobs, settle, suspicion
+from elastic.core.machine import (
+    agent,
+    coordinator,
+    intake,
+    invariants,
+    jobs,
+    reports,
+    settle,
+    suspicion,
+)
 from elastic.core.messages import Announce, WorkerUpdate
 from elastic.core.policy import hang, membership, placement
 from elastic.core.policy.decision import Decision
@@ -133,7 +142,7 @@ def records_checkpoints_of_old_generations(patch: Patch) -> None:
     def accept(job: Any, report: Any) -> str:
         return "" if job is not None and not job.has_ended() else "over"
 
-    patch.setattr(intake, "_refuse_report", accept)
+    patch.setattr(reports, "_refuse_report", accept)
 
 
 @bug

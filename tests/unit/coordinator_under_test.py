@@ -15,6 +15,7 @@ from elastic.core.events.coordinator import (
     AgentConnected,
     AgentDisconnected,
     AgentSaid,
+    CheckpointRequested,
     CoordinatorEffect,
     CoordinatorEvent,
     Forget,
@@ -298,6 +299,10 @@ class Coordinator:
     def stop(self, job: str, reason: str = "") -> Reply:
         """Stop a job."""
         return self._ask(StopRequested(self._request(), JobId(job), reason))
+
+    def checkpoint(self, job: str) -> Reply:
+        """Wish for a checkpoint now."""
+        return self._ask(CheckpointRequested(self._request(), JobId(job)))
 
     def drain(self, name: str, seconds: float = 30, reason: str = "upgrade") -> Reply:
         """Drain a node as an operator does."""

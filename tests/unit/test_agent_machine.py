@@ -40,6 +40,7 @@ from elastic.core.messages import (
     Release,
     ReportAck,
     Reported,
+    SaveState,
     StartWorker,
     Stop,
     StopWorker,
@@ -264,7 +265,12 @@ def test_an_announcement_before_the_process_is_warm_is_passed_on_after_the_assig
 
 def test_orders_for_a_worker_go_to_its_process() -> None:
     agent = with_worker()
-    for message in (announce(W1, 1), LeaveGroup(W1, 1, True, "join"), ReportAck(W1, 1, 0, True)):
+    for message in (
+        announce(W1, 1),
+        LeaveGroup(W1, 1, True, "join"),
+        ReportAck(W1, 1, 0, True),
+        SaveState(W1, 1, 7),
+    ):
         agent.hear(message)
         assert agent.told(1) == [message]
 

@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
-from elastic.core.policy.failure import CRASH_SIGNALS, FREE_LOSSES, History, describe, judge_exit
+from elastic.core.policy.failure import (
+    CRASH_SIGNALS,
+    FINAL_ERRORS,
+    FREE_LOSSES,
+    History,
+    describe,
+    judge_exit,
+)
 from elastic.core.world import ExitCause, ExitKind, Failure, JobId
 from tests.strategies import SCRIPT
 
@@ -101,6 +108,13 @@ def test_the_same_error_at_the_same_place_twice_in_a_row_is_not_tried_again(
     decision = judge_exit(spec(max_failures), History(1, 0, last), CODE_1, BOOM, CONFIG)
     assert decision.value.job_fails is fails
     assert ("twice in a row at report 3" in decision.reason) is fails
+
+
+def test_an_error_that_another_attempt_cannot_mend_is_not_tried_again() -> None:
+    failure = Failure(FINAL_ERRORS[0], "node n2 sees another directory")
+    decision = judge_exit(spec(-1), History(), CODE_1, failure, CONFIG)
+    assert decision.value.job_fails
+    assert "node n2 sees another directory" in decision.reason
 
 
 def test_exits_without_an_exception_are_not_held_to_be_the_same_error() -> None:

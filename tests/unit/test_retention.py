@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic.core.policy.retention import keep
-from elastic.core.world import CheckpointRecord
+from elastic.core.world import FIRST_AUTOMATIC, CheckpointRecord
 
 
 def records(*metrics: Any) -> list[CheckpointRecord]:
@@ -86,3 +86,41 @@ def test_an_infinite_loss_is_the_worst_one_and_an_infinite_reward_the_best() -> 
 
 def test_numbers_that_came_as_text_or_truth_values_count_as_numbers() -> None:
     assert kept(records('{"loss": "2.5"}', '{"loss": 2}', '{"loss": true}', 0), 2, "loss") == "03"
+
+
+# ----------------------------------------------------------------------- the step engine's own
+
+
+def mixed(kinds: str) -> list[CheckpointRecord]:
+    """Checkpoints 0, 1, 2, ..., reported for "r" and automatic for "a", with rising losses."""
+    return [
+        CheckpointRecord(
+            str(at), at, FIRST_AUTOMATIC + at if kind == "a" else 0, json.dumps({"loss": at})
+        )
+        for at, kind in enumerate(kinds)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "count", "left"),
+    [
+        # Of automatic ones two are enough, whatever happens to the others.
+        ("aaaaa", -1, "34"),
+        ("aaaaa", 1, "34"),
+        ("aaaaa", 2, "34"),
+        ("aaaaa", 4, "1234"),
+        ("a", 1, "0"),
+        # Neither kind counts as the other, nor pushes it out.
+        ("rarara", -1, "02345"),
+        ("rarara", 1, "345"),
+        ("raaaaaa", 1, "056"),
+        ("arrrrrr", 1, "06"),
+        ("rrraaarrr", 3, "345678"),
+    ],
+)
+def test_automatic_ones_are_counted_apart(kinds: str, count: int, left: str) -> None:
+    assert kept(mixed(kinds), count) == left
+
+
+def test_automatic_ones_are_never_kept_for_their_score() -> None:
+    assert kept(mixed("ararara"), 2, "loss", "min") == "1456"

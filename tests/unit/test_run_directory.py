@@ -99,14 +99,14 @@ def test_a_checkpoint_that_is_pruned_while_we_look_is_none(
     for name, unix_ns in (("kept", 1), ("pruned", 2)):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         run.commit(name, marker(unix_ns))
-    listed = run.files.fs.glob
+    listed = run.files.list
 
     def list_then_lose(pattern: str) -> list[str]:
         found = listed(pattern)
         (tmp_path / "checkpoints" / "pruned" / MARKER).unlink()
-        return list(found)
+        return found
 
-    monkeypatch.setattr(run.files.fs, "glob", list_then_lose)
+    monkeypatch.setattr(run.files, "list", list_then_lose)
     assert run.newest_checkpoint() == str(tmp_path / "checkpoints" / "kept")
 
 

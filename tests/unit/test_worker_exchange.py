@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import threading
 
-from elastic.core.events.worker import GroupFormed, ResolveReport, WishBoundary
+from elastic.core.events.worker import GroupFormed, ResolveReport, WishBoundary, WishSave
 from elastic.core.messages import Progress
 from elastic.core.world import WorkerId
 from elastic.worker.exchange import Exchange
@@ -47,6 +47,13 @@ def test_a_wish_holds_for_its_generation_only() -> None:
     assert [exchange.wish(generation) for generation in (1, 2, 3)] == ["", "node n4 joins", ""]
     exchange.set_wish(WishBoundary(3, ""))
     assert exchange.wish(3)
+
+
+def test_a_wish_for_a_checkpoint_holds_for_its_generation_only() -> None:
+    exchange = Exchange()
+    assert exchange.save_wish(2) == 0
+    exchange.set_save_wish(WishSave(2, 7))
+    assert [exchange.save_wish(generation) for generation in (1, 2, 3)] == [0, 7, 0]
 
 
 def test_an_abort_holds_for_its_generation_and_all_before() -> None:

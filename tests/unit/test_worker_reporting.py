@@ -19,6 +19,7 @@ from elastic.errors import StorageError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
+from elastic.testing.faulty_storage import Faults
 from elastic.worker import committing, reporting
 from elastic.worker.agreement import Agreement
 from elastic.worker.exchange import Answer
@@ -65,7 +66,7 @@ class Rank:
 
 
 def run_group(
-    run_path: Path, links: list[Coordinator], train: Callable[[Rank], None]
+    run_path: Path | str, links: list[Coordinator], train: Callable[[Rank], None]
 ) -> list[BaseException | None]:
     """Run `train` on as many ranks as there are links; return what each raised."""
     store = dist.HashStore()
@@ -194,12 +195,12 @@ def test_a_disk_that_refuses_the_marker_fails_the_checkpoint_for_all(tmp_path: P
     links = [Coordinator(), Coordinator()]
     run = tmp_path / "run"
     name = "checkpoint-j1-g000002-000000"
-    (run / "checkpoints" / name / "_COMMITTED.partial").mkdir(parents=True)
+    Faults(tmp_path).add("denied", on="write", match=f"*/{name}/_COMMITTED*")
 
     def train(rank: Rank) -> None:
         rank.report({}, directory(tmp_path / f"part{rank.rank}", model="x"))
 
-    errors = run_group(run, links, train)
+    errors = run_group(f"faulty://{run}", links, train)
     assert [type(error) for error in errors] == [StorageError, StorageError]
     assert committed(run) == []
 

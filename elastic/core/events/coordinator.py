@@ -110,6 +110,18 @@ class StopRequested:
 
 
 @dataclass(frozen=True)
+class CheckpointRequested:
+    """A user wants a checkpoint of a job now; answered by `Reply`, before one is taken.
+
+    Refused by name when none can be taken: the job has ended, does not train, or has no run
+    directory. The answer's text is the number of the wish.
+    """
+
+    request_id: str
+    job_id: JobId
+
+
+@dataclass(frozen=True)
 class NodeDrainRequested:
     """An operator drains a node; answered by `Reply`."""
 
@@ -126,6 +138,7 @@ CoordinatorEvent = (
     | AgentSaid
     | SubmitRequested
     | StopRequested
+    | CheckpointRequested
     | NodeDrainRequested
     | Tick
 )
@@ -168,7 +181,7 @@ class Reply:
     Attributes:
         error: "" for success, else one of "already_exists", "not_found", "invalid",
             "failed_precondition", "exhausted".
-        text: for success the job's id, else what to tell the user.
+        text: for success the id of what was asked for, else what to tell the user.
     """
 
     request_id: str

@@ -235,6 +235,17 @@ class WishBoundary:
 
 
 @dataclass(frozen=True)
+class WishSave:
+    """Let the group of this generation take a checkpoint soon, unless it served this wish already.
+
+    Answered by nothing: a checkpoint that was taken is told as any other is.
+    """
+
+    generation: Generation
+    request: int
+
+
+@dataclass(frozen=True)
 class ResolveReport:
     """Tell the waiting `train.report` call whether its checkpoint was recorded."""
 
@@ -260,6 +271,7 @@ WorkerEffect = (
     | AbortGroup
     | InterruptTrain
     | WishBoundary
+    | WishSave
     | ResolveReport
     | ExitWorker
     | Note

@@ -24,6 +24,7 @@ from elastic.core.messages import (
     Refusal,
     Release,
     ReportAck,
+    SaveState,
     StartWorker,
     Stop,
     StopWorker,
@@ -61,7 +62,7 @@ def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
             books.workers.forget(worker)
     elif isinstance(message, Announce):
         _forward(books, message.assignment.worker_id, message)
-    elif isinstance(message, LeaveGroup):
+    elif isinstance(message, (LeaveGroup, SaveState)):
         _forward(books, message.worker_id, message)
     elif isinstance(message, ReportAck):
         books.reports.ack(message)
@@ -122,7 +123,7 @@ def _stop(books: AgentBooks, message: StopWorker) -> None:
 
 
 def _forward(
-    books: AgentBooks, worker_id: WorkerId, message: Announce | LeaveGroup | ReportAck
+    books: AgentBooks, worker_id: WorkerId, message: Announce | LeaveGroup | ReportAck | SaveState
 ) -> None:
     """Pass on what is meant for one worker; one without a process hears it later."""
     worker = books.workers.get(worker_id)
@@ -131,7 +132,7 @@ def _forward(
     process = books.processes.get(worker.process_id)
     if process is not None:
         books.processes.send(process, message)
-    elif not isinstance(message, ReportAck):
+    elif isinstance(message, (Announce, LeaveGroup)):
         worker.hold(message)
 
 

@@ -13,6 +13,7 @@ from elastic.core.events.coordinator import (
     AgentConnected,
     AgentDisconnected,
     AgentSaid,
+    CheckpointRequested,
     CoordinatorEffect,
     CoordinatorEvent,
     Forget,
@@ -24,7 +25,7 @@ from elastic.core.events.coordinator import (
     SubmitRequested,
 )
 from elastic.core.events.shared import Tick
-from elastic.core.machine import intake, invariants, settle, suspicion
+from elastic.core.machine import intake, invariants, saves, settle, suspicion
 from elastic.core.machine.jobs import Cluster, JobState, restore
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.story import Story
@@ -124,6 +125,8 @@ class CoordinatorMachine:
             self._submit(event)
         elif isinstance(event, StopRequested):
             self._stop(event)
+        elif isinstance(event, CheckpointRequested):
+            saves.on_requested(cluster, event)
         elif isinstance(event, NodeDrainRequested):
             self._drain(event)
         else:
@@ -167,6 +170,7 @@ class CoordinatorMachine:
         check(not self._recovered, "Recovered came twice")
         self._recovered = True
         cluster.first_serial = (event.term - 1) * SERIALS_PER_TERM
+        cluster.first_save = (event.term - 1) * saves.REQUESTS_PER_TERM
         cluster.sequence = max((record.sequence for record in event.jobs), default=0)
         for record in sorted(event.jobs, key=lambda r: r.sequence):
             job = restore(record, cluster.now_ns)

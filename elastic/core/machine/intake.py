@@ -16,10 +16,10 @@ from elastic.core.events.coordinator import (
     Persist,
     SendAgent,
 )
-from elastic.core.machine import suspicion
+from elastic.core.machine import reports, suspicion
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
-from elastic.core.machine.settle import announcement, end_job, forgive, tell
+from elastic.core.machine.settle import announcement, end_job, remind_of_save, tell
 from elastic.core.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -31,8 +31,6 @@ from elastic.core.messages import (
     Pulse,
     Refusal,
     Release,
-    Report,
-    ReportAck,
     Reported,
     StartWorker,
     StopWorker,
@@ -40,18 +38,15 @@ from elastic.core.messages import (
     WorkerUpdate,
 )
 from elastic.core.policy import failure as failure_policy
-from elastic.core.policy import retention
 from elastic.core.policy.failure import Judgement
 from elastic.core.world import (
     NO_GENERATION,
-    CheckpointRecord,
     ExitCause,
     ExitKind,
     Failure,
     Generation,
     JobPhase,
     NodePhase,
-    SessionId,
     WorkerId,
     WorkerPhase,
     WorkerReport,
@@ -179,10 +174,13 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
     is_member = job.is_open and report.worker_id in job.member_ids()
     if is_member and report.generation < job.generation:
         tell(cluster, worker, announcement(job, report.worker_id))
-    elif is_member and job.asked:
-        leave = LeaveGroup(report.worker_id, job.generation, True, "planned change")
-        tell(cluster, worker, leave)
-    elif not is_member and report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
+        remind_of_save(cluster, job, worker)
+    elif is_member:
+        if job.asked:
+            leave = LeaveGroup(report.worker_id, job.generation, True, "planned change")
+            tell(cluster, worker, leave)
+        remind_of_save(cluster, job, worker)
+    elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
         leave = LeaveGroup(report.worker_id, report.generation, False, "the group is over")
         tell(cluster, worker, leave)
 
@@ -296,13 +294,13 @@ def on_said(cluster: Cluster, event: AgentSaid) -> None:
     if isinstance(message, WorkerUpdate):
         take_report(cluster, state, message.report)
     elif isinstance(message, Reported):
-        _take_metrics(cluster, event.session, message.report)
+        reports.take_metrics(cluster, event.session, message.report)
         if state.reports_due:
             state.reports_due -= 1
             if not state.reports_due:
                 cluster.touch_active()
     elif isinstance(message, Progress):
-        _take_progress(cluster, message)
+        reports.take_progress(cluster, message)
     elif isinstance(message, Pulse):
         suspicion.take_pulse(cluster, state, message)
     elif isinstance(message, DrainNotice):
@@ -411,85 +409,6 @@ def _is_charged_already(job: JobState, generation: Generation, judgement: Judgem
     else:
         return False
     return NO_GENERATION < generation <= newest
-
-
-# ---------------------------------------------------------------- reports
-
-
-def _take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
-    """Record a report, durable if it carries a checkpoint; refuse one from an old generation."""
-    job = cluster.jobs.get(report.job_id)
-    refusal = _refuse_report(job, report)
-    if job is None or refusal:
-        ack = ReportAck(report.worker_id, report.generation, report.index, False, refusal)
-        cluster.do(SendAgent(session, ack))
-        if report.checkpoint:
-            cluster.note(
-                "checkpoint_refused", report.job_id, path=report.checkpoint, reason=refusal
-            )
-        return
-    if report.rank == 0:
-        job.metrics = report.metrics
-    forgive(job)
-    is_known = any(
-        (c.generation, c.index) == (report.generation, report.index) for c in job.checkpoints
-    )
-    if report.checkpoint and not is_known:
-        record = CheckpointRecord(
-            report.checkpoint, report.generation, report.index, report.metrics
-        )
-        # In order of reports, not of arrival: one that is told again, or late, is not the newest.
-        job.checkpoints = retention.keep(
-            sorted((*job.checkpoints, record), key=lambda c: (c.generation, c.index)),
-            num_to_keep=job.spec.num_to_keep,
-            score_attribute=job.spec.score_attribute,
-            score_order=job.spec.score_order,
-        )
-        if record in job.checkpoints:
-            cluster.do(Persist((job.record(),)))
-            cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)
-    cluster.do(
-        SendAgent(session, ReportAck(report.worker_id, report.generation, report.index, True))
-    )
-    if report.rank == 0:
-        cluster.note(
-            "report",
-            job.job_id,
-            generation=report.generation,
-            index=report.index,
-            metrics=report.metrics,
-        )
-
-
-def _refuse_report(job: JobState | None, report: Report) -> str:
-    """Return why a report does not count, "" if it does."""
-    if job is None:
-        return f"job {report.job_id} is not known here"
-    if job.has_ended():
-        return f"job {job.job_id} has ended: {job.phase.value}"
-    if report.generation != job.generation or not job.is_open:
-        state = "is suspended" if report.generation == job.generation else "is over"
-        return f"generation {report.generation} {state}, the job is at {job.generation}"
-    if report.worker_id not in job.member_ids():
-        return f"worker {report.worker_id} is not a member of generation {job.generation}"
-    return ""
-
-
-def _take_progress(cluster: Cluster, progress: Progress) -> None:
-    """Take telemetry; note when every member has done its first step of the generation."""
-    job, worker = _find(cluster, progress.worker_id)
-    if job is None or worker is None or progress.generation != job.generation:
-        return
-    worker.steps = progress.steps
-    if progress.worker_id in job.first_steps or not progress.first_step_unix_ns:
-        return
-    job.first_steps[progress.worker_id] = progress.first_step_unix_ns
-    if set(job.member_ids()) <= set(job.first_steps):
-        last = max(job.first_steps[w] for w in job.member_ids())
-        cluster.note(
-            "first_step", job.job_id, generation=job.generation, unix_ns=last,
-            world_size=len(job.member_ids()),
-        )  # fmt: skip
 
 
 def placeholder(job: JobState, worker_id: WorkerId) -> WorkerReport:

@@ -76,6 +76,8 @@ class JobState:
             kept when its process dies afterwards.
         failure_generation, loss_generation: the newest ones that were charged for a failure of
             user code and for a lost worker; each is charged once.
+        save_request: number of the newest wish for a checkpoint that did not come true yet, 0 for
+            none.
         hung: members that are about to be killed as hung, and since when their stacks are written.
     """
 
@@ -105,6 +107,7 @@ class JobState:
     first_steps: dict[WorkerId, int] = field(default_factory=dict)
     finished: dict[WorkerId, str] = field(default_factory=dict)
     hung: dict[WorkerId, int] = field(default_factory=dict)
+    save_request: int = 0
 
     @property
     def job_id(self) -> JobId:
@@ -160,7 +163,9 @@ class JobState:
     def latest_checkpoint(self) -> str:
         """Return the path of the newest reported checkpoint that is recorded, "" for none.
 
-        Before there is one, a job that was resumed goes on from where it was submitted to.
+        Automatic ones are the step engine's, which finds them by itself: what the train function
+        is called with must be what it wrote. Before there is one, a job that was resumed goes on
+        from where it was submitted to.
         """
         reported = (c.path for c in reversed(self.checkpoints) if not c.automatic)
         return next(reported, self.spec.resume_from)
@@ -235,6 +240,7 @@ class Cluster:
         looks: jobs whose members wait for each other, and when to look at each again.
         probes: nodes that were asked for a sign of life and have not given one, and since when.
         num_probes: asked so far.
+        first_save, num_saves: wishes for checkpoints are numbered from there on; so many so far.
         look_by_ns: when the machine has asked to be called for a look or a probe, None for never.
         hold_until_ns: after a restart no worker is started before, so that agents can report
             what runs already.
@@ -249,6 +255,8 @@ class Cluster:
     looks: dict[JobId, int] = field(default_factory=dict)
     probes: dict[NodeId, int] = field(default_factory=dict)
     num_probes: int = 0
+    first_save: int = 0
+    num_saves: int = 0
     look_by_ns: int | None = None
     sequence: int = 0
     first_serial: int = 0

@@ -10,7 +10,14 @@ from __future__ import annotations
 from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist, SendAgent
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
-from elastic.core.messages import Announce, CoordinatorMessage, LeaveGroup, StartWorker, StopWorker
+from elastic.core.messages import (
+    Announce,
+    CoordinatorMessage,
+    LeaveGroup,
+    SaveState,
+    StartWorker,
+    StopWorker,
+)
 from elastic.core.policy import failure, membership, placement
 from elastic.core.policy.membership import Act, Plan
 from elastic.core.policy.ranks import assign_ranks
@@ -86,6 +93,13 @@ def tell(cluster: Cluster, worker: WorkerState, message: CoordinatorMessage) -> 
     session = cluster.node_of(worker).session
     if session is not None:
         cluster.do(SendAgent(session, message))
+
+
+def remind_of_save(cluster: Cluster, job: JobState, worker: WorkerState) -> None:
+    """Tell a member of the newest group that a checkpoint is wished for, if none came yet."""
+    if job.save_request:
+        worker_id = worker.report.worker_id
+        tell(cluster, worker, SaveState(worker_id, job.generation, job.save_request))
 
 
 def announcement(job: JobState, worker_id: WorkerId) -> Announce:
@@ -175,6 +189,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
         worker = job.workers[place.worker_id]
         worker.steps = 0
         tell(cluster, worker, announcement(job, place.worker_id))
+        remind_of_save(cluster, job, worker)
     for worker_id in sorted(before - set(plan.members)):
         if worker_id in job.workers:
             leave = LeaveGroup(worker_id, job.generation - 1, False, reason)

@@ -31,6 +31,7 @@ from elastic.core.events.worker import (
     TrainReturned,
     UserReported,
     WishBoundary,
+    WishSave,
     WorkerEffect,
     WorkerEvent,
 )
@@ -48,6 +49,7 @@ from elastic.core.messages import (
     Pulse,
     ReportAck,
     Reported,
+    SaveState,
     Stop,
     Warm,
     WorkerUpdate,
@@ -93,6 +95,8 @@ class WorkerMachine:
         self._newest: Generation = NO_GENERATION
         # The order to leave the newest group, if there is one.
         self._leave: LeaveGroup | None = None
+        # The newest wish for a checkpoint, until the main thread is where it can be served.
+        self._save: SaveState | None = None
         self._stop: Stop | None = None
         self._is_cut = False
         self._has_wished = False
@@ -174,6 +178,8 @@ class WorkerMachine:
             self._acked(message)
         elif isinstance(message, Announce):
             self._announced(message.assignment)
+        elif isinstance(message, SaveState):
+            self._save_ordered(message)
         else:
             self._leave_ordered(message)
 
@@ -219,6 +225,12 @@ class WorkerMachine:
             self._wish()
         elif self._main in (MainPhase.FORMING, MainPhase.TRAINING):
             self._cut(order.reason)
+
+    def _save_ordered(self, order: SaveState) -> None:
+        """Pass on the wish for a checkpoint; of another group than the newest it is old."""
+        if self._is_mine(order.worker_id) and order.generation == self._newest:
+            self._save = order
+            self._wish_save()
 
     def _stop_ordered(self, stop: Stop) -> None:
         """End, after the main thread left its group; at once if it is in none."""
@@ -277,6 +289,7 @@ class WorkerMachine:
             self._become(WorkerPhase.TRAINING)
             self._out.append(EnterTrain(self._assignment()))
             self._wish()
+            self._wish_save()
 
     def _left_train(self, event: TrainReturned | TrainRaised | TrainLeft) -> None:
         """The main thread left the train function; why, and what that is worth."""
@@ -382,6 +395,13 @@ class WorkerMachine:
         if self._is_at(MainPhase.TRAINING, order.generation):
             self._has_wished = True
             self._out.append(WishBoundary(order.generation, order.reason))
+
+    def _wish_save(self) -> None:
+        """Tell the main thread that a checkpoint is wished for, once it trains."""
+        order = self._save
+        if order is not None and self._is_at(MainPhase.TRAINING, order.generation):
+            self._save = None
+            self._out.append(WishSave(order.generation, order.request))
 
     def _fail(self, failure: Failure, code: int) -> None:
         """User code raised: say so, then end; the agent adds how the process ended."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.policy.decision import Decision
 from elastic.core.world import ExitCause, ExitKind, Failure
+from elastic.errors import StorageNotShared
 
 CRASH_SIGNALS = (
     signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS,
@@ -26,6 +27,8 @@ CRASH_SIGNALS = (
 FREE_LOSSES = 2
 """Losses in a row that are replaced without delay."""
 FIRST_DELAY_S = 0.5
+FINAL_ERRORS = (f"{StorageNotShared.__module__}.{StorageNotShared.__qualname__}",)
+"""What user code raises when something is wrong that another attempt cannot mend."""
 DOUBLINGS_MAX = 64
 """Enough to reach any bound; more would leave the range of floating point."""
 
@@ -140,6 +143,8 @@ def _judge_failure(
     if spec.max_failures != -1 and failures > spec.max_failures:
         budget = f"failure {failures}, max_failures={spec.max_failures}"
         return Decision(Judgement(True, after), f"{what} ({budget})")
+    if failure is not None and failure.error_type in FINAL_ERRORS:
+        return Decision(Judgement(True, after), what)
     if failure is not None and _same(failure, history.last):
         return Decision(
             Judgement(True, after),

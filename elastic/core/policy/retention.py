@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from elastic.core.world import CheckpointRecord
 
+AUTOMATIC_KEPT = 2
+"""Automatic checkpoints that are kept at least: the newest may turn out to be damaged."""
+
 
 def keep(
     records: Sequence[CheckpointRecord],
@@ -18,16 +21,39 @@ def keep(
 ) -> tuple[CheckpointRecord, ...]:
     """Return the records to keep, in their order.
 
+    Automatic ones are counted apart, and never by score: the newest few of them are kept, so that
+    one kind never pushes out the other.
+
     Args:
         records: oldest first.
-        num_to_keep: -1 for all, else >= 1.
+        num_to_keep: -1 for all, else >= 1; of automatic ones the newest two at least, and all
+            that are more only if it says so.
         score_attribute: metric to rank by, "" to keep the newest ones. A checkpoint without it,
             or with one that is not a number, ranks last.
         score_order: "max" or "min" is best.
 
     Guarantees:
-        The newest is always kept: it is what a recovery reads (test_retention).
+        The newest of each kind is always kept: it is what a recovery reads (test_retention).
     """
+    automatic = [record.path for record in records if record.automatic]
+    dropped = set(superfluous_automatic(automatic, num_to_keep))
+    reported = _best(
+        [record for record in records if not record.automatic],
+        num_to_keep,
+        score_attribute,
+        score_order,
+    )
+    return tuple(
+        record
+        for record in records
+        if (record.path not in dropped if record.automatic else record in reported)
+    )
+
+
+def _best(
+    records: Sequence[CheckpointRecord], num_to_keep: int, score_attribute: str, score_order: str
+) -> tuple[CheckpointRecord, ...]:
+    """Return the newest one and the best of the others."""
     if num_to_keep == -1 or len(records) <= num_to_keep:
         return tuple(records)
     newest = len(records) - 1
@@ -41,10 +67,6 @@ def keep(
         order = list(range(newest - 1, -1, -1))
     kept = {newest, *order[: num_to_keep - 1]}
     return tuple(record for i, record in enumerate(records) if i in kept)
-
-
-AUTOMATIC_KEPT = 2
-"""Automatic checkpoints that are kept at least: the newest may turn out to be damaged."""
 
 
 def superfluous_automatic(names: Sequence[str], num_to_keep: int) -> tuple[str, ...]:

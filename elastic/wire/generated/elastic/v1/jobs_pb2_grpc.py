@@ -46,6 +46,11 @@ class JobsStub(object):
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.StopJobRequest.SerializeToString,
                 response_deserializer=elastic_dot_v1_dot_jobs__pb2.StopJobResponse.FromString,
                 _registered_method=True)
+        self.Checkpoint = channel.unary_unary(
+                '/elastic.v1.Jobs/Checkpoint',
+                request_serializer=elastic_dot_v1_dot_jobs__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=elastic_dot_v1_dot_jobs__pb2.CheckpointResponse.FromString,
+                _registered_method=True)
         self.Get = channel.unary_unary(
                 '/elastic.v1.Jobs/Get',
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.GetJobRequest.SerializeToString,
@@ -85,6 +90,16 @@ class JobsServicer(object):
         """Stop a job. Durable when it answers; its workers end afterwards (follow with Watch).
         Idempotent until the job has ended, then FAILED_PRECONDITION. Fenced by the job's id, when
         that is given: ids are never reused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Checkpoint(self, request, context):
+        """Have a job take a checkpoint now. Answers at once: when one is recorded, it is among the job's
+        checkpoints, automatic. Not idempotent: each call wishes for one more; the first that is
+        recorded serves all. FAILED_PRECONDITION when none can be taken now. Not durable: a restart of
+        the coordinator forgets it, and the caller, who waits, may call again. Fenced by the job's id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,6 +147,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=elastic_dot_v1_dot_jobs__pb2.StopJobRequest.FromString,
                     response_serializer=elastic_dot_v1_dot_jobs__pb2.StopJobResponse.SerializeToString,
+            ),
+            'Checkpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Checkpoint,
+                    request_deserializer=elastic_dot_v1_dot_jobs__pb2.CheckpointRequest.FromString,
+                    response_serializer=elastic_dot_v1_dot_jobs__pb2.CheckpointResponse.SerializeToString,
             ),
             'Get': grpc.unary_unary_rpc_method_handler(
                     servicer.Get,
@@ -210,6 +230,33 @@ class Jobs(object):
             '/elastic.v1.Jobs/Stop',
             elastic_dot_v1_dot_jobs__pb2.StopJobRequest.SerializeToString,
             elastic_dot_v1_dot_jobs__pb2.StopJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Checkpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elastic.v1.Jobs/Checkpoint',
+            elastic_dot_v1_dot_jobs__pb2.CheckpointRequest.SerializeToString,
+            elastic_dot_v1_dot_jobs__pb2.CheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

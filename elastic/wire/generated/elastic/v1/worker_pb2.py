@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from elastic.wire.generated.elastic.v1 import facts_pb2 as elastic_dot_v1_dot_facts__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65lastic/v1/worker.proto\x12\nelastic.v1\x1a\x16\x65lastic/v1/facts.proto\"\x86\x02\n\x0cPipeToWorker\x12$\n\x06\x61ssign\x18\x01 \x01(\x0b\x32\x12.elastic.v1.AssignH\x00\x12(\n\x08\x61nnounce\x18\x02 \x01(\x0b\x32\x14.elastic.v1.AnnounceH\x00\x12-\n\x0bleave_group\x18\x03 \x01(\x0b\x32\x16.elastic.v1.LeaveGroupH\x00\x12+\n\nreport_ack\x18\x04 \x01(\x0b\x32\x15.elastic.v1.ReportAckH\x00\x12 \n\x04stop\x18\x05 \x01(\x0b\x32\x10.elastic.v1.StopH\x00\x12 \n\x04ping\x18\x06 \x01(\x0b\x32\x10.elastic.v1.PingH\x00\x42\x06\n\x04\x62ody\"\x84\x02\n\x0bPipeToAgent\x12 \n\x04warm\x18\x01 \x01(\x0b\x32\x10.elastic.v1.WarmH\x00\x12\x31\n\rworker_update\x18\x02 \x01(\x0b\x32\x18.elastic.v1.WorkerUpdateH\x00\x12(\n\x08reported\x18\x03 \x01(\x0b\x32\x14.elastic.v1.ReportedH\x00\x12(\n\x08progress\x18\x04 \x01(\x0b\x32\x14.elastic.v1.ProgressH\x00\x12 \n\x04pong\x18\x05 \x01(\x0b\x32\x10.elastic.v1.PongH\x00\x12\"\n\x05pulse\x18\x06 \x01(\x0b\x32\x11.elastic.v1.PulseH\x00\x42\x06\n\x04\x62ody\"\x90\x01\n\x06\x41ssign\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.elastic.v1.JobSpec\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x04 \x03(\t\x12\x0f\n\x07log_dir\x18\x05 \x01(\t\x12\r\n\x05\x61head\x18\x06 \x01(\x08\x12\x11\n\tsnapshots\x18\x07 \x03(\t\"6\n\x08\x41nnounce\x12*\n\nassignment\x18\x01 \x01(\x0b\x32\x16.elastic.v1.Assignment\"X\n\nLeaveGroup\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0b\x61t_boundary\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\"c\n\tReportAck\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\"(\n\x04Stop\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08grace_ns\x18\x02 \x01(\x03\"\x16\n\x04Ping\x12\x0e\n\x06number\x18\x01 \x01(\x03\"\x13\n\x04Warm\x12\x0b\n\x03pid\x18\x01 \x01(\x05\"\x16\n\x04Pong\x12\x0e\n\x06number\x18\x01 \x01(\x03\"8\n\x0cWorkerUpdate\x12(\n\x06report\x18\x01 \x01(\x0b\x32\x18.elastic.v1.WorkerReport\"\x81\x01\n\x06Report\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\r\n\x05index\x18\x04 \x01(\x03\x12\x0c\n\x04rank\x18\x05 \x01(\x05\x12\x0f\n\x07metrics\x18\x06 \x01(\t\x12\x12\n\ncheckpoint\x18\x07 \x01(\t\".\n\x08Reported\x12\"\n\x06report\x18\x01 \x01(\x0b\x32\x12.elastic.v1.Report\"\\\n\x08Progress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05steps\x18\x03 \x01(\x03\x12\x1a\n\x12\x66irst_step_unix_ns\x18\x04 \x01(\x03\"q\n\x05Pulse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\nwaiting_ns\x18\x03 \x01(\x03\x12\x10\n\x08still_ns\x18\x04 \x01(\x03\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0c\n\x04step\x18\x06 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65lastic/v1/worker.proto\x12\nelastic.v1\x1a\x16\x65lastic/v1/facts.proto\"\xb3\x02\n\x0cPipeToWorker\x12$\n\x06\x61ssign\x18\x01 \x01(\x0b\x32\x12.elastic.v1.AssignH\x00\x12(\n\x08\x61nnounce\x18\x02 \x01(\x0b\x32\x14.elastic.v1.AnnounceH\x00\x12-\n\x0bleave_group\x18\x03 \x01(\x0b\x32\x16.elastic.v1.LeaveGroupH\x00\x12+\n\nreport_ack\x18\x04 \x01(\x0b\x32\x15.elastic.v1.ReportAckH\x00\x12 \n\x04stop\x18\x05 \x01(\x0b\x32\x10.elastic.v1.StopH\x00\x12 \n\x04ping\x18\x06 \x01(\x0b\x32\x10.elastic.v1.PingH\x00\x12+\n\nsave_state\x18\x07 \x01(\x0b\x32\x15.elastic.v1.SaveStateH\x00\x42\x06\n\x04\x62ody\"\x84\x02\n\x0bPipeToAgent\x12 \n\x04warm\x18\x01 \x01(\x0b\x32\x10.elastic.v1.WarmH\x00\x12\x31\n\rworker_update\x18\x02 \x01(\x0b\x32\x18.elastic.v1.WorkerUpdateH\x00\x12(\n\x08reported\x18\x03 \x01(\x0b\x32\x14.elastic.v1.ReportedH\x00\x12(\n\x08progress\x18\x04 \x01(\x0b\x32\x14.elastic.v1.ProgressH\x00\x12 \n\x04pong\x18\x05 \x01(\x0b\x32\x10.elastic.v1.PongH\x00\x12\"\n\x05pulse\x18\x06 \x01(\x0b\x32\x11.elastic.v1.PulseH\x00\x42\x06\n\x04\x62ody\"\x90\x01\n\x06\x41ssign\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.elastic.v1.JobSpec\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x04 \x03(\t\x12\x0f\n\x07log_dir\x18\x05 \x01(\t\x12\r\n\x05\x61head\x18\x06 \x01(\x08\x12\x11\n\tsnapshots\x18\x07 \x03(\t\"6\n\x08\x41nnounce\x12*\n\nassignment\x18\x01 \x01(\x0b\x32\x16.elastic.v1.Assignment\"X\n\nLeaveGroup\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0b\x61t_boundary\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\"C\n\tSaveState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0f\n\x07request\x18\x03 \x01(\x03\"c\n\tReportAck\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\"(\n\x04Stop\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08grace_ns\x18\x02 \x01(\x03\"\x16\n\x04Ping\x12\x0e\n\x06number\x18\x01 \x01(\x03\"\x13\n\x04Warm\x12\x0b\n\x03pid\x18\x01 \x01(\x05\"\x16\n\x04Pong\x12\x0e\n\x06number\x18\x01 \x01(\x03\"8\n\x0cWorkerUpdate\x12(\n\x06report\x18\x01 \x01(\x0b\x32\x18.elastic.v1.WorkerReport\"\x81\x01\n\x06Report\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\r\n\x05index\x18\x04 \x01(\x03\x12\x0c\n\x04rank\x18\x05 \x01(\x05\x12\x0f\n\x07metrics\x18\x06 \x01(\t\x12\x12\n\ncheckpoint\x18\x07 \x01(\t\".\n\x08Reported\x12\"\n\x06report\x18\x01 \x01(\x0b\x32\x12.elastic.v1.Report\"\\\n\x08Progress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05steps\x18\x03 \x01(\x03\x12\x1a\n\x12\x66irst_step_unix_ns\x18\x04 \x01(\x03\"q\n\x05Pulse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\nwaiting_ns\x18\x03 \x01(\x03\x12\x10\n\x08still_ns\x18\x04 \x01(\x03\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0c\n\x04step\x18\x06 \x01(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'elastic.wire.generated.elas
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PIPETOWORKER']._serialized_start=64
-  _globals['_PIPETOWORKER']._serialized_end=326
-  _globals['_PIPETOAGENT']._serialized_start=329
-  _globals['_PIPETOAGENT']._serialized_end=589
-  _globals['_ASSIGN']._serialized_start=592
-  _globals['_ASSIGN']._serialized_end=736
-  _globals['_ANNOUNCE']._serialized_start=738
-  _globals['_ANNOUNCE']._serialized_end=792
-  _globals['_LEAVEGROUP']._serialized_start=794
-  _globals['_LEAVEGROUP']._serialized_end=882
-  _globals['_REPORTACK']._serialized_start=884
-  _globals['_REPORTACK']._serialized_end=983
-  _globals['_STOP']._serialized_start=985
-  _globals['_STOP']._serialized_end=1025
-  _globals['_PING']._serialized_start=1027
-  _globals['_PING']._serialized_end=1049
-  _globals['_WARM']._serialized_start=1051
-  _globals['_WARM']._serialized_end=1070
-  _globals['_PONG']._serialized_start=1072
-  _globals['_PONG']._serialized_end=1094
-  _globals['_WORKERUPDATE']._serialized_start=1096
-  _globals['_WORKERUPDATE']._serialized_end=1152
-  _globals['_REPORT']._serialized_start=1155
-  _globals['_REPORT']._serialized_end=1284
-  _globals['_REPORTED']._serialized_start=1286
-  _globals['_REPORTED']._serialized_end=1332
-  _globals['_PROGRESS']._serialized_start=1334
-  _globals['_PROGRESS']._serialized_end=1426
-  _globals['_PULSE']._serialized_start=1428
-  _globals['_PULSE']._serialized_end=1541
+  _globals['_PIPETOWORKER']._serialized_end=371
+  _globals['_PIPETOAGENT']._serialized_start=374
+  _globals['_PIPETOAGENT']._serialized_end=634
+  _globals['_ASSIGN']._serialized_start=637
+  _globals['_ASSIGN']._serialized_end=781
+  _globals['_ANNOUNCE']._serialized_start=783
+  _globals['_ANNOUNCE']._serialized_end=837
+  _globals['_LEAVEGROUP']._serialized_start=839
+  _globals['_LEAVEGROUP']._serialized_end=927
+  _globals['_SAVESTATE']._serialized_start=929
+  _globals['_SAVESTATE']._serialized_end=996
+  _globals['_REPORTACK']._serialized_start=998
+  _globals['_REPORTACK']._serialized_end=1097
+  _globals['_STOP']._serialized_start=1099
+  _globals['_STOP']._serialized_end=1139
+  _globals['_PING']._serialized_start=1141
+  _globals['_PING']._serialized_end=1163
+  _globals['_WARM']._serialized_start=1165
+  _globals['_WARM']._serialized_end=1184
+  _globals['_PONG']._serialized_start=1186
+  _globals['_PONG']._serialized_end=1208
+  _globals['_WORKERUPDATE']._serialized_start=1210
+  _globals['_WORKERUPDATE']._serialized_end=1266
+  _globals['_REPORT']._serialized_start=1269
+  _globals['_REPORT']._serialized_end=1398
+  _globals['_REPORTED']._serialized_start=1400
+  _globals['_REPORTED']._serialized_end=1446
+  _globals['_PROGRESS']._serialized_start=1448
+  _globals['_PROGRESS']._serialized_end=1540
+  _globals['_PULSE']._serialized_start=1542
+  _globals['_PULSE']._serialized_end=1655
 # @@protoc_insertion_point(module_scope)

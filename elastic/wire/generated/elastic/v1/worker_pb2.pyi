@@ -7,20 +7,22 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PipeToWorker(_message.Message):
-    __slots__ = ("assign", "announce", "leave_group", "report_ack", "stop", "ping")
+    __slots__ = ("assign", "announce", "leave_group", "report_ack", "stop", "ping", "save_state")
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_GROUP_FIELD_NUMBER: _ClassVar[int]
     REPORT_ACK_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    SAVE_STATE_FIELD_NUMBER: _ClassVar[int]
     assign: Assign
     announce: Announce
     leave_group: LeaveGroup
     report_ack: ReportAck
     stop: Stop
     ping: Ping
-    def __init__(self, assign: _Optional[_Union[Assign, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., leave_group: _Optional[_Union[LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    save_state: SaveState
+    def __init__(self, assign: _Optional[_Union[Assign, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., leave_group: _Optional[_Union[LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ...) -> None: ...
 
 class PipeToAgent(_message.Message):
     __slots__ = ("warm", "worker_update", "reported", "progress", "pong", "pulse")
@@ -73,6 +75,16 @@ class LeaveGroup(_message.Message):
     at_boundary: bool
     reason: str
     def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., at_boundary: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SaveState(_message.Message):
+    __slots__ = ("worker_id", "generation", "request")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    generation: int
+    request: int
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., request: _Optional[int] = ...) -> None: ...
 
 class ReportAck(_message.Message):
     __slots__ = ("worker_id", "generation", "index", "accepted", "reason")

@@ -1,4 +1,4 @@
-"""Holding the files of a committed checkpoint against its marker.
+"""Which checkpoint can be relied on: refusing one whose files are not what its marker says.
 
 Rule: what does not fit is refused by the file's name; nothing is guessed, and nothing repaired.
 """
@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from elastic.errors import DamagedCheckpoint
 from elastic.storage.files import Files
-from elastic.storage.marker import MARKER, METADATA, UNKNOWN, Marker
+from elastic.storage.marker import MARKER, Marker
 from elastic.storage.run_directory import RunDirectory
+from elastic.storage.verify import damage_of
 
 
 def read_marker(checkpoint: Files) -> Marker | None:
@@ -44,20 +45,9 @@ def verify(checkpoint: Files, marker: Marker) -> None:
         StorageError: storage cannot be read.
     """
     for file in marker.files:
-        if file.path == METADATA:
-            continue  # Users may write it at any time.
-        if not checkpoint.exists(file.path):
-            raise _damaged(checkpoint, f"file {file.path} is missing")
-        found = checkpoint.checksum(file.path)
-        if found.size != file.size:
-            raise _damaged(
-                checkpoint, f"file {file.path} has {found.size} bytes, expected {file.size}"
-            )
-        if UNKNOWN not in (found.crc32, file.crc32) and found.crc32 != file.crc32:
-            raise _damaged(
-                checkpoint,
-                f"file {file.path} has CRC-32 {found.crc32:08x}, expected {file.crc32:08x}",
-            )
+        how = damage_of(checkpoint, file)
+        if how:
+            raise _damaged(checkpoint, f"file {file.path} is {how}")
 
 
 def _damaged(checkpoint: Files, what: str) -> DamagedCheckpoint:

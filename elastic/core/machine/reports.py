@@ -1,0 +1,97 @@
+"""What workers report, taken into the coordinator's books: metrics, checkpoints, telemetry.
+
+Rule: a report of a generation that is over is refused; what carries a checkpoint is durable before
+it is acknowledged. An automatic checkpoint is the step engine's: it is recorded, and nobody but
+those who ask for checkpoints hears of it.
+"""
+
+from __future__ import annotations
+
+from elastic.core.events.coordinator import Persist, SendAgent
+from elastic.core.machine import saves
+from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine.settle import forgive
+from elastic.core.messages import Progress, Report, ReportAck
+from elastic.core.policy import retention
+from elastic.core.world import CheckpointRecord, SessionId, is_automatic
+
+
+def take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
+    """Record a report, durable if it carries a checkpoint; refuse one from an old generation."""
+    job = cluster.jobs.get(report.job_id)
+    refusal = _refuse_report(job, report)
+    if job is None or refusal:
+        ack = ReportAck(report.worker_id, report.generation, report.index, False, refusal)
+        cluster.do(SendAgent(session, ack))
+        if report.checkpoint:
+            cluster.note(
+                "checkpoint_refused", report.job_id, path=report.checkpoint, reason=refusal
+            )
+        return
+    is_users = report.rank == 0 and not is_automatic(report.index)
+    if is_users:
+        job.metrics = report.metrics
+    forgive(job)
+    if report.checkpoint:
+        _record(cluster, job, report)
+    cluster.do(
+        SendAgent(session, ReportAck(report.worker_id, report.generation, report.index, True))
+    )
+    if is_users:
+        cluster.note(
+            "report",
+            job.job_id,
+            generation=report.generation,
+            index=report.index,
+            metrics=report.metrics,
+        )
+
+
+def _record(cluster: Cluster, job: JobState, report: Report) -> None:
+    """Keep a checkpoint, durable, and those that the policy keeps beside it."""
+    record = CheckpointRecord(report.checkpoint, report.generation, report.index, report.metrics)
+    if any((c.generation, c.index) == (record.generation, record.index) for c in job.checkpoints):
+        return
+    # In order of reports, not of arrival: one that is told again, or late, is not the newest.
+    job.checkpoints = retention.keep(
+        sorted((*job.checkpoints, record), key=lambda c: (c.generation, c.index)),
+        num_to_keep=job.spec.num_to_keep,
+        score_attribute=job.spec.score_attribute,
+        score_order=job.spec.score_order,
+    )
+    if record in job.checkpoints:
+        cluster.do(Persist((job.record(),)))
+        cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)
+        if record.automatic:
+            saves.served(job)
+
+
+def _refuse_report(job: JobState | None, report: Report) -> str:
+    """Return why a report does not count, "" if it does."""
+    if job is None:
+        return f"job {report.job_id} is not known here"
+    if job.has_ended():
+        return f"job {job.job_id} has ended: {job.phase.value}"
+    if report.generation != job.generation or not job.is_open:
+        state = "is suspended" if report.generation == job.generation else "is over"
+        return f"generation {report.generation} {state}, the job is at {job.generation}"
+    if report.worker_id not in job.member_ids():
+        return f"worker {report.worker_id} is not a member of generation {job.generation}"
+    return ""
+
+
+def take_progress(cluster: Cluster, progress: Progress) -> None:
+    """Take telemetry; note when every member has done its first step of the generation."""
+    job = cluster.job_of(progress.worker_id)
+    if job is None or progress.generation != job.generation:
+        return
+    job.workers[progress.worker_id].steps = progress.steps
+    if progress.worker_id in job.first_steps or not progress.first_step_unix_ns:
+        return
+    job.first_steps[progress.worker_id] = progress.first_step_unix_ns
+    if set(job.member_ids()) <= set(job.first_steps):
+        last = max(job.first_steps[w] for w in job.member_ids())
+        cluster.note(
+            "first_step", job.job_id, generation=job.generation, unix_ns=last,
+            world_size=len(job.member_ids()),
+        )  # fmt: skip

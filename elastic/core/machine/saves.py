@@ -1,0 +1,53 @@
+"""A user's wish for a checkpoint now: told to the group that trains until one is recorded.
+
+Rule: wishes are numbered, and a greater number is a newer wish, also from the next coordinator.
+They live in memory only: who wished sees within seconds whether the wish came true, and wishes
+again; an old one that came true days later would help nobody.
+"""
+
+from __future__ import annotations
+
+from elastic.core.events.coordinator import CheckpointRequested, Reply
+from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine.settle import remind_of_save
+from elastic.core.world import JobPhase
+
+REQUESTS_PER_TERM = 1_000_000
+"""Wish 2000007 is the seventh of the third coordinator."""
+
+
+def on_requested(cluster: Cluster, event: CheckpointRequested) -> None:
+    """Note the wish and tell the group, or refuse it with the reason."""
+    job = cluster.jobs.get(event.job_id)
+    if job is None:
+        text = f"no job {event.job_id} is known here"
+        cluster.do(Reply(event.request_id, "not_found", text))
+    elif refusal := _refuse(job):
+        cluster.do(Reply(event.request_id, "failed_precondition", refusal))
+    else:
+        cluster.num_saves += 1
+        job.save_request = cluster.first_save + cluster.num_saves
+        for worker_id in job.member_ids():
+            if worker_id in job.workers:
+                remind_of_save(cluster, job, job.workers[worker_id])
+        cluster.do(Reply(event.request_id, "", str(job.save_request)))
+        cluster.note("checkpoint_wished", job.job_id, request=job.save_request)
+
+
+def _refuse(job: JobState) -> str:
+    """Return why no checkpoint can be taken of a job now, "" if one can."""
+    if job.has_ended():
+        return f"job {job.job_id} has ended already: {job.phase.value}"
+    if not job.spec.run_path:
+        return (
+            f"job {job.job_id} has no run directory to keep checkpoints in: submit it with one "
+            f"(RunConfig(storage_path=...), or --storage-path)"
+        )
+    if job.phase is not JobPhase.RUNNING or not job.is_open:
+        return f"job {job.job_id} does not train now ({job.reason}): ask again when it does"
+    return ""
+
+
+def served(job: JobState) -> None:
+    """An automatic checkpoint is recorded: nobody waits for one any more."""
+    job.save_request = 0

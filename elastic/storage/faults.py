@@ -1,0 +1,127 @@
+"""What a failure of storage means: it passes, the credentials are bad, or it stays.
+
+Rule: judged by the error itself and by what stands behind it (`__cause__`), never by the package
+that raised it: none of the clients of object stores is imported here, they are optional.
+"""
+
+from __future__ import annotations
+
+import errno
+import http
+import http.client
+from collections.abc import Iterator
+from typing import Any
+
+PASSING_ERRNOS = frozenset({
+    errno.EIO, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ESTALE, errno.EAGAIN, errno.EBUSY,
+    errno.EINTR, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN,
+    errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE,
+    errno.ENOTCONN, errno.ESHUTDOWN,
+})  # fmt: skip
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+PASSING_CODES = frozenset({
+    "SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "RequestTimeoutException",
+    "Throttling", "ThrottlingException", "ThrottledException", "RequestThrottled",
+    "RequestThrottledException", "TooManyRequestsException", "BandwidthLimitExceeded",
+    "ProvisionedThroughputExceededException", "TransactionInProgressException", "OperationAborted",
+    "IncompleteBody", "BadDigest", "PriorRequestNotComplete", "ConditionalRequestConflict",
+})  # fmt: skip
+"""Codes of S3, and of the stores that speak as it does."""
+CREDENTIAL_CODES = frozenset({
+    "ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired",
+    "InvalidToken", "InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch",
+    "AuthFailure", "UnrecognizedClientException", "401", "403", "Forbidden", "Unauthorized",
+})  # fmt: skip
+"""A bare 403 is what an answer without a body says, whatever is wrong."""
+PASSING_CLASSES = frozenset({
+    "HTTPClientError", "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError",
+    "ConnectionClosedError", "ResponseStreamingError", "IncompleteReadError", "IncompleteRead",
+    "ClientPayloadError", "ServerDisconnectedError", "ServerTimeoutError", "ClientConnectorError",
+    "ClientOSError", "ServiceRequestError", "ServiceResponseError", "FSTimeoutError",
+    "ConnectionError",
+})  # fmt: skip
+"""Of botocore, aiohttp, azure-core and fsspec, by name; their subclasses count as well."""
+CREDENTIAL_CLASSES = frozenset({
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError",
+    "TokenRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLoadError",
+    "ClientAuthenticationError", "RefreshError",
+})  # fmt: skip
+FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in words why storage refused; a full disk is called by its name."""
+    if isinstance(error, OSError):
+        if error.errno in FULL_ERRNOS:
+            return f"disk full ({error.strerror})"
+        if error.strerror:
+            return error.strerror
+    return f"{type(error).__name__}: {error}"
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return whether the same operation may succeed a moment later.
+
+    A full disk, a missing file or bucket, and missing rights are there to stay.
+    """
+    chain = list(_chain(error))
+    if any(isinstance(one, FINAL) or _errno(one) in FULL_ERRNOS for one in chain):
+        return False
+    return not is_about_credentials(error) and any(_is_passing(one) for one in chain)
+
+
+def is_about_credentials(error: BaseException) -> bool:
+    """Return whether storage did not accept who we say we are, rather than what we want."""
+    return any(
+        _code(one) in CREDENTIAL_CODES or _status(one) == 401 or _is_named(one, CREDENTIAL_CLASSES)
+        for one in _chain(error)
+    )
+
+
+def _is_passing(error: BaseException) -> bool:
+    status = _status(error)
+    return (
+        isinstance(error, (ConnectionError, TimeoutError, http.client.IncompleteRead))
+        or _errno(error) in PASSING_ERRNOS
+        or _code(error) in PASSING_CODES
+        or status in (408, 429)
+        or (status >= 500 and status != http.HTTPStatus.NOT_IMPLEMENTED)
+        or _is_named(error, PASSING_CLASSES)
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Give the error, and what it was translated from."""
+    seen: BaseException | None = error
+    for _ in range(8):
+        if seen is None:
+            return
+        yield seen
+        seen = seen.__cause__
+
+
+def _errno(error: BaseException) -> int:
+    return (error.errno or 0) if isinstance(error, OSError) else 0
+
+
+def _answer(error: BaseException) -> dict[str, Any]:
+    """Return what botocore's ClientError carries of the server's answer."""
+    answer = getattr(error, "response", None)
+    return answer if isinstance(answer, dict) else {}
+
+
+def _code(error: BaseException) -> str:
+    return str(_answer(error).get("Error", {}).get("Code", ""))
+
+
+def _status(error: BaseException) -> int:
+    """Return the HTTP status that an error carries, 0 for none."""
+    said = _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    for value in (said, *(getattr(error, name, 0) for name in ("status", "status_code", "code"))):
+        if isinstance(value, int) and value:
+            return value
+    return 0
+
+
+def _is_named(error: BaseException, names: frozenset[str]) -> bool:
+    return any(kind.__name__ in names for kind in type(error).__mro__)

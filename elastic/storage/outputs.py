@@ -1,0 +1,167 @@
+"""How a file comes to be: beside its name and renamed, or as an object that is whole at once.
+
+Rule: whatever breaks off in between, nothing half-done has the file's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+PARTIAL = ".partial"
+CHUNK_BYTES = 4 << 20
+NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+class Output:
+    """A file that is being written; counts and sums up what goes through."""
+
+    def __init__(self, file: Any) -> None:
+        """Write to this file."""
+        self._file = file
+        self.size, self.crc32 = 0, 0
+
+    def write(self, data: Any) -> int:
+        """Append bytes, or anything with a buffer."""
+        view = memoryview(data).cast("B")
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.size += len(view)
+        self._file.write(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing: the end of the `with` block makes all of it durable."""
+
+
+@contextlib.contextmanager
+def local_output(final: str) -> Iterator[Output]:
+    """Give a local file that has its name, and is on the disk, after the `with` block."""
+    folder = os.path.dirname(final)
+    os.makedirs(folder, exist_ok=True)
+    partial = final + PARTIAL
+    with _removed_on_error(partial):
+        with open(partial, "wb") as file:
+            yield Output(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, final)
+    _sync_folder(folder)
+
+
+@contextlib.contextmanager
+def object_output(fs: Any, final: str) -> Iterator[Output]:
+    """Give an object that exists after the `with` block, and not at all if that raises."""
+    file = fs.open(final, "wb")
+    try:
+        yield Output(file)
+        file.close()
+    except BaseException:
+        # To close it would complete it: with what was written so far, under its name.
+        with contextlib.suppress(Exception):
+            file.discard()
+        with contextlib.suppress(Exception):
+            file.closed = True
+        raise
+
+
+@contextlib.contextmanager
+def renamed_output(fs: Any, final: str) -> Iterator[Output]:
+    """Give a file of some other file system that has its name after the `with` block."""
+    fs.makedirs(final.rpartition("/")[0], exist_ok=True)
+    partial = final + PARTIAL
+    try:
+        with fs.open(partial, "wb") as file:
+            yield Output(file)
+        fs.mv(partial, final)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            fs.rm_file(partial)
+        raise
+
+
+def create_local(final: str, data: bytes) -> bool:
+    """Write a local file unless the name is taken; return whether it was written."""
+    folder = os.path.dirname(final)
+    os.makedirs(folder, exist_ok=True)
+    # Several may try at once: each has its own, and the link decides who wins.
+    partial = f"{final}.{secrets.token_hex(4)}{PARTIAL}"
+    try:
+        with open(partial, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(partial, final)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            if os.path.lexists(final):  # A file system without hard links.
+                return False
+            os.replace(partial, final)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+    _sync_folder(folder)
+    return True
+
+
+def create_object(fs: Any, final: str, data: bytes) -> bool:
+    """Write an object unless the name is taken; return whether it was written."""
+    try:
+        fs.pipe_file(final, data, mode="create")
+    except FileExistsError:
+        return False
+    except (NotImplementedError, TypeError, OSError) as error:
+        # A store, or a client of one, that knows no conditional writes.
+        if isinstance(error, OSError) and error.errno != errno.ENOSYS:
+            raise
+        fs.invalidate_cache()
+        try:
+            fs.info(final)
+        except FileNotFoundError:
+            fs.pipe_file(final, data)
+        else:
+            return False
+    return True
+
+
+def append_local(path: str, data: bytes) -> None:
+    """Add to a local file that nobody else writes to; what was added in part is taken back."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+        except BaseException:
+            with contextlib.suppress(OSError):
+                file.truncate(before)
+            raise
+
+
+@contextlib.contextmanager
+def _removed_on_error(path: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+
+
+def _sync_folder(folder: str) -> None:
+    """Make a rename durable, where the file system can do that for folders."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

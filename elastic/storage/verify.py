@@ -1,0 +1,150 @@
+"""Whether a checkpoint is what its marker says: every file there, with its size and checksum.
+
+Rule: nothing is loaded, only read: no pickle and no tensors, and never more than a few megabytes
+at a time. Each damaged file is named with what is wrong; what is whole is what was committed, byte
+for byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elastic.errors import NotFound, StorageError
+from elastic.storage.faults import reason_of
+from elastic.storage.files import Files
+from elastic.storage.marker import MARKER, METADATA, UNKNOWN, Marker, StoredFile
+from elastic.storage.patience import PATIENCE_S
+from elastic.storage.run_directory import CHECKPOINTS
+
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+class Damage(NamedTuple):
+    """What is wrong with one file of a checkpoint.
+
+    Attributes:
+        file: relative to the checkpoint.
+        how: in words, such as "missing".
+    """
+
+    file: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one checkpoint.
+
+    Attributes:
+        path: of its directory.
+        marker: what it says of itself, None if that cannot be read.
+        damages: by file; empty if it is whole.
+        unchecked: files of the right size whose checksum nobody wrote down.
+    """
+
+    path: str
+    marker: Marker | None
+    damages: tuple[Damage, ...]
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it is what was committed."""
+        return not self.damages
+
+    def __str__(self) -> str:
+        if self.is_whole:
+            return f"checkpoint {self.path} is whole"
+        return f"checkpoint {self.path} is damaged: " + "; ".join(
+            f"{file}: {how}" for file, how in self.damages
+        )
+
+
+def verify(path: str, *, patience_s: float = PATIENCE_S) -> Verdict:
+    """Read all of a checkpoint and hold it against its marker.
+
+    Args:
+        path: of its directory, an fsspec path.
+        patience_s: how long passing faults of the storage are waited out.
+
+    Returns:
+        What was found; a file that cannot be read counts as damaged.
+
+    Raises:
+        StorageError: no file system for such a path.
+    """
+    files = Files(path, patience_s=patience_s)
+    try:
+        marker = Marker.from_json(files.read(MARKER).decode())
+    except StorageError as error:
+        return Verdict(path, None, (Damage(MARKER, _unreadable(error, "never committed")),))
+    except ValueError as error:
+        return Verdict(path, None, (Damage(MARKER, f"torn or changed ({error})"),))
+    damages, unchecked = [], []
+    for expected in marker.files:
+        try:
+            how = damage_of(files, expected)
+        except StorageError as error:
+            how = _unreadable(error, "missing")
+        if how:
+            damages.append(Damage(expected.path, how))
+        elif expected.crc32 == UNKNOWN:
+            unchecked.append(expected.path)
+    return Verdict(path, marker, tuple(damages), tuple(unchecked))
+
+
+def checkpoints_at(path: str, *, patience_s: float = PATIENCE_S) -> tuple[str, ...]:
+    """Return the checkpoints that a path names: itself, or all of a run directory.
+
+    Every folder where a run keeps its checkpoints counts, with or without a marker.
+
+    Raises:
+        NotFound: it is neither.
+        StorageError: it cannot be read.
+    """
+    files = Files(path, patience_s=patience_s)
+    if files.exists(MARKER):
+        return (files.path,)
+    if files.exists(CHECKPOINTS):
+        return tuple(f"{files.path}/{name}" for name in files.list(f"{CHECKPOINTS}/*"))
+    if files.exists(""):
+        raise NotFound(
+            f"{path} is neither a checkpoint (it has no {MARKER}: it was never committed) nor a "
+            f"run directory (it has no folder {CHECKPOINTS}); give the path of one"
+        )
+    raise NotFound(f"{path} does not exist; give the path of a checkpoint or of a run directory")
+
+
+def damage_of(files: Files, expected: StoredFile) -> str:
+    """Return what is wrong with a file of a checkpoint, "" for nothing.
+
+    Args:
+        files: of the checkpoint, or of a copy of it.
+        expected: what its marker says of the file.
+
+    Raises:
+        StorageError: it cannot be read; that says nothing about the file.
+    """
+    if expected.path == METADATA:
+        return ""  # Users may write it at any time.
+    try:
+        found = files.checksum(expected.path)
+    except StorageError as error:
+        if isinstance(error.__cause__, ABSENT):
+            return "missing"
+        raise
+    if found.size < expected.size:
+        return f"truncated: {found.size} bytes instead of {expected.size}"
+    if found.size > expected.size:
+        return f"grown: {found.size} bytes instead of {expected.size}"
+    if expected.crc32 not in (UNKNOWN, found.crc32):
+        return f"changed: checksum {found.crc32:08x} instead of {expected.crc32:08x}"
+    return ""
+
+
+def _unreadable(error: StorageError, absent: str) -> str:
+    cause = error.__cause__
+    if isinstance(cause, ABSENT):
+        return absent
+    return f"cannot be read ({reason_of(cause) if cause else error})"
