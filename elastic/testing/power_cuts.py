@@ -158,7 +158,7 @@ def check(run: RunDirectory, story: Story) -> Story:
     from elastic.train.result import Result
 
     metrics = Result.from_path(run.path).metrics or {}
-    expected = undisturbed(OPTIONS, metrics["epochs"])
+    expected = undisturbed(steps_job.__file__, OPTIONS, metrics["epochs"])
     for name in HASHES:
         if metrics[name] != expected[name]:
             raise ChaosFailed(

@@ -20,7 +20,7 @@ import json
 import logging
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -164,9 +164,10 @@ def write_part(
     Raises:
         StorageError: it cannot be written.
     """
-    name = part_name(rank)
-    items = []
-    with files.writing(f"{name}.distcp") as output:
+    items: list[Item] = []
+
+    def produce(output: Output) -> None:
+        items.clear()  # It is begun anew when storage has failed in the middle.
         for piece in pieces:
             offset, chunk = output.size, slot.chunk(layout, piece)
             finder = _Finder(output, chunk)
@@ -175,7 +176,9 @@ def write_part(
                 torch.save(chunk, finder)  # type: ignore[arg-type]
             place = (offset, output.size - offset, finder.at)
             items.append(Item(piece.tensor, piece.first, piece.rows, *place))
-    written = StoredFile(f"{name}.distcp", output.size, output.crc32)
+
+    name = part_name(rank)
+    written = files.put(f"{name}.distcp", produce)
     files.write(f"{name}.json", Part(written, tuple(items)).to_json())
 
 
@@ -290,36 +293,37 @@ def _plain_name(name: str) -> str:
 
 def _write_stock(
     files: Files, manifest: Manifest, flat: Mapping[str, Any], paths: Mapping[str, Any]
-) -> Iterator[StoredFile]:
+) -> list[StoredFile]:
     """Write what stock PyTorch needs beside the parts."""
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
+    values = io.BytesIO()
+    for key, value in flat.items():
+        number = getattr(value, "elastic_number", None)
+        if number is None:
+            offset = values.tell()
+            torch.save(value, values)
+            entries[key] = BytesStorageMetadata()
+            length = values.tell() - offset
+            places[MetadataIndex(key)] = _StorageInfo(VALUES, offset, length)
     pieces: dict[int, list[tuple[Item, str]]] = {}
     for part in manifest.parts:
         for item in part.items:
             pieces.setdefault(item.tensor, []).append((item, part.file.path))
-    with files.writing(VALUES) as output:
-        for key, value in flat.items():
-            number = getattr(value, "elastic_number", None)
-            if number is None:
-                offset = output.size
-                buffer = io.BytesIO()
-                torch.save(value, buffer)
-                output.write(buffer.getbuffer())
-                entries[key] = BytesStorageMetadata()
-                places[MetadataIndex(key)] = _StorageInfo(VALUES, offset, output.size - offset)
-                continue
-            spec = manifest.specs[number]
-            chunks = []
-            for item, path in pieces[number]:
-                first = torch.Size([item.first, *[0] * (len(spec.shape) - 1)][: len(spec.shape)])
-                sizes = torch.Size((item.rows, *spec.shape[1:]) if spec.shape else ())
-                chunks.append(ChunkStorageMetadata(first, sizes))
-                places[MetadataIndex(key, first)] = _StorageInfo(path, item.offset, item.length)
-            kind = TensorProperties(dtype=getattr(torch, spec.dtype))
-            entries[key] = TensorStorageMetadata(kind, torch.Size(spec.shape), chunks)
-    yield StoredFile(VALUES, output.size, output.crc32)
-    yield files.write(STOCK, pickle.dumps(Metadata(entries, dict(paths), places)))
+    for key, value in flat.items():
+        number = getattr(value, "elastic_number", None)
+        if number is None:
+            continue
+        spec, chunks = manifest.specs[number], []
+        for item, path in pieces[number]:
+            first = torch.Size([item.first, *[0] * (len(spec.shape) - 1)][: len(spec.shape)])
+            sizes = torch.Size((item.rows, *spec.shape[1:]) if spec.shape else ())
+            chunks.append(ChunkStorageMetadata(first, sizes))
+            places[MetadataIndex(key, first)] = _StorageInfo(path, item.offset, item.length)
+        kind = TensorProperties(dtype=getattr(torch, spec.dtype))
+        entries[key] = TensorStorageMetadata(kind, torch.Size(spec.shape), chunks)
+    metadata = Metadata(entries, dict(paths), places)
+    return [files.write(VALUES, values.getvalue()), files.write(STOCK, pickle.dumps(metadata))]
 
 
 # -------------------------------------------------------------------------------------- reading

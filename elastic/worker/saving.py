@@ -87,6 +87,7 @@ class Saver:
         """Be in this group from here on."""
         # Memory of our own holds all of the state: nobody else on this node can write to it.
         self._seat = seat if self._paths else replace(seat, local_rank=0, local_world_size=1)
+        self._served = 0  # A wish that came to nothing is told again to the next group.
         if self._writer is not None:
             self._writer.generation = seat.generation
 

@@ -1,0 +1,39 @@
+"""Everything is killed, again and again: the same script goes on, and ends with the same bits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.s3_server import BUCKET, Trouble, s3
+
+__all__ = ["s3"]
+
+DEADLINE_S = 100
+
+
+def cut(cuts: int, storage: str, seed: int) -> str:
+    """Cut the power so often; returns what was found."""
+    call = [sys.executable, "-m", "elastic.testing.power_cuts", "--cuts", str(cuts)]
+    done = subprocess.run(
+        [*call, "--storage", storage, "--seed", str(seed)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_on_a_local_disk(tmp_path: Path) -> None:
+    assert "12 power cuts" in cut(12, str(tmp_path), seed=1)
+
+
+@pytest.mark.timeout(200)
+def test_on_s3(s3: Trouble) -> None:
+    assert "6 power cuts" in cut(6, f"s3://{BUCKET}/cuts", seed=2)
+    assert s3.requests
