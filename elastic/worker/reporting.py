@@ -32,6 +32,7 @@ from elastic.worker.delivery import (
     CheckpointUploadMode,
     Delivery,
     name_in,
+    wait_given_up,
 )
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.pruning import Pruner
@@ -293,6 +294,7 @@ class Reporter:
         if run is None:
             return Part(rank, name, error="the job has no run directory")
         try:
+            wait_given_up(name)
             files = run.upload(source, name, claim=lambda path: self._agreement.claim(key, path))
         except StorageError as error:
             return Part(rank, name, error=str(error))

@@ -216,6 +216,38 @@ def test_an_upload_under_way_is_given_up_when_the_group_is_over(
     assert committed(storage.path) == []
 
 
+def test_a_name_is_used_again_only_when_nobody_writes_there_any_more(tmp_path: Path) -> None:
+    storage = Storage(tmp_path / "run")
+    (old,), (new,) = members(storage, 1), members(Storage(storage.path), 1)
+    order: list[str] = []
+
+    class Quick(RunDirectory):
+        def upload(self, source: Path, name: str, **more: Any) -> tuple[StoredFile, ...]:
+            order.append("new begins")
+            return super().upload(source, name, **more)
+
+    new.reporter._run = Quick(str(storage.path))
+
+    def give_up(rank: Rank) -> None:
+        rank.report({}, part(tmp_path, rank), name="mine")
+        assert storage.uploading.wait(DEADLINE_S)
+        rank.reporter.close()
+
+    def end_old() -> None:
+        storage.gate.set()
+        wait_uploads_end()
+        order.append("old is over")
+
+    assert together([old], give_up) == [None]
+    path = str(directory(tmp_path / "again", model="x"))
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(end_old)
+        assert together([new], lambda rank: rank.report({}, Brought(path), name="mine")) == [None]
+        ended.result(DEADLINE_S)
+    assert sorted(order) == ["new begins", "old is over"]
+    assert committed(storage.path) == ["mine"]
+
+
 def wait_uploads_end() -> None:
     """Wait for threads that were given up, so that nothing comes of them later."""
     for thread in threading.enumerate():
