@@ -32,8 +32,8 @@ from elastic.worker.exchange import WAIT_SLICE_S
 
 log = logging.getLogger(__name__)
 
-GIVE_UP_S = 1.0
-"""How long a background thread that is given up is waited for; it ends between two files."""
+LINGER_S = 60.0
+"""How long a checkpoint waits for an upload to the same directory that was given up."""
 
 
 class CheckpointUploadMode(Enum):
@@ -139,6 +139,7 @@ class Delivery:
             return Part(rank, name, error=problem)
         try:
             if self.turn.owns_files:
+                wait_given_up(name)
                 return Part(rank, name, run.upload(Path(brought.path), name, claim=claim))
             return Part(rank, name, run.weigh(name, claim=claim))
         except StorageError as error:
@@ -218,11 +219,11 @@ class Background:
         self._given_up = True
         if self.outcome is None:
             log.warning("checkpoint_given_up name=%s: %s", self.delivery.name, why)
-        until = time.monotonic() + GIVE_UP_S
-        while not self._over.wait(WAIT_SLICE_S) and time.monotonic() < until:
-            continue
         if self.outcome is None:
             self.delivery.brought.release()
+        if not self._over.is_set():
+            # The group need not wait: storage may take long, and the thread ends by itself.
+            _given_up.append(self)
 
     def _go_on(self) -> None:
         if self._given_up:
@@ -236,3 +237,25 @@ class Background:
             self._error = error
         finally:
             self._over.set()
+
+
+_given_up: list[Background] = []
+
+
+def wait_given_up(name: str) -> None:
+    """Wait until no upload of this process that was given up writes to this checkpoint any more.
+
+    Two of one name are rare: by default a name is never used twice.
+
+    Raises:
+        StorageError: one still does after `LINGER_S`.
+    """
+    _given_up[:] = [background for background in _given_up if not background.is_over()]
+    until = time.monotonic() + LINGER_S
+    while any(one.delivery.name == name and not one.is_over() for one in _given_up):
+        if time.monotonic() > until:
+            raise StorageError(
+                f"an upload to checkpoint {name} that was given up has not ended for {LINGER_S:g} "
+                f"s: storage hangs; use another checkpoint_dir_name"
+            )
+        time.sleep(WAIT_SLICE_S)

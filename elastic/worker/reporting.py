@@ -32,6 +32,7 @@ from elastic.worker.delivery import (
     CheckpointUploadMode,
     Delivery,
     name_in,
+    wait_given_up,
 )
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.pruning import Pruner
@@ -124,10 +125,10 @@ class Reporter:
         """
         brought = _brought(checkpoint)
         name = self._check_call(metrics, brought, name)
-        self._settle_upload(must_end=brought is not None)
+        late = self._settle_upload(must_end=brought is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
-        problem = self._keep_metrics(index, metrics)
+        problem = self._keep_metrics(index, metrics) or late
         name = name or self._default_name(index)
         self._begin_part(index, name, brought)
         wishes = bool(self._link.wish(self._place.generation))
@@ -173,10 +174,10 @@ class Reporter:
         self._in_place = True
         brought = _brought(checkpoint)
         name = self._check_call(metrics, brought, name)
-        self._settle_upload(must_end=brought is not None)
+        late = self._settle_upload(must_end=brought is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
-        problem = self._keep_metrics(index, metrics, where)
+        problem = self._keep_metrics(index, metrics, where) or late
         name = name or f"checkpoint-{self._place.job_id}-g{self._place.generation:06d}-{where}"
         try:
             if self._is_over():
@@ -214,8 +215,10 @@ class Reporter:
             StorageError: the last checkpoint could not be stored.
             GroupError: the group broke before it was; not for a loop that goes on in place.
         """
-        self._settle_upload(must_end=True)
+        problem = self._settle_upload(must_end=True)
         self._committer.finish()
+        if problem:
+            raise problem
 
     def close(self) -> None:
         """The generation is over: nothing comes of what is still under way."""
@@ -298,6 +301,7 @@ class Reporter:
         if run is None:
             return Part(rank, name, error="the job has no run directory")
         try:
+            wait_given_up(name)
             files = run.upload(source, name, claim=lambda path: self._agreement.claim(key, path))
         except StorageError as error:
             return Part(rank, name, error=str(error))
@@ -341,31 +345,39 @@ class Reporter:
             key = _later(turn.key) if comes_later else turn.key
             self._take(self._agreement.wait_outcome(key))
 
-    def _settle_upload(self, *, must_end: bool) -> None:
-        """Take what became of the upload in the background; wait for it if it must end now."""
+    def _settle_upload(self, *, must_end: bool) -> StorageError | None:
+        """Take what became of the upload in the background; wait for it if it must end now.
+
+        Returns:
+            Why it failed, for the end of this report: members may hear of it one report apart,
+            and each must make all of them.
+        """
         background = self._background
         if background is None or not (must_end or background.is_over()):
-            return
+            return None
         try:
             outcome = background.wait(self._is_over)
         except (GroupError, dist.DistError):
             self.close()
             if not self._in_place:
                 raise
-            return
+            return None
         except Exception:
             self._background = None
             raise
         self._background = None
+        if outcome.error:
+            return StorageError(outcome.error)
+        self._newest_checkpoint = outcome.path
         self.reports_since = self._index - 1 - background.delivery.turn.index
-        self._take(outcome, since=self.reports_since)
+        return None
 
-    def _take(self, outcome: Outcome, since: int = 0) -> None:
+    def _take(self, outcome: Outcome) -> None:
         """Go on from what became of a checkpoint."""
         if outcome.error:
             raise StorageError(outcome.error)
         self._newest_checkpoint = outcome.path
-        self.reports_since = since
+        self.reports_since = 0
         if outcome.leaves:
             self.has_left = True
             self._leave()

@@ -215,9 +215,13 @@ def test_a_full_disk_fails_the_job_by_name(cluster: LocalCluster, tmp_path: Path
                 continue
         storage = ("--storage-path", str(small))
         done = command(cluster, "submit", str(BAD), *storage, "--", "leave_well")
-        assert done.returncode == 1, done.stderr
-        assert b"StorageError: rank 0 cannot write metrics" in done.stderr.splitlines()[-1]
-        assert b"disk full" in done.stderr.splitlines()[-1]
+        assert done.returncode == 78, done.stderr
+        assert b"run.json: disk full" in done.stderr.splitlines()[-1]
+        well = script_job(tmp_path, "well", "leave_well", run=small / "well")
+        failure = end_of(cluster, cluster.client.submit(well)).record.failure
+        assert failure is not None
+        assert "rank 0 cannot write" in failure.message
+        assert "disk full" in failure.message
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
 
@@ -282,7 +286,7 @@ def test_a_name_is_used_once(cluster: LocalCluster, tmp_path: Path) -> None:
     cluster.client.stop(job_id)
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "metrics.jsonl").touch()
-    with pytest.raises(NameTaken, match="held exists already and is not empty"):
+    with pytest.raises(NameTaken, match="held exists already, is not empty"):
         trainer(lambda: None, tmp_path, name="held").fit()
 
 

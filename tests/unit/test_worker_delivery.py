@@ -180,7 +180,10 @@ def test_an_upload_that_fails_is_told_by_the_next_report_or_the_end(
     def train(rank: Rank) -> None:
         path = directory(tmp_path / "part0", model="x") if rank.rank == 0 else tmp_path / "none"
         rank.report({}, Brought(str(path), ASYNC))
-        end = {"end": rank.reporter.finish, "next": lambda: rank.report({}, part(tmp_path, rank))}
+        end = {
+            "end": rank.reporter.finish,
+            "next": lambda: rank.report({}, part(tmp_path, rank, 1)),
+        }
         with pytest.raises(StorageError, match="rank 1: cannot store"):
             end[at]()
         rank.report({}, part(tmp_path, rank, 2))
@@ -188,7 +191,32 @@ def test_an_upload_that_fails_is_told_by_the_next_report_or_the_end(
 
     assert together(ranks, train) == [None, None]
     assert (tmp_path / "part0").exists()
-    assert len(committed(storage.path)) == 1
+    assert len(committed(storage.path)) == {"end": 1, "next": 2}[at]
+
+
+def test_members_that_hear_of_a_failure_one_report_apart_stay_together(tmp_path: Path) -> None:
+    storage = Storage(tmp_path / "run")
+    storage.gate.set()
+    ranks = members(storage, 2)
+    failures: list[tuple[int, int]] = []
+
+    def train(rank: Rank) -> None:
+        path = directory(tmp_path / "part0", model="x") if rank.rank == 0 else tmp_path / "none"
+        rank.report({}, Brought(str(path), ASYNC))
+        for n in range(1, 5):
+            background = rank.reporter._background
+            if background is not None and n > 1 + rank.rank:
+                assert background._over.wait(DEADLINE_S)
+            try:
+                rank.report({"n": n})
+            except StorageError:
+                failures.append((rank.rank, n))
+        rank.report({}, part(tmp_path, rank, 5))
+        rank.reporter.finish()
+
+    assert together(ranks, train) == [None, None]
+    assert sorted(rank for rank, _ in failures) == [0, 1]
+    assert committed(storage.path) == ["checkpoint-j1-g000002-000005"]
 
 
 def test_an_upload_under_way_is_given_up_when_the_group_is_over(
@@ -214,6 +242,38 @@ def test_an_upload_under_way_is_given_up_when_the_group_is_over(
     wait_uploads_end()
     assert [posted(rank) for rank in ranks] == [[], []]
     assert committed(storage.path) == []
+
+
+def test_a_name_is_used_again_only_when_nobody_writes_there_any_more(tmp_path: Path) -> None:
+    storage = Storage(tmp_path / "run")
+    (old,), (new,) = members(storage, 1), members(Storage(storage.path), 1)
+    order: list[str] = []
+
+    class Quick(RunDirectory):
+        def upload(self, source: Path, name: str, **more: Any) -> tuple[StoredFile, ...]:
+            order.append("new begins")
+            return super().upload(source, name, **more)
+
+    new.reporter._run = Quick(str(storage.path))
+
+    def give_up(rank: Rank) -> None:
+        rank.report({}, part(tmp_path, rank), name="mine")
+        assert storage.uploading.wait(DEADLINE_S)
+        rank.reporter.close()
+
+    def end_old() -> None:
+        storage.gate.set()
+        wait_uploads_end()
+        order.append("old is over")
+
+    assert together([old], give_up) == [None]
+    path = str(directory(tmp_path / "again", model="x"))
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(end_old)
+        assert together([new], lambda rank: rank.report({}, Brought(path), name="mine")) == [None]
+        ended.result(DEADLINE_S)
+    assert sorted(order) == ["new begins", "old is over"]
+    assert committed(storage.path) == ["mine"]
 
 
 def wait_uploads_end() -> None:
