@@ -47,7 +47,8 @@ NODE_S = 60.0
 PARTS_S = 600.0
 """How long a part of a living member may take."""
 ORPHANED_S = 30.0
-"""The same once the group is over: a member may be gone, and nobody tells us which."""
+"""The same once the group is over, for a member may be gone, and nobody tells us which; and once
+the next snapshot waits, for a member may have failed to write."""
 CONSENT_S = 60.0
 """How long a generation may take to form that can consent."""
 LOOK_S_MIN, LOOK_S_MAX = 0.01, 0.5
@@ -211,15 +212,14 @@ class Writer:
         """Make a checkpoint of everyone's parts; returns its path."""
         name = self._name(snapshot)
         files = self._run.checkpoint(name)
-        parts = None
-        over_since = None
+        parts, doubtful_since = None, 0.0
         for _ in _looks(PARTS_S):
             parts = read_parts(files, snapshot.world_size)
             if parts is not None:
                 break
-            if self.generation != snapshot.generation:
-                over_since = over_since or time.monotonic()
-                if time.monotonic() - over_since > ORPHANED_S:
+            if self.generation != snapshot.generation or len(self._outstanding) > 1:
+                doubtful_since = doubtful_since or time.monotonic()
+                if time.monotonic() - doubtful_since > ORPHANED_S:
                     break
         if parts is None:
             self._run.discard(name)

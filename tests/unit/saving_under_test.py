@@ -54,7 +54,7 @@ class Tied(nn.Module):
 class Run:
     """The state of a run after a few steps, and the members that hold it."""
 
-    def __init__(self, folder: Path, *, workers: int = 1, seed: int = 0) -> None:
+    def __init__(self, folder: Path | str, *, workers: int = 1, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.model = Tied()
         self.optimizer = torch.optim.AdamW(self.model.parameters())

@@ -1,0 +1,97 @@
+"""What storage does to automatic checkpoints, and what it does not do to training."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic.storage.verify import verify
+from elastic.testing.faulty_storage import Faults
+from elastic.worker import writing
+from tests.unit.saving_under_test import Run
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Faults:
+    return Faults(tmp_path)
+
+
+def run_on(faults: Faults, workers: int = 2) -> Run:
+    return Run(f"faulty://{faults.folder}/run", workers=workers)
+
+
+def assert_newest_is(run: Run, steps: int) -> None:
+    """The newest checkpoint that counts is of this step, and whole."""
+    name = run.committed()[-1]
+    assert dict(run.directory.markers())[name].about("steps") == steps
+    assert verify(run.directory.checkpoint_path(name)).is_whole
+
+
+@pytest.mark.parametrize("kind", ["full", "denied"])
+@pytest.mark.parametrize("match", ["*part-00000.d*", "*part-00000.json*", "*manifest*", "*_COMM*"])
+def test_what_cannot_be_written_is_given_up(
+    faults: Faults, caplog: pytest.LogCaptureFixture, kind: str, match: str
+) -> None:
+    run = run_on(faults)
+    run.save()
+    fault = faults.add(kind, on="write", match=match)
+    run.save()
+    assert faults.hits(fault)
+    assert "checkpoint_failed" in caplog.text
+    assert_newest_is(run, 1)
+    faults.remove()
+    run.save()
+    assert_newest_is(run, 3)
+
+
+def test_a_passing_fault_is_waited_out(faults: Faults) -> None:
+    run = run_on(faults)
+    fault = faults.add("io", on="write", match="*part-0000*", times=2)
+    run.save()
+    assert faults.hits(fault) == 2
+    assert_newest_is(run, 1)
+
+
+def test_storage_that_hangs_does_not_hold_up_training(faults: Faults) -> None:
+    run = run_on(faults)
+    run.save()
+    fault = faults.add("hang", on="write")
+    began = time.monotonic()
+    run.save(wait=False)
+    run.save(wait=False)
+    assert all(saver.is_busy() for saver in run.savers)  # No third one is begun.
+    assert time.monotonic() - began < 30
+    faults.wait_hit(fault)
+    faults.remove()
+    for saver in run.savers:
+        saver.finish()
+    assert_newest_is(run, 3)
+
+
+def test_what_cannot_be_deleted_takes_up_room_only(
+    faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_on(faults)
+    faults.add("denied", on="delete")
+    for _ in range(4):
+        run.save()
+    assert "prune_failed" in caplog.text
+    faults.remove()
+    run.save()
+    assert len(run.committed()) == 2
+    assert_newest_is(run, 5)
+
+
+def test_a_member_that_could_not_write_does_not_keep_the_next_one_waiting(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "ORPHANED_S", 0.1)
+    run = run_on(faults)
+    fault = faults.add("full", on="write", match="*part-00001.d*", times=1)
+    run.save(wait=False)
+    faults.wait_hit(fault)
+    run.save()
+    assert len(run.committed()) == 1
+    assert_newest_is(run, 2)
