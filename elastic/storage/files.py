@@ -77,6 +77,8 @@ class Files:
             self.fs, self.root = filesystem, self.path
         else:
             self.fs, self.root = _opened(self.path)
+        # One that was given is not opened anew: nobody here knows how.
+        self._is_ours = filesystem is None and not self.is_local
 
     def folder(self, name: str) -> Files:
         """Return the files of a folder in this directory, with the same patience."""
@@ -146,13 +148,30 @@ class Files:
         Raises:
             StorageError: the directory cannot be listed.
         """
-        with self._told(f"cannot list {self.path}"):
+
+        def look() -> Any:
             self.fs.invalidate_cache()
-            found = self.fs.find(self.at(""), detail=True)
+            try:
+                if self.is_object_store:
+                    return self.fs.find(self.at(""), detail=True)
+                return {info["name"]: info for info in self._below(self.at(""))}
+            except FileNotFoundError:
+                return {}
+
+        found = self._do(f"cannot list {self.path}", look)
         skipped = len(str(self.root)) + 1
         return sorted(
             StoredFile(str(path)[skipped:], int(info["size"])) for path, info in found.items()
         )
+
+    def _below(self, folder: str) -> Iterator[dict[str, Any]]:
+        """Give what is known of each file below a folder."""
+        # Not `fs.find`: that takes a folder that cannot be read for an empty one.
+        for info in self.fs.ls(folder, detail=True):
+            if info["type"] == "directory":
+                yield from self._below(info["name"])
+            else:
+                yield info
 
     def checksum(self, name: str) -> StoredFile:
         """Return size and checksum of a file, after reading all of it.
@@ -334,7 +353,7 @@ class Files:
         try:
             return action()
         except Exception as error:
-            if self.is_local or not is_about_credentials(error):
+            if not self._is_ours or not is_about_credentials(error):
                 raise
             log.warning("credentials_read_anew path=%s reason=%r", self.path, reason_of(error))
             self._forget_credentials()
@@ -357,7 +376,7 @@ class Files:
 
     def _failure(self, what: str, error: Exception) -> StorageError:
         advice = ""
-        if not self.is_local and is_about_credentials(error):
+        if self._is_ours and is_about_credentials(error):
             self._forget_credentials()
             advice = (
                 "; the storage does not accept the credentials of this process: renew them where "

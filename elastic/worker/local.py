@@ -214,6 +214,7 @@ def local_context(run: LocalRun) -> Iterator[WorkerContext]:
                 yield context
             finally:
                 context.the_reporter().close()
+                context.the_reporter().flush()
         finally:
             engine.close()
             set_current(None)

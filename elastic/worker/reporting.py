@@ -225,6 +225,12 @@ class Reporter:
         background, self._background = self._background, None
         if background is not None:
             background.give_up("the group changed, or the train function was left")
+
+    def flush(self) -> None:
+        """The train function is over, however it ended: let all that was reported be seen.
+
+        Not part of `close`: storage that is slow must not hold up the next group.
+        """
         try:
             if self._run is not None:
                 self._run.flush_metrics()

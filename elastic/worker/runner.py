@@ -236,6 +236,7 @@ class Runner:
         finally:
             if self._reporter is not None:
                 self._reporter.close()
+                self._reporter.flush()
             self._leave_engine()
             set_current(None)
 

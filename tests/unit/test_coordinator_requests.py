@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -14,15 +13,12 @@ from elastic.core.messages import (
     ForgetWorker,
     LeaveGroup,
     Refusal,
-    ReportAck,
-    SaveState,
     StartWorker,
     StopWorker,
     Welcome,
     WorkerUpdate,
 )
 from elastic.core.world import (
-    FIRST_AUTOMATIC,
     JobId,
     JobPhase,
     NodePhase,
@@ -41,110 +37,6 @@ def started(coordinator: Coordinator) -> list[str]:
 
 def stopped(coordinator: Coordinator) -> list[str]:
     return [f"{m.worker_id}: {m.reason}" for m in coordinator.sent(StopWorker)]
-
-
-# ---------------------------------------------------------------- a checkpoint now
-
-
-def saves(coordinator: Coordinator) -> list[tuple[str, int, int]]:
-    return [(m.worker_id, m.generation, m.request) for m in coordinator.sent(SaveState)]
-
-
-def save(coordinator: Coordinator, worker: str, number: int, **fields: Any) -> None:
-    """Let the step engine of a worker tell of a checkpoint that it took by itself."""
-    path = f"/run/auto-{number}"
-    coordinator.reports(worker, FIRST_AUTOMATIC + number, checkpoint=path, **fields)
-
-
-def test_a_wish_for_a_checkpoint_reaches_every_member_and_is_numbered() -> None:
-    coordinator = running(run_path="/run", nodes=2)
-    reply = coordinator.checkpoint("a")
-    assert (reply.error, reply.text) == ("", "1")
-    assert saves(coordinator) == [("n1/1", 1, 1), ("n2/1", 1, 1)]
-    assert coordinator.checkpoint("a").text == "2"
-    assert coordinator.noted("checkpoint_wished") == [{"request": "1"}, {"request": "2"}]
-
-
-def test_a_wish_is_told_to_the_next_group_until_a_checkpoint_came() -> None:
-    coordinator = running(run_path="/run", nodes=2)
-    coordinator.checkpoint("a")
-    coordinator.exits("n2/1")
-    assert saves(coordinator) == [("n1/1", 2, 1)]
-    coordinator.training("n1/1")
-    save(coordinator, "n1/1", 5)
-    coordinator.broken("n1/1")
-    coordinator.advance(1)
-    assert coordinator.members("a").startswith("g3")
-    assert saves(coordinator) == []
-
-
-def test_a_report_of_the_script_serves_no_wish() -> None:
-    coordinator = running(run_path="/run", nodes=2)
-    coordinator.checkpoint("a")
-    coordinator.reports("n1/1", 0, checkpoint="/run/c")
-    coordinator.exits("n2/1")
-    assert saves(coordinator) == [("n1/1", 2, 1)]
-
-
-def test_a_wish_is_said_again_to_an_agent_that_comes_back() -> None:
-    coordinator = running(run_path="/run", nodes=2)
-    coordinator.checkpoint("a")
-    coordinator.disconnect("n2")
-    coordinator.agent("n2")
-    assert saves(coordinator) == [("n2/1", 1, 1)]
-
-
-def test_wishes_of_a_later_coordinator_have_greater_numbers() -> None:
-    coordinator = running(run_path="/run", nodes=1)
-    coordinator.checkpoint("a")
-    coordinator.restart()
-    coordinator.agent("n1")
-    assert saves(coordinator) == [], "nobody waits for it any more"
-    assert int(coordinator.checkpoint("a").text) > 1
-
-
-@pytest.mark.parametrize(
-    ("job", "error", "text"),
-    [
-        ("nosuch", "not_found", "no job nosuch"),
-        ("ended", "failed_precondition", "has ended already: stopped"),
-        ("waits", "failed_precondition", "does not train now (waiting: "),
-        ("homeless", "failed_precondition", "no run directory"),
-    ],
-)
-def test_a_wish_that_cannot_come_true_is_refused_by_name(job: str, error: str, text: str) -> None:
-    coordinator = running("homeless", nodes=1)
-    coordinator.submit("waits", run_path="/run")
-    coordinator.submit("ended", run_path="/run")
-    coordinator.stop("ended")
-    reply = coordinator.checkpoint(job)
-    assert reply.error == error
-    assert text in reply.text
-    assert saves(coordinator) == []
-
-
-def test_an_automatic_checkpoint_is_no_report_of_the_script() -> None:
-    coordinator = running(run_path="/run", nodes=1)
-    coordinator.reports("n1/1", 0, metrics='{"loss": 1}', checkpoint="/run/c")
-    save(coordinator, "n1/1", 1, metrics='{"epoch": 0}')
-    record = coordinator.job("a").record
-    assert [one.path for one in record.checkpoints] == ["/run/c", "/run/auto-1"]
-    assert record.metrics == '{"loss": 1}'
-    assert [note["index"] for note in coordinator.noted("report")] == ["0"]
-    assert len(coordinator.of(Persist)) == 1
-    assert [ack.accepted for ack in coordinator.sent(ReportAck)] == [True]
-    coordinator.broken("n1/1")
-    coordinator.advance(1)
-    assert coordinator.announced[WorkerId("n1/1")].assignment.checkpoint == "/run/c"
-
-
-def test_automatic_checkpoints_do_not_push_out_reported_ones() -> None:
-    coordinator = running(run_path="/run", nodes=1, num_to_keep=1)
-    coordinator.reports("n1/1", 0, checkpoint="/run/c")
-    for number in range(4):
-        save(coordinator, "n1/1", number)
-    kept = [one.path for one in coordinator.job("a").record.checkpoints]
-    assert kept == ["/run/c", "/run/auto-2", "/run/auto-3"]
 
 
 # ---------------------------------------------------------------- who may register

@@ -100,6 +100,18 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(
         run.newest_checkpoint()
 
 
+def test_a_tree_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    tmp_path: Path, faults: Faults
+) -> None:
+    files = faulty(tmp_path, patience_s=0)
+    assert files.tree() == []
+    files.write("deep/model", b"x")
+    assert files.tree() == [StoredFile("deep/model", 1)]
+    faults.add("io", on="list", match="*/deep")
+    with pytest.raises(StorageError, match="cannot list"):
+        files.tree()
+
+
 def test_a_function_that_writes_a_file_is_called_anew(tmp_path: Path, faults: Faults) -> None:
     faults.add("io", on="write", match="*/big.partial", times=1)
     calls = 0

@@ -28,7 +28,6 @@ from elastic.core.events.worker import (
     TrainReturned,
     UserReported,
     WishBoundary,
-    WishSave,
     WorkerEvent,
 )
 from elastic.core.messages import (
@@ -38,7 +37,6 @@ from elastic.core.messages import (
     Pong,
     ReportAck,
     Reported,
-    SaveState,
     Stop,
     Warm,
     WorkerUpdate,
@@ -220,43 +218,6 @@ def test_a_script_that_exits_because_the_group_broke_is_broken_not_failed() -> N
     worker = training(1)
     worker.event(TrainRaised(1, PEER_GONE, group_broken=True, exit_code=1))
     assert worker.stands() == (WorkerPhase.BROKEN, 1)
-
-
-# ---------------------------------------------------------------- a checkpoint now
-
-
-def save(generation: int, request: int = 7) -> SaveState:
-    return SaveState(ME, generation, request)
-
-
-def test_a_wish_for_a_checkpoint_is_passed_on_while_it_trains() -> None:
-    worker = training(1)
-    assert worker.told(save(1)) == [WishSave(1, 7)]
-    assert worker.told(save(1)) == [WishSave(1, 7)], "said twice it does no harm"
-
-
-def test_a_wish_that_comes_before_the_group_stands_waits_for_it() -> None:
-    worker = forming(1)
-    assert worker.told(save(1)) == []
-    assert WishSave(1, 7) in worker.event(GroupFormed(1))
-
-
-def test_a_wish_for_a_group_that_is_announced_waits_until_it_trains_there() -> None:
-    worker = training(1)
-    worker.told(announce(2))
-    assert worker.told(save(2)) == []
-    assert worker.told(save(1)) == [], "that group is over"
-    worker.event(TrainLeft(1, at_boundary=False))
-    assert WishSave(2, 7) in worker.event(GroupFormed(2))
-
-
-def test_a_wish_of_an_older_group_or_for_another_worker_is_none() -> None:
-    worker = forming(1)
-    worker.told(save(1))
-    worker.told(announce(2))
-    worker.event(GroupFailed(1, "aborted"))
-    assert not any(isinstance(one, WishSave) for one in worker.event(GroupFormed(2)))
-    assert worker.told(SaveState(WorkerId("n9/9"), 2, 8)) == []
 
 
 # ---------------------------------------------------------------- user code
