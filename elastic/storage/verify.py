@@ -131,7 +131,7 @@ def damage_of(files: Files, expected: StoredFile) -> str:
     try:
         found = files.checksum(expected.path)
     except StorageError as error:
-        if isinstance(error.__cause__, ABSENT):
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return "missing"
         raise
     if found.size < expected.size:

@@ -238,7 +238,11 @@ class Feed:
         # Tracebacks may hold the iterator, so that letting go of it is not enough.
         end = getattr(inner, "_shutdown_workers", None)
         if end is not None:
-            end()
+            try:
+                end()
+            except RuntimeError as error:
+                # Torch's handler of SIGCHLD tells of a process that was killed while we end them.
+                log.debug("process_lost_at_the_end error=%r", str(error))
 
     def _the_plan(self) -> Plan:
         check(self._plan is not None, "a loader was read before micro-batches were dealt")

@@ -285,9 +285,7 @@ class Writer:
     def _prune(self) -> None:
         """Delete automatic checkpoints that newer ones have made superfluous."""
         try:
-            known = [(name, m) for name, m in self._run.markers() if m.automatic]
-            order = sorted(known, key=lambda pair: pair[1].unix_ns)
-            names = [name for name, _ in order]
+            names = [name for name, marker in self._run.committed() if marker.automatic]
             for name in superfluous_automatic(names, self._num_to_keep):
                 self._run.remove(name)
             self._sweep(set(names))
