@@ -307,7 +307,7 @@ def test_a_new_run_begins_with_another_runs_checkpoint(tmp_path: Path) -> None:
     assert begin("second").return_value == [3, True]
     assert Path(first.checkpoint.path).is_dir()
     (Path(first.checkpoint.path) / "dict.pt").write_bytes(b"torn")
-    with pytest.raises(StorageError, match=r"file dict.pt has 4 bytes"):
+    with pytest.raises(StorageError, match=r"file dict.pt is truncated: 4 bytes"):
         begin("third")
     assert not (tmp_path / "third").exists()
     with pytest.raises(UsageError, match="resume_from_checkpoint is a str"):
