@@ -150,7 +150,7 @@ def test_storage_that_fails_for_now_sets_nothing_aside(tmp_path: Path) -> None:
     begin(tmp_path / "r")
     path = commit(tmp_path / "r", "a", 0, {})
     (path / "model").unlink()
-    (path / "model").mkdir()  # It can be seen and not be read.
+    (path / "model").symlink_to("model")  # It can be seen and not be read.
     with pytest.raises(StorageError, match="cannot read"):
         begin(tmp_path / "r", "j2")
     assert (path / MARKER).exists()
