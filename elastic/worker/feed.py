@@ -22,6 +22,9 @@ from elastic.worker.seeding import WorkerStart
 
 log = logging.getLogger(__name__)
 
+LOST_PROCESS = "DataLoader worker (pid"
+"""How torch's error begins that says so; one of a dataset's names its class first."""
+
 WORKER_PROCESSES = 3
 """Purpose of the seed of worker processes, beside those in cursor.py."""
 
@@ -157,8 +160,9 @@ class Feed:
         try:
             tag, value = next(self._inner)
         except Exception as error:
-            # Torch asks for more as soon as an answer is there, and only then.
-            if self._num_asked == before:
+            # Torch asks for more as soon as an answer is there, and only then. It tells of a lost
+            # process from a signal handler, which may be right behind that.
+            if self._num_asked == before or str(error).startswith(LOST_PROCESS):
                 raise
             failed = self._answered()[0]
             self._look_ahead()
