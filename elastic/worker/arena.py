@@ -17,7 +17,9 @@ one that is not, and the other slot as it was.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import struct
@@ -25,6 +27,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +41,8 @@ ALIGN = 64
 MARK = struct.Struct("<QQQQQQ")
 MARKS_MAX = HEADER // MARK.size
 MADV_POPULATE_WRITE = 23
+MEMORY_SHARE = 0.8
+"""Of the memory that is available: the rest is for whatever training allocates next."""
 
 
 class Mark(NamedTuple):
@@ -110,6 +115,21 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGN) * ALIGN
 
 
+def available_memory() -> int | None:
+    """Return the bytes that this node can still give away, None if that cannot be told."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        left = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    with contextlib.suppress(OSError, ValueError):  # Other numbers of a container of cgroup v2.
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        left = min(left, max(0, limit - used))
+    return left
+
+
 class Slot:
     """Memory for one snapshot."""
 
@@ -145,7 +165,15 @@ class Slot:
             OSError: there is not that much memory.
         """
         need = HEADER + num_bytes
-        if os.fstat(self._fd).st_size < need:
+        size = os.fstat(self._fd).st_size
+        if size < need:
+            left = available_memory()
+            if left is not None and need - size > left * MEMORY_SHARE:
+                # The kernel would kill somebody later, instead of saying no now.
+                raise OSError(
+                    errno.ENOMEM,
+                    f"a snapshot needs {need - size} bytes, {left} are available on this node",
+                )
             os.ftruncate(self._fd, need)
         if self._map is None or len(self._map) < need:
             # What still reads the old mapping keeps it.

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 SLOTS = 2
 FINISH_S = 600.0
 """How long the end of a train function waits for what is still being written."""
+FINISH_TOLD_S = 10.0
+"""How long it does so without a word."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,11 @@ class Saver:
 
     def held(self) -> int:
         """Return the steps of the newest snapshot in this node's memory, -1 if there is none."""
-        return max((mark.steps for _, mark in self._whole()), default=-1)
+        try:
+            return max((mark.steps for _, mark in self._whole()), default=-1)
+        except OSError as error:
+            log.warning("snapshot_unreadable error=%r", str(error))
+            return -1
 
     def read_held(self, steps: int) -> Any:
         """Return the state in this node's memory; its tensors are copies.
@@ -255,5 +261,12 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until what was taken is durable, or given up."""
-        if self._writer is not None:
-            self._writer.finish(FINISH_S)
+        if self._writer is None or self._writer.finish(FINISH_TOLD_S):
+            return
+        log.warning(
+            "checkpoint_awaited outstanding=%d: the train function has returned, and its last "
+            "checkpoint is still being written; waits for %.0f s at most",
+            self._writer.outstanding(), FINISH_S,
+        )  # fmt: skip
+        if not self._writer.finish(FINISH_S):
+            log.warning("checkpoint_left outstanding=%d", self._writer.outstanding())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic.core.policy.shares import Piece, cut
+from elastic.worker import arena
 from elastic.worker.arena import HEADER, Layout, Mark, Slot
 from elastic.worker.transfer import pack, read_skeleton, tensors_of
 
@@ -126,3 +127,13 @@ def test_a_piece_has_a_storage_of_its_own() -> None:
     chunk = slot.chunk(layout, Piece(0, 1, 2))
     assert chunk.untyped_storage().nbytes() == chunk.nbytes == 24
     assert torch.equal(chunk, STATE["weights"][1:3])
+
+
+def test_more_memory_than_there_is_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by the kernel, which kills somebody later."""
+    assert arena.available_memory()
+    monkeypatch.setattr(arena, "available_memory", lambda: 1 << 20)
+    slot = Slot()
+    slot.reserve(1 << 18)
+    with pytest.raises(OSError, match="1048576 are available on this node"):
+        slot.reserve(1 << 21)
