@@ -1,6 +1,7 @@
 """What a checkpoint costs: ours beside `torch.save` and `torch.distributed.checkpoint.async_save`.
 
     python bench/checkpoint.py --gigabytes 0.1 --gigabytes 0.5 --gigabytes 2
+    python bench/checkpoint.py --gigabytes 0.5 --pace 30
 
 A model with Adam's state of so many bytes is saved several times by each system, in a process of
 its own, on one CPU thread as workers have it, while a loop of small steps goes on. Medians of:
@@ -217,6 +218,48 @@ def measure(system: str, num_bytes: float, rounds: int, parent: str) -> dict[str
     }
 
 
+def pace(trained: Trained, seconds: float, save: Callable[[], object] | None) -> float:
+    """Return the small steps per second of a loop that saves once, at its beginning, or never."""
+    count, began = 0, time.perf_counter()
+    if save is not None:
+        save()
+    while time.perf_counter() - began < seconds:
+        trained.train()
+        count += 1
+    return count / (time.perf_counter() - began)
+
+
+def throughput(num_bytes: float, rounds: int, seconds: float, parent: str) -> float:
+    """Return the pace of a loop that saves every so many seconds, in parts of one that does not."""
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    trained = Trained(num_bytes)
+    objects = TrainState()
+    objects.models.append(trained.model)
+    objects.optimizers.append(trained.optimizer)
+    run = RunDirectory(str(folder))
+    saver = Saver((), Writer(run, JobId("pace"), line=NoCoordinator(), clock=SystemClock()))
+    saver.plan = SavingPlan(every_n_steps=1)
+    taken = 0
+
+    def state() -> dict[str, Any]:
+        return {"objects": objects.take(), "cursor": [0, taken], "steps": taken}
+
+    def save() -> None:
+        nonlocal taken
+        taken += 1
+        saver.take(state, Cursor(0, taken), taken)
+
+    saver.warm_up(state)
+    pace(trained, 3.0, save)
+    ratios = []
+    for _ in range(rounds):
+        plain = pace(trained, seconds, None)
+        ratios.append(pace(trained, seconds, save) / plain)
+    saver.finish()
+    shutil.rmtree(folder)
+    return statistics.median(ratios)
+
+
 def in_own_process(system: str, gigabytes: float, rounds: int, parent: str) -> dict[str, float]:
     """Measure one system where nothing of the others is left."""
     call = [sys.executable, __file__, "--system", system, "--gigabytes", str(gigabytes)]
@@ -234,6 +277,9 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, action="append", help="default 0.1, 0.5, 2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where checkpoints go")
+    parser.add_argument(
+        "--pace", type=float, help="seconds between two checkpoints: what they cost a loop instead"
+    )
     parser.add_argument("--system", choices=SYSTEMS, help="this one only, as JSON")
     args = parser.parse_args()
     sizes = args.gigabytes or [0.1, 0.5, 2.0]
@@ -241,6 +287,14 @@ def main() -> None:
         print(json.dumps(measure(args.system, sizes[0] * 1e9, args.rounds, args.folder)))
         return
     console = Console()
+    if args.pace:
+        for gigabytes in sizes:
+            kept = throughput(gigabytes * 1e9, args.rounds, args.pace, args.folder)
+            console.print(
+                f"{gigabytes:g} GB saved every {args.pace:g} s: {100 * kept:.2f} % of the steps "
+                f"per second of a loop that does not save, median of {args.rounds}"
+            )
+        return
     console.print(
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"medians of {args.rounds}, milliseconds"
