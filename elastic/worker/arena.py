@@ -35,7 +35,7 @@ from elastic.worker.transfer import TensorSpec, tensors_of
 
 HEADER = 16_384
 ALIGN = 64
-MARK = struct.Struct("<QQQQQQ")
+MARK = struct.Struct("<QQQQQQQ")
 MARKS_MAX = HEADER // MARK.size
 MADV_POPULATE_WRITE = 23
 
@@ -45,6 +45,7 @@ class Mark(NamedTuple):
 
     Attributes:
         number: of the snapshot in its run, >= 1; 0 for none.
+        generation: of the group that took it: after a loss, a number may come again.
         steps: committed in the run when it was taken.
         parts: the node's workers that share it.
         data_bytes: of all tensors.
@@ -53,11 +54,20 @@ class Mark(NamedTuple):
     """
 
     number: int
+    generation: int
     steps: int
     parts: int
     data_bytes: int
     skeleton_bytes: int
     skeleton_crc: int
+
+    def is_with(self, other: Mark | None) -> bool:
+        """Return whether both are of the same snapshot, of the same or of different parts."""
+        return other is not None and self[:OF_ALL] == other[:OF_ALL]
+
+
+OF_ALL = 5
+"""Fields of a mark that are alike for all parts; text outside of tensors is one worker's word."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +191,7 @@ class Slot:
         """Say that a part is about to change."""
         check(part < MARKS_MAX, f"worker {part} of a node: at most {MARKS_MAX}")
         self.reserve(0)
-        MARK.pack_into(self._mapped(), part * MARK.size, 0, 0, 0, 0, 0, 0)
+        MARK.pack_into(self._mapped(), part * MARK.size, *[0] * len(Mark._fields))
 
     def mark(self, part: int, mark: Mark) -> None:
         """Say that a part is there; the number, which makes it count, is written last."""
@@ -199,7 +209,7 @@ class Slot:
             return None
         for part in range(1, first.parts):
             mark = Mark(*MARK.unpack_from(self._mapped(), part * MARK.size))
-            if mark[:4] != first[:4]:
+            if not mark.is_with(first):
                 return None
         return first
 

@@ -127,6 +127,7 @@ class Keeper:
         """The last epoch is over: save it, unless that is done."""
         saver = self._saver
         if saver is not None and saver.plan.is_on and saver.last_steps != self.steps:
+            saver.wait_for_room(is_over)
             self.is_due = True
             self.at_boundary(cursor, data, is_over)
 

@@ -24,6 +24,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.policy.shares import cut
 from elastic.worker.arena import Layout, Mark, Slot
+from elastic.worker.exchange import WAIT_SLICE_S
 from elastic.worker.transfer import read_skeleton, split, tensors_of, unpack, write_skeleton
 from elastic.worker.writing import Snapshot, Writer
 
@@ -107,7 +108,13 @@ class Saver:
 
     def is_busy(self) -> bool:
         """Return whether there is no room for another one: storage is slow."""
-        return self._writer is not None and self._writer.outstanding() >= SLOTS
+        return bool(self._slots) and self._is_being_written(self._slot_of(self.number + 1))
+
+    def wait_for_room(self, is_over: Callable[[], bool]) -> None:
+        """Wait until there is room for another one; not in a group that is over, nor for ever."""
+        deadline = time.monotonic() + FINISH_S
+        while self.is_busy() and not is_over() and time.monotonic() < deadline:
+            time.sleep(WAIT_SLICE_S)
 
     # ------------------------------------------------------------------- taking
 
@@ -157,8 +164,9 @@ class Saver:
 
         Raises:
             UsageError: the state holds what cannot be saved.
-            OSError: there is not enough memory.
+            OSError: there is not enough memory, or the one before the last is still being written.
         """
+        # First of all: members agree on the number even if one of them cannot take it.
         self.number, self.last_steps = self.number + 1, steps
         self._last_s, self._served = time.monotonic(), max(request, self._served)
         began = time.monotonic()
@@ -198,7 +206,9 @@ class Saver:
         self, skeleton: bytes, tensors: Sequence[torch.Tensor], layout: Layout, steps: int
     ) -> tuple[Slot, Mark]:
         """Copy our share into the slot whose turn it is."""
-        seat, slot = self._seat, self._all_slots()[self.number % SLOTS]
+        seat, slot = self._seat, self._slot_of(self.number)
+        if self._is_being_written(slot):
+            raise OSError(f"snapshot {self.number}: one in the same place is still being written")
         slot.unmark(seat.local_rank)
         slot.reserve(layout.data_bytes + len(skeleton))
         pieces = cut(layout.extents(), seat.local_rank, seat.local_world_size)
@@ -212,8 +222,8 @@ class Saver:
         if seat.local_rank == 0:
             slot.put_skeleton(layout, skeleton)
         mark = Mark(
-            self.number, steps, seat.local_world_size, layout.data_bytes, len(skeleton),
-            zlib.crc32(skeleton),
+            self.number, seat.generation, steps, seat.local_world_size, layout.data_bytes,
+            len(skeleton), zlib.crc32(skeleton),
         )  # fmt: skip
         slot.mark(seat.local_rank, mark)
         return slot, mark
@@ -244,6 +254,12 @@ class Saver:
             if mark is not None:
                 found.append((slot, mark))
         return found
+
+    def _slot_of(self, number: int) -> Slot:
+        return self._all_slots()[number % SLOTS]
+
+    def _is_being_written(self, slot: Slot) -> bool:
+        return self._writer is not None and self._writer.reads(slot)
 
     def _all_slots(self) -> list[Slot]:
         if not self._slots:

@@ -12,6 +12,7 @@ current, so that a side that was cut off cannot commit; and a marker is the last
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import platform
@@ -36,7 +37,14 @@ from elastic.runtime.clock import Clock
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.arena import Layout, Mark, Slot
-from elastic.worker.checkpoint_files import Manifest, read_parts, write_part, write_rest
+from elastic.worker.checkpoint_files import (
+    Manifest,
+    read_parts,
+    write_failure,
+    write_note,
+    write_part,
+    write_rest,
+)
 from elastic.worker.exchange import Answer
 from elastic.worker.transfer import read_skeleton, unpack
 
@@ -143,9 +151,9 @@ class Writer:
             self._thread.start()
         self._queue.put(snapshot)
 
-    def outstanding(self) -> int:
-        """Return how many snapshots are not durable yet, nor given up."""
-        return len(self._outstanding)
+    def reads(self, slot: Slot) -> bool:
+        """Return whether a snapshot in this slot is not durable yet, nor given up."""
+        return any(snapshot.slot is slot for snapshot in list(self._outstanding))
 
     def finish(self, timeout_s: float) -> bool:
         """Wait until nothing is outstanding, in slices that an interrupt can end.
@@ -173,8 +181,10 @@ class Writer:
                     "is tried when it is due",
                     PREFIX + snapshot.name, time.monotonic() - began, str(error),
                 )  # fmt: skip
-            except Exception:
+                self._tell_failed(snapshot, error)
+            except Exception as error:
                 log.exception("checkpoint_failed name=%s", PREFIX + snapshot.name)
+                self._tell_failed(snapshot, error)
             finally:
                 with self._changed:
                     self._outstanding.remove(snapshot)
@@ -187,7 +197,9 @@ class Writer:
         files = self._run.checkpoint(self._name(snapshot))
         self._wait_for_node(snapshot)
         pieces = cut(snapshot.layout.extents(), snapshot.rank, snapshot.world_size)
-        write_part(files, snapshot.rank, snapshot.slot, snapshot.layout, pieces)
+        part = write_part(files, snapshot.rank, snapshot.slot, snapshot.layout, pieces)
+        _check_unchanged(snapshot)
+        write_note(files, snapshot.rank, part)
         if snapshot.rank == 0:
             path = self._complete(snapshot)
             log.info(
@@ -202,10 +214,16 @@ class Writer:
     def _wait_for_node(self, snapshot: Snapshot) -> None:
         """Wait until all workers of this node have copied their share."""
         for _ in _looks(NODE_S):
-            mark = snapshot.slot.whole()
-            if mark is not None and mark.number == snapshot.mark.number:
+            if snapshot.mark.is_with(snapshot.slot.whole()):
                 return
         raise GivenUp("a worker of this node has not copied its share")
+
+    def _tell_failed(self, snapshot: Snapshot, error: Exception) -> None:
+        """Let rank 0 not wait for our part, if storage takes that much."""
+        if snapshot.rank:
+            with contextlib.suppress(StorageError):
+                files = self._run.checkpoint(self._name(snapshot))
+                write_failure(files, snapshot.rank, str(error))
 
     def _complete(self, snapshot: Snapshot) -> str:
         """Make a checkpoint of everyone's parts; returns its path."""
@@ -241,6 +259,7 @@ class Writer:
         stored = write_rest(
             files, manifest, snapshot.skeleton, _state_of(snapshot), snapshot.aliases
         )
+        _check_unchanged(snapshot)  # Arrays outside of the parts were read from memory, too.
         about = {"epoch": cursor.epoch, "step": cursor.step, "steps": snapshot.mark.steps}
         metrics = json.dumps({**snapshot.about, **about})
         index = FIRST_AUTOMATIC + snapshot.mark.number
@@ -305,6 +324,12 @@ class Writer:
         for name in set(self._run.names(PREFIX)) - committed - being_written:
             if _steps_in(name) < newest:
                 self._run.discard(name)
+
+
+def _check_unchanged(snapshot: Snapshot) -> None:
+    """Refuse what was read from memory in which a later snapshot has begun meanwhile."""
+    if not snapshot.mark.is_with(snapshot.slot.whole()):
+        raise GivenUp("its memory has changed while it was written: storage is too slow")
 
 
 def _steps_in(name: str) -> int:

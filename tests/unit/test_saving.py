@@ -42,9 +42,9 @@ def test_a_snapshot_is_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run, may_write = Run(tmp_path), threading.Event()
     real = writing.write_part
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> Any:
         assert may_write.wait(DEADLINE_S)
-        real(*args)
+        return real(*args)
 
     monkeypatch.setattr(writing, "write_part", slow)
     run.save(wait=False)
@@ -137,7 +137,7 @@ def test_storage_that_refuses_is_told_and_the_next_one_succeeds(
     run.save()
     with monkeypatch.context() as patched:
         patched.setattr(
-            Files, "writing", lambda self, name: (_ for _ in ()).throw(StorageError("disk full"))
+            Files, "put", lambda self, *_: (_ for _ in ()).throw(StorageError("disk full"))
         )
         run.save()
     assert "disk full" in caplog.text
