@@ -119,9 +119,15 @@ class Keeper:
                 aliases=self._objects.aliases(),
             )
             while not saver.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
-                pass
+                self._show_life()
 
         self._try(take)
+
+    def _show_life(self) -> None:
+        """Who waits for storage is not hung, while the others wait for it in the next step."""
+        activity = self._place.activity if self._place is not None else None
+        if activity is not None and activity.beats:  # At 0 nobody judges it.
+            activity.beats += 1
 
     def at_end(self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]) -> None:
         """The last epoch is over: save it, unless that is done."""

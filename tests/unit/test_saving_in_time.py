@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 from elastic import train
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import writing
+from elastic.worker.activity import Activity
 from elastic.worker.keeping import read_checkpoint
 from elastic.worker.local import LocalRun, local_context
 from elastic.worker.saving import Saver
@@ -133,3 +136,36 @@ def test_a_member_that_cannot_write_says_so(
     assert "rank 1" in caplog.text
     run.save()
     assert len(run.committed()) == 1
+
+
+def wait_for_beats(activity: Activity, count: int) -> None:
+    """Wait until a main thread has shown so often that it is alive; time out if it does not."""
+    first, deadline = activity.beats, time.monotonic() + 5.0
+    while activity.beats < first + count:
+        assert time.monotonic() < deadline, f"the main thread stood still: {activity.beats} beats"
+        time.sleep(0.01)
+
+
+def test_who_waits_for_storage_is_not_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rank 0 waits until all is written; the others wait for it in the next step."""
+    real, run = writing.write_part, LocalRun(job_name="r", run_path=str(tmp_path))
+    with local_context(
+        dataclasses.replace(run, options={"every_n_steps": 2, "async_save": False})
+    ) as context:
+
+        def write_part(*args: Any) -> Any:
+            if context.activity.beats:  # Nobody judges the last one, behind the loop.
+                wait_for_beats(context.activity, 5)
+            return real(*args)
+
+        monkeypatch.setattr(writing, "write_part", write_part)
+        train_one_epoch()
+    assert len(RunDirectory(str(tmp_path)).markers()) == 2
+
+
+def train_one_epoch() -> None:
+    loop = Loop.make()
+    for _, x, y in loop.batches():
+        square(loop.model(x), y).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
