@@ -282,8 +282,7 @@ Candidate = tuple[int, str, Marker]
 
 def _candidates(run: RunDirectory) -> list[Candidate]:
     """Return the automatic checkpoints that are committed, newest first."""
-    found = [(name, marker) for name, marker in run.markers() if marker.automatic]
-    found.sort(key=lambda pair: pair[1].unix_ns, reverse=True)
+    found = reversed(run.automatic())
     return [(int(marker.about("steps", 0)), name, marker) for name, marker in found]
 
 

@@ -206,7 +206,7 @@ class Writer:
                 "checkpoint_durable path=%s epoch=%d step=%d s=%.2f",
                 path, snapshot.cursor.epoch, snapshot.cursor.step, time.monotonic() - began,
             )  # fmt: skip
-            self._prune()
+            self._prune(self._name(snapshot))
 
     def _name(self, snapshot: Snapshot) -> str:
         return f"{PREFIX}{self._job_id}-{snapshot.name}"
@@ -301,14 +301,13 @@ class Writer:
                 break
         raise GivenUp(f"the coordinator refuses it: {reason}")
 
-    def _prune(self) -> None:
+    def _prune(self, newest: str) -> None:
         """Delete automatic checkpoints that newer ones have made superfluous."""
         try:
-            known = [(name, m) for name, m in self._run.markers() if m.automatic]
-            order = sorted(known, key=lambda pair: pair[1].unix_ns)
-            names = [name for name, _ in order]
+            names = [name for name, _ in self._run.automatic()]
             for name in superfluous_automatic(names, self._num_to_keep):
-                self._run.remove(name)
+                if name != newest:  # Whatever the order: it is what we have, and is whole.
+                    self._run.remove(name)
             self._sweep(set(names))
         except StorageError as error:
             # The next one tries again; the room it takes up is no reason to stop training.
