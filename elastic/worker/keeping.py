@@ -210,6 +210,9 @@ class Keeper:
             take()
         except (UsageError, OSError, MemoryError, RuntimeError) as error:
             log.warning("snapshot_failed steps=%d reason=%r", self.steps, str(error))
+        except Exception:
+            # State_dict is the user's own, and may raise anything.
+            log.exception("snapshot_failed steps=%d", self.steps)
 
     # ------------------------------------------------------------------- reading
 
@@ -303,7 +306,7 @@ def _read_newest(
 def _attempt(read: Callable[[], State], where: str, problems: list[str]) -> State | None:
     try:
         return read()
-    except (ValueError, KeyError, OSError, RuntimeError, StorageError) as error:
+    except Exception as error:  # Bytes that are no state raise whatever their reader meets.
         problems.append(f"{where}: {error}")
         log.warning("checkpoint_refused path=%s reason=%r: it is not used", where, str(error))
         return None
