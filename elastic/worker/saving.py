@@ -232,10 +232,16 @@ class Saver:
 
     def held(self) -> int:
         """Return the steps of the newest snapshot in this node's memory, -1 if there is none."""
-        return max((mark.steps for _, mark in self._whole()), default=-1)
+        try:
+            return max((mark.steps for _, mark in self._whole()), default=-1)
+        except OSError as error:
+            log.warning("snapshot_memory error=%r", str(error))
+            return -1
 
-    def read_held(self, steps: int) -> Any:
-        """Return the state in this node's memory; its tensors are copies.
+    def read_held(self, steps: int) -> tuple[str, Any]:
+        """Return the state in this node's memory, and what tells it from others of as many steps.
+
+        Its tensors are copies.
 
         Raises:
             ValueError: there is none of so many steps, or it is damaged.
@@ -244,7 +250,8 @@ class Saver:
             if mark.steps == steps:
                 skeleton = read_skeleton(slot.skeleton(mark))
                 _, tensors = slot.tensors(skeleton)
-                return unpack(skeleton, [tensor.clone() for tensor in tensors])
+                state = unpack(skeleton, [tensor.clone() for tensor in tensors])
+                return f"generation {mark.generation}, number {mark.number}", state
         raise ValueError(f"no snapshot of step {steps} in this node's memory")
 
     def _whole(self) -> list[tuple[Slot, Mark]]:
