@@ -133,9 +133,12 @@ class Keeper:
             activity.beats += 1
 
     def at_end(self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]) -> None:
-        """The last epoch is over: save it, unless that is done."""
+        """The last epoch is over: save it, unless this group has done that.
+
+        What an earlier one began may have come to nothing, and nothing comes after this.
+        """
         saver = self._saver
-        if saver is not None and saver.plan.is_on and saver.last_steps != self.steps:
+        if saver is not None and saver.plan.is_on and not saver.has_taken(self.steps):
             saver.wait_for_room(is_over)
             self.is_due = True
             self.at_boundary(cursor, data, is_over)
@@ -154,7 +157,7 @@ class Keeper:
             "logged": self._logbook.state(),
             "streams": self._streams.sent(cursor, all_of_it=True),
             "steps": self.steps,
-            "saved": [saver.number, saver.last_steps] if saver is not None else [0, 0],
+            "saved": saver.last() if saver is not None else [0, 0, 0],
             "data": _plain(data) if data is not None else dict(self._data),
         }
 
@@ -172,8 +175,22 @@ class Keeper:
         self._streams.receive([state["streams"]])
         self.steps, self._data = state["steps"], state["data"]
         if self._saver is not None:
-            self._saver.number, self._saver.last_steps = state["saved"]
+            self._saver.go_on(state["saved"])
         return Cursor(*state["cursor"])
+
+    def agree_on_number(self, group: Any) -> None:
+        """Know the newest snapshot that any member knows of; all members call this.
+
+        One that is behind the last epoch may have taken one, and others that are before its gate
+        have the same state without having received it.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        saver = self._saver
+        rows = tell_rows(group, [float(one) for one in saver.last()] if saver else [0.0])
+        if saver is not None:
+            saver.go_on([int(one) for one in max(rows)[:3]])
 
     def known_streams(self, cursor: Cursor) -> bytes:
         """Return what we have read of streams, for the others."""

@@ -58,6 +58,7 @@ class Saver:
         plan: how often.
         number: of the newest snapshot that this worker knows of; part of the run's state.
         last_steps: steps of the run that were committed when it was taken; likewise.
+        last_generation: in which it was taken; likewise.
     """
 
     def __init__(self, paths: Sequence[str], writer: Writer | None) -> None:
@@ -69,7 +70,7 @@ class Saver:
         """
         self.plan = SavingPlan()
         self.is_async = True
-        self.number, self.last_steps = 0, 0
+        self.number, self.last_steps, self.last_generation = 0, 0, 0
         self._paths, self._writer = tuple(paths), writer
         self._slots: list[Slot] = []
         self._seat = Seat()
@@ -116,6 +117,18 @@ class Saver:
         while self.is_busy() and not is_over() and time.monotonic() < deadline:
             time.sleep(WAIT_SLICE_S)
 
+    def has_taken(self, steps: int) -> bool:
+        """Return whether this group has taken one after so many steps."""
+        return [steps, self._seat.generation] == [self.last_steps, self.last_generation]
+
+    def last(self) -> list[int]:
+        """Return number, steps and generation of the newest snapshot that we know of."""
+        return [self.number, self.last_steps, self.last_generation]
+
+    def go_on(self, last: Sequence[int]) -> None:
+        """Go on from where the run stands, as `last` has said it."""
+        self.number, self.last_steps, self.last_generation = last
+
     # ------------------------------------------------------------------- taking
 
     def warm_up(self, state: Callable[[], Any]) -> None:
@@ -152,7 +165,7 @@ class Saver:
         All members of the group take the same snapshot.
 
         Args:
-            state: returns the state; it must know `number` and `last_steps` already.
+            state: returns the state; it must know what `last` says then.
             cursor: where in the run this is.
             steps: committed in the run.
             request: the wish that this serves.
@@ -167,7 +180,7 @@ class Saver:
             OSError: there is not enough memory, or the one before the last is still being written.
         """
         # First of all: members agree on the number even if one of them cannot take it.
-        self.number, self.last_steps = self.number + 1, steps
+        self.go_on([self.number + 1, steps, self._seat.generation])
         self._last_s, self._served = time.monotonic(), max(request, self._served)
         began = time.monotonic()
         if self._warming is not None:

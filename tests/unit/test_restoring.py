@@ -17,23 +17,7 @@ from elastic.worker.keeping import Keeper
 from elastic.worker.logbook import Logbook
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.stream_book import StreamBook
-from tests.unit.saving_under_test import DEADLINE_S, Run
-
-
-class Table:
-    """Where members tell each other rows, as they do over a process group."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=DEADLINE_S / 3)
-        self._rows: list[tuple[float, ...]] = [()] * size
-
-    def tell(self, group: int, values: Sequence[float]) -> list[tuple[float, ...]]:
-        """Take the row of the member that this is the rank of."""
-        self._rows[group] = tuple(values)
-        self._barrier.wait()
-        rows = list(self._rows)
-        self._barrier.wait()
-        return rows
+from tests.unit.saving_under_test import DEADLINE_S, Run, Table
 
 
 def keeper_of(run: Run, rank: int, saver: Saver) -> Keeper:
