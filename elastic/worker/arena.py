@@ -21,6 +21,7 @@ import ctypes
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,6 +137,8 @@ class Slot:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         else:
             self._fd = os.memfd_create("elastic-snapshot", os.MFD_CLOEXEC)
+        # Also without `close`: a writer may have it longer than whoever made it.
+        self._close = weakref.finalize(self, os.close, self._fd)
         self._map: mmap.mmap | None = None
         self._is_pinned = False
         # What was copied last, and the places that it was copied to.
@@ -144,7 +147,7 @@ class Slot:
     def close(self) -> None:
         """Let go of the memory; it is freed once nobody has it any more."""
         self._map = self._targets = None
-        os.close(self._fd)
+        self._close()
 
     # ------------------------------------------------------------------------------------ size
 

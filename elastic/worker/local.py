@@ -214,6 +214,8 @@ def local_context(run: LocalRun) -> Iterator[WorkerContext]:
                 yield context
             finally:
                 context.the_reporter().close()
+                if context.saver is not None:
+                    context.saver.close()
         finally:
             engine.close()
             set_current(None)

@@ -293,3 +293,9 @@ class Saver:
         """Wait until what was taken is durable, or given up."""
         if self._writer is not None:
             self._writer.finish(FINISH_S)
+
+    def close(self) -> None:
+        """Take nothing any more; memory and thread end with what is still being written."""
+        self._slots = []
+        if self._writer is not None:
+            self._writer.close()

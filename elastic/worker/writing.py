@@ -135,7 +135,7 @@ class Writer:
         self._run, self._job_id = run, job_id
         self._line, self._clock = line, clock
         self._num_to_keep = num_to_keep
-        self._queue: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._outstanding: list[Snapshot] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -144,11 +144,12 @@ class Writer:
 
     def put(self, snapshot: Snapshot) -> None:
         """Have a snapshot written."""
+        if self._thread is None:  # Which may fail: then nothing is outstanding.
+            thread = threading.Thread(target=self._work, name="elastic-writer", daemon=True)
+            thread.start()
+            self._thread = thread
         with self._changed:
             self._outstanding.append(snapshot)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="elastic-writer", daemon=True)
-            self._thread.start()
         self._queue.put(snapshot)
 
     def reads(self, slot: Slot) -> bool:
@@ -167,11 +168,14 @@ class Writer:
                 self._changed.wait(0.02)
             return not self._outstanding
 
+    def close(self) -> None:
+        """Let the thread end once it has written what it was given; nothing is given after this."""
+        self._queue.put(None)
+
     # ------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
-        while True:
-            snapshot = self._queue.get()
+        while (snapshot := self._queue.get()) is not None:
             began = time.monotonic()
             try:
                 self._write(snapshot)

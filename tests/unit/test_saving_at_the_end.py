@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +14,14 @@ from typing import Any
 import pytest
 
 from elastic.core.policy.cursor import Cursor
+from elastic.storage.run_directory import RunDirectory
 from elastic.worker import keeping
 from elastic.worker.keeping import Keeper
+from elastic.worker.local import LocalRun, run_local
 from elastic.worker.logbook import Logbook
 from elastic.worker.saving import Seat
 from elastic.worker.stream_book import StreamBook
+from tests.unit.engine_under_test import Loop, square
 from tests.unit.saving_under_test import DEADLINE_S, Run, Table
 
 
@@ -76,3 +83,41 @@ def together(keepers: list[Keeper]) -> None:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
+
+
+def memory_files() -> int:
+    """Return how many files of snapshots this process has open."""
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum("elastic-snapshot" in os.readlink(link) for link in links if os.path.lexists(link))
+
+
+def wait_for_threads(count: int) -> None:
+    """Wait until there are no more than so many threads."""
+    deadline = time.monotonic() + DEADLINE_S
+    while len(found := [one.name for one in threading.enumerate()]) > count:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_in_this_process_leaves_nothing_behind(tmp_path: Path, fails: bool) -> None:
+    """A notebook trains a hundred times, and each held memory of twice the state."""
+    gc.collect()
+    files, threads = memory_files(), threading.active_count()
+
+    def train_func() -> None:
+        loop = Loop.make()
+        for _, x, y in loop.batches():
+            square(loop.model(x), y).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        if fails:
+            raise ValueError("wrong")
+
+    run = LocalRun(job_name="r", run_path=str(tmp_path), options={"every_n_steps": 1})
+    with pytest.raises(ValueError, match="wrong") if fails else contextlib.nullcontext():
+        run_local(train_func, run)
+    wait_for_threads(threads)
+    gc.collect()
+    assert memory_files() <= files
+    assert RunDirectory(str(tmp_path)).markers()
