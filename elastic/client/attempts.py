@@ -184,7 +184,7 @@ def _resumed(plan: Plan, record: RunRecord) -> Attempt:
         name, marker = found
         lines.append(f"resumes run {record.name} from {name} ({place_of(marker)}); {another}")
         return Attempt(run.checkpoint_path(name), tuple(lines))
-    automatic = [name for name, marker in run.committed() if marker.automatic]
+    automatic = [name for name, _ in run.automatic()]
     begins = record.resume_from or plan.resume_from
     if automatic:
         lines.append(

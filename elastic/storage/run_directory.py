@@ -240,16 +240,28 @@ class RunDirectory:
         Raises:
             StorageError: the directory cannot be listed.
         """
-        jobs = self.jobs()
+        jobs, found = self.jobs(), self.markers()
+        # Where nobody has noted the order of attempts, it is that of their first commits.
+        began: dict[str, int] = {}
+        for _, marker in found:
+            began[marker.job_id] = min(marker.unix_ns, began.get(marker.job_id, marker.unix_ns))
 
-        def age(pair: tuple[str, Marker]) -> tuple[int, int, int, int]:
-            # Attempts have an order of their own: the clocks of two nodes may differ.
-            marker = pair[1]
-            if marker.job_id in jobs:
-                return jobs.index(marker.job_id), 0, marker.generation, marker.index
-            return -1, marker.unix_ns, marker.generation, marker.index
+        def age(pair: tuple[str, Marker]) -> tuple[int, int, str, int, int]:
+            # Inside an attempt no clock counts: those of two nodes differ, and may be set back.
+            job_id, order = pair[1].job_id, (pair[1].generation, pair[1].index)
+            if job_id in jobs:
+                return jobs.index(job_id), 0, job_id, *order
+            return -1, began[job_id], job_id, *order
 
-        return sorted(self.markers(), key=age)
+        return sorted(found, key=age)
+
+    def automatic(self) -> list[tuple[str, Marker]]:
+        """Return name and marker of what was committed without a report, oldest first.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        return [(name, marker) for name, marker in self.committed() if marker.automatic]
 
     def jobs(self) -> tuple[str, ...]:
         """Return the ids of the run's attempts, in order; () if it has no record.

@@ -23,6 +23,7 @@ import errno
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from elastic.worker.transfer import TensorSpec, tensors_of
 
 HEADER = 16_384
 ALIGN = 64
-MARK = struct.Struct("<QQQQQQ")
+MARK = struct.Struct("<QQQQQQQ")
 MARKS_MAX = HEADER // MARK.size
 MADV_POPULATE_WRITE = 23
 MEMORY_SHARE = 0.8
@@ -50,6 +51,7 @@ class Mark(NamedTuple):
 
     Attributes:
         number: of the snapshot in its run, >= 1; 0 for none.
+        generation: of the group that took it: after a loss, a number may come again.
         steps: committed in the run when it was taken.
         parts: the node's workers that share it.
         data_bytes: of all tensors.
@@ -58,11 +60,20 @@ class Mark(NamedTuple):
     """
 
     number: int
+    generation: int
     steps: int
     parts: int
     data_bytes: int
     skeleton_bytes: int
     skeleton_crc: int
+
+    def is_with(self, other: Mark | None) -> bool:
+        """Return whether both are of the same snapshot, of the same or of different parts."""
+        return other is not None and self[:OF_ALL] == other[:OF_ALL]
+
+
+OF_ALL = 5
+"""Fields of a mark that are alike for all parts; text outside of tensors is one worker's word."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,8 @@ class Slot:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         else:
             self._fd = os.memfd_create("elastic-snapshot", os.MFD_CLOEXEC)
+        # Also without `close`: a writer may have it longer than whoever made it.
+        self._close = weakref.finalize(self, os.close, self._fd)
         self._map: mmap.mmap | None = None
         self._is_pinned = False
         # What was copied last, and the places that it was copied to.
@@ -154,7 +167,7 @@ class Slot:
     def close(self) -> None:
         """Let go of the memory; it is freed once nobody has it any more."""
         self._map = self._targets = None
-        os.close(self._fd)
+        self._close()
 
     # ------------------------------------------------------------------------------------ size
 
@@ -209,7 +222,7 @@ class Slot:
         """Say that a part is about to change."""
         check(part < MARKS_MAX, f"worker {part} of a node: at most {MARKS_MAX}")
         self.reserve(0)
-        MARK.pack_into(self._mapped(), part * MARK.size, 0, 0, 0, 0, 0, 0)
+        MARK.pack_into(self._mapped(), part * MARK.size, *[0] * len(Mark._fields))
 
     def mark(self, part: int, mark: Mark) -> None:
         """Say that a part is there; the number, which makes it count, is written last."""
@@ -227,7 +240,7 @@ class Slot:
             return None
         for part in range(1, first.parts):
             mark = Mark(*MARK.unpack_from(self._mapped(), part * MARK.size))
-            if mark[:4] != first[:4]:
+            if not mark.is_with(first):
                 return None
         return first
 

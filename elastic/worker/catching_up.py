@@ -63,4 +63,6 @@ def catch_up(
     keeper.learn_streams(met.shared)
     if met.state is not None:
         cursor = keeper.put(met.state)
+    if min(met.cursors) < max(met.cursors):  # The same on all members.
+        keeper.agree_on_number(group)
     return met, cursor

@@ -50,6 +50,8 @@ MANIFEST = "manifest.json"
 SKELETON = "state.pt"
 VALUES = "values.distcp"
 STOCK = ".metadata"
+FAILED = ".failed"
+"""Ends the name of what a rank leaves in place of its part's note if it cannot write it."""
 FORMAT = 1
 BUFFER_SUFFIX = " (buffer)"
 MODULE = "module."
@@ -158,8 +160,8 @@ def part_name(rank: int) -> str:
 
 def write_part(
     files: Files, rank: int, slot: Slot, layout: Layout, pieces: Sequence[Piece]
-) -> None:
-    """Write a rank's share of a snapshot, and then the note that says so.
+) -> Part:
+    """Write a rank's share of a snapshot; it does not count before the note that says so.
 
     Raises:
         StorageError: it cannot be written.
@@ -177,9 +179,26 @@ def write_part(
             place = (offset, output.size - offset, finder.at)
             items.append(Item(piece.tensor, piece.first, piece.rows, *place))
 
-    name = part_name(rank)
-    written = files.put(f"{name}.distcp", produce)
-    files.write(f"{name}.json", Part(written, tuple(items)).to_json())
+    written = files.put(f"{part_name(rank)}.distcp", produce)
+    return Part(written, tuple(items))
+
+
+def write_note(files: Files, rank: int, part: Part) -> None:
+    """Say that a rank's share is written.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    files.write(f"{part_name(rank)}.json", part.to_json())
+
+
+def write_failure(files: Files, rank: int, reason: str) -> None:
+    """Say that a rank's share will not come.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    files.write(f"{part_name(rank)}{FAILED}", reason.encode())
 
 
 class _Finder:
@@ -212,10 +231,15 @@ def read_parts(files: Files, world_size: int) -> list[Part] | None:
 
     Raises:
         StorageError: storage cannot be read.
-        ValueError: a note is damaged.
+        ValueError: a note is damaged, or a rank says that its part will not come.
     """
     wanted = [f"{part_name(rank)}.json" for rank in range(world_size)]
-    if not set(wanted) <= set(files.list("part-*.json")):
+    found = set(files.list("part-*"))
+    for rank in range(world_size):
+        failed = f"{part_name(rank)}{FAILED}"
+        if failed in found:
+            raise ValueError(f"rank {rank} could not write its part: {files.read(failed).decode()}")
+    if not set(wanted) <= found:
         return None
     return [Part.from_json(files.read(name)) for name in wanted]
 

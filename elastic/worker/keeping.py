@@ -7,10 +7,11 @@ from rows that everyone has told everyone.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.streams import Data
@@ -28,6 +29,8 @@ from elastic.worker.stream_book import StreamBook
 from elastic.worker.transfer import read_skeleton, tensors_of, unpack
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Keeper:
@@ -119,14 +122,24 @@ class Keeper:
                 aliases=self._objects.aliases(),
             )
             while not saver.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
-                pass
+                self._show_life()
 
         self._try(take)
 
+    def _show_life(self) -> None:
+        """Who waits for storage is not hung, while the others wait for it in the next step."""
+        activity = self._place.activity if self._place is not None else None
+        if activity is not None and activity.beats:  # At 0 nobody judges it.
+            activity.beats += 1
+
     def at_end(self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]) -> None:
-        """The last epoch is over: save it, unless that is done."""
+        """The last epoch is over: save it, unless this group has done that.
+
+        What an earlier one began may have come to nothing, and nothing comes after this.
+        """
         saver = self._saver
-        if saver is not None and saver.plan.is_on and saver.last_steps != self.steps:
+        if saver is not None and saver.plan.is_on and not saver.has_taken(self.steps):
+            saver.wait_for_room(is_over)
             self.is_due = True
             self.at_boundary(cursor, data, is_over)
 
@@ -144,7 +157,7 @@ class Keeper:
             "logged": self._logbook.state(),
             "streams": self._streams.sent(cursor, all_of_it=True),
             "steps": self.steps,
-            "saved": [saver.number, saver.last_steps] if saver is not None else [0, 0],
+            "saved": saver.last() if saver is not None else [0, 0, 0],
             "data": _plain(data) if data is not None else dict(self._data),
         }
 
@@ -162,8 +175,22 @@ class Keeper:
         self._streams.receive([state["streams"]])
         self.steps, self._data = state["steps"], state["data"]
         if self._saver is not None:
-            self._saver.number, self._saver.last_steps = state["saved"]
+            self._saver.go_on(state["saved"])
         return Cursor(*state["cursor"])
+
+    def agree_on_number(self, group: Any) -> None:
+        """Know the newest snapshot that any member knows of; all members call this.
+
+        One that is behind the last epoch may have taken one, and others that are before its gate
+        have the same state without having received it.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        saver = self._saver
+        rows = tell_rows(group, [float(one) for one in saver.last()] if saver else [0.0])
+        if saver is not None:
+            saver.go_on([int(one) for one in max(rows)[:3]])
 
     def known_streams(self, cursor: Cursor) -> bytes:
         """Return what we have read of streams, for the others."""
@@ -203,6 +230,9 @@ class Keeper:
             take()
         except (UsageError, OSError, MemoryError, RuntimeError) as error:
             log.warning("snapshot_failed steps=%d reason=%r", self.steps, str(error))
+        except Exception:
+            # State_dict is the user's own, and may raise anything.
+            log.exception("snapshot_failed steps=%d", self.steps)
 
     # ------------------------------------------------------------------- reading
 
@@ -227,31 +257,42 @@ class Keeper:
         if saver is None or place is None:
             return None
         run = RunDirectory(place.run_path) if place.run_path else None
-        known = _candidates(run) if run is not None and place.world_rank == 0 else []
-        held = saver.held()
-        rows = tell_rows(group, [float(max((c[0] for c in known), default=-1)), float(held)])
-        newest, best_held = int(rows[0][0]), int(max(row[1] for row in rows))
         problems: list[str] = []
 
-        def from_memory() -> State | None:
+        def listed() -> list[Candidate] | None:
+            return _attempt(lambda: _candidates(run), place.run_path, problems) if run else []
+
+        known = listed() if place.world_rank == 0 else []
+        # Whatever fails on one member alone is no reason to keep the others waiting in a row.
+        mine = UNKNOWN if known is None else max((steps for steps, _, _ in known), default=-1)
+        held = saver.held()
+        rows = tell_rows(group, [float(mine), float(held)])
+        newest, best_held = int(rows[0][0]), int(max(row[1] for row in rows))
+
+        def from_memory() -> Found | None:
             if held < best_held:
                 return None
             return _attempt(lambda: saver.read_held(held), "this node's memory", problems)
 
-        def from_storage() -> State | None:
-            return _read_newest(run, known or _candidates(run), problems) if run else None
+        def from_storage(*, is_newer: bool) -> Found | None:
+            wanted = [one for one in known or listed() or () if (one[0] > best_held) is is_newer]
+            return _read_newest(run, wanted, problems) if run else None
 
-        sources = [(best_held, from_memory), (newest, from_storage)]
-        # The newer one first; memory, if they are equal.
-        sources.sort(key=lambda source: source[0], reverse=True)
-        for _, read in [source for source in sources if source[0] >= 0]:
-            state = read()
-            if any(row[0] for row in tell_rows(group, [float(state is not None)])):
+        # What is newest first; memory, if they are equal.
+        sources = (
+            (newest > best_held, lambda: from_storage(is_newer=True)),
+            (best_held >= 0, from_memory),
+            (newest >= 0, lambda: from_storage(is_newer=False)),
+        )
+        for _, read in [source for source in sources if source[0]]:
+            is_over, state = _agreed(group, read())
+            if is_over:
                 return _unless_before(state, begin)
-        if max(newest, best_held) >= 0:
+        if max(newest, best_held) >= 0 or newest == UNKNOWN:
             raise StorageError(
-                f"{place.run_path}: there are checkpoints of this run, and none can be read: "
-                f"{'; '.join(problems) or 'see the other workers'}; move them away to begin anew"
+                f"{place.run_path}: the checkpoints of this run cannot be read: "
+                f"{'; '.join(problems) or 'see the other workers'}; let this storage be reached, "
+                f"or move them away to begin anew"
             )
         return None
 
@@ -262,6 +303,22 @@ def _plain(data: Data) -> dict[str, Any]:
     return {name: v.value if isinstance(v, Enum) else v for name, v in fields.items()}
 
 
+def _agreed(group: Any, found: Found | None) -> tuple[bool, State | None]:
+    """Keep what we have found if it is what everybody goes on from.
+
+    Members may find different things, if one of them cannot read the newest. Those of as many
+    steps need not be the same: after a loss, steps are done again.
+
+    Returns:
+        Whether anybody has found anything, and ours, if it is that; who has none receives it.
+    """
+    steps, name = (found[1]["steps"], zlib.crc32(found[0].encode())) if found else (-1, 0)
+    rows = [(row[0], row[1]) for row in tell_rows(group, [float(steps), float(name)])]
+    best = max(rows, key=lambda row: row[0])  # Of equal ones the lowest rank's.
+    is_it = found is not None and best == (steps, name)
+    return best[0] >= 0, found[1] if found is not None and is_it else None
+
+
 def _unless_before(state: State | None, begin: Cursor) -> State | None:
     if state is not None and Cursor(*state["cursor"]) < begin:
         log.info("restore_skipped: the train function begins at epoch %d itself", begin.epoch)
@@ -269,19 +326,23 @@ def _unless_before(state: State | None, begin: Cursor) -> State | None:
     return state
 
 
+UNKNOWN = -2
+"""Stands for the steps of the newest checkpoint where storage cannot be asked."""
 Candidate = tuple[int, str, Marker]
 """Steps of the run, name, marker."""
+Found = tuple[str, State]
+"""What tells a saved state from others of as many steps, and the state."""
 
 
 def _candidates(run: RunDirectory) -> list[Candidate]:
     """Return the automatic checkpoints that are committed, newest first."""
-    found = [(name, marker) for name, marker in reversed(run.committed()) if marker.automatic]
+    found = reversed(run.automatic())
     return [(int(marker.about("steps", 0)), name, marker) for name, marker in found]
 
 
 def _read_newest(
     run: RunDirectory, candidates: Sequence[Candidate], problems: list[str]
-) -> State | None:
+) -> Found | None:
     """Return the newest state that is whole, None if none is; problems are added."""
     for _, name, marker in candidates:
         path = run.checkpoint_path(name)
@@ -289,14 +350,14 @@ def _read_newest(
         if state is not None:
             epoch, step = state["cursor"]
             log.info("restored path=%s epoch=%d step=%d", path, epoch, step)
-            return state
+            return name, state
     return None
 
 
-def _attempt(read: Callable[[], State], where: str, problems: list[str]) -> State | None:
+def _attempt(read: Callable[[], T], where: str, problems: list[str]) -> T | None:
     try:
         return read()
-    except (ValueError, KeyError, OSError, RuntimeError, StorageError) as error:
+    except Exception as error:  # Bytes that are no state raise whatever their reader meets.
         problems.append(f"{where}: {error}")
         log.warning("checkpoint_refused path=%s reason=%r: it is not used", where, str(error))
         return None

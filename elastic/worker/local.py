@@ -215,6 +215,8 @@ def local_context(run: LocalRun) -> Iterator[WorkerContext]:
             finally:
                 context.the_reporter().close()
                 context.the_reporter().flush()
+                if context.saver is not None:
+                    context.saver.close()
         finally:
             engine.close()
             set_current(None)

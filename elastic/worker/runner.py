@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -224,8 +225,6 @@ class Runner:
             result = self._call_again(assign, assignment)
             if self._reporter is not None:
                 self._reporter.finish()
-            if self._saver is not None:
-                self._saver.finish()
             return TrainReturned(self._place.generation, outcome.result_json(result))
         except BaseException as error:
             event = self._ended_early(self._place.generation, error)
@@ -259,12 +258,19 @@ class Runner:
                 with ExitStack() as stack:
                     if assignment is None:
                         self._put_back = stack.enter_context(joining_on_demand(self.join))
-                    return self._interrupter.run(context.generation, call.run)
+                    return self._interrupter.run(context.generation, partial(self._run, call))
             except Reenter as again:
                 log.info("recovers rung=reenter reason=%r", again.reason)
                 assignment = self._assignment or assignment
                 self._leave_engine(in_this_group=True)
                 outcome.forget_frames(again)
+
+    def _run(self, call: entry.Call) -> Any:
+        """Call user code, and wait for its last checkpoint; both end when the group is over."""
+        result = call.run()
+        if self._saver is not None:
+            self._saver.finish()
+        return result
 
     def _enter(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
         """Let user code find itself in the group that stands; None while there is none."""
@@ -394,16 +400,10 @@ class Runner:
         return Pruner(run, assign.spec, assignment.checkpoint) if run is not None else None
 
     def _writer(self, assign: Assign) -> Writer | None:
-        run, spec = self._run_directory, assign.spec
+        run, spec, line = self._run_directory, assign.spec, self._exchange
         if run is None:
             return None
-        return Writer(
-            run,
-            spec.job_id,
-            line=self._exchange,
-            clock=self._clock,
-            num_to_keep=spec.num_to_keep,
-        )
+        return Writer(run, spec.job_id, line=line, clock=self._clock, num_to_keep=spec.num_to_keep)
 
     def _make_reporter(self, assign: Assign, assignment: Assignment) -> Reporter:
         place = Place(

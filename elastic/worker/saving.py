@@ -24,6 +24,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.policy.shares import cut
 from elastic.worker.arena import Layout, Mark, Slot
+from elastic.worker.exchange import WAIT_SLICE_S
 from elastic.worker.transfer import read_skeleton, split, tensors_of, unpack, write_skeleton
 from elastic.worker.writing import Snapshot, Writer
 
@@ -59,6 +60,7 @@ class Saver:
         plan: how often.
         number: of the newest snapshot that this worker knows of; part of the run's state.
         last_steps: steps of the run that were committed when it was taken; likewise.
+        last_generation: in which it was taken; likewise.
     """
 
     def __init__(self, paths: Sequence[str], writer: Writer | None) -> None:
@@ -70,7 +72,7 @@ class Saver:
         """
         self.plan = SavingPlan()
         self.is_async = True
-        self.number, self.last_steps = 0, 0
+        self.number, self.last_steps, self.last_generation = 0, 0, 0
         self._paths, self._writer = tuple(paths), writer
         self._slots: list[Slot] = []
         self._seat = Seat()
@@ -109,7 +111,25 @@ class Saver:
 
     def is_busy(self) -> bool:
         """Return whether there is no room for another one: storage is slow."""
-        return self._writer is not None and self._writer.outstanding() >= SLOTS
+        return bool(self._slots) and self._is_being_written(self._slot_of(self.number + 1))
+
+    def wait_for_room(self, is_over: Callable[[], bool]) -> None:
+        """Wait until there is room for another one; not in a group that is over, nor for ever."""
+        deadline = time.monotonic() + FINISH_S
+        while self.is_busy() and not is_over() and time.monotonic() < deadline:
+            time.sleep(WAIT_SLICE_S)
+
+    def has_taken(self, steps: int) -> bool:
+        """Return whether this group has taken one after so many steps."""
+        return [steps, self._seat.generation] == [self.last_steps, self.last_generation]
+
+    def last(self) -> list[int]:
+        """Return number, steps and generation of the newest snapshot that we know of."""
+        return [self.number, self.last_steps, self.last_generation]
+
+    def go_on(self, last: Sequence[int]) -> None:
+        """Go on from where the run stands, as `last` has said it."""
+        self.number, self.last_steps, self.last_generation = last
 
     # ------------------------------------------------------------------- taking
 
@@ -147,7 +167,7 @@ class Saver:
         All members of the group take the same snapshot.
 
         Args:
-            state: returns the state; it must know `number` and `last_steps` already.
+            state: returns the state; it must know what `last` says then.
             cursor: where in the run this is.
             steps: committed in the run.
             request: the wish that this serves.
@@ -159,9 +179,10 @@ class Saver:
 
         Raises:
             UsageError: the state holds what cannot be saved.
-            OSError: there is not enough memory.
+            OSError: there is not enough memory, or the one before the last is still being written.
         """
-        self.number, self.last_steps = self.number + 1, steps
+        # First of all: members agree on the number even if one of them cannot take it.
+        self.go_on([self.number + 1, steps, self._seat.generation])
         self._last_s, self._served = time.monotonic(), max(request, self._served)
         began = time.monotonic()
         if self._warming is not None:
@@ -200,7 +221,9 @@ class Saver:
         self, skeleton: bytes, tensors: Sequence[torch.Tensor], layout: Layout, steps: int
     ) -> tuple[Slot, Mark]:
         """Copy our share into the slot whose turn it is."""
-        seat, slot = self._seat, self._all_slots()[self.number % SLOTS]
+        seat, slot = self._seat, self._slot_of(self.number)
+        if self._is_being_written(slot):
+            raise OSError(f"snapshot {self.number}: one in the same place is still being written")
         slot.unmark(seat.local_rank)
         slot.reserve(layout.data_bytes + len(skeleton))
         pieces = cut(layout.extents(), seat.local_rank, seat.local_world_size)
@@ -214,8 +237,8 @@ class Saver:
         if seat.local_rank == 0:
             slot.put_skeleton(layout, skeleton)
         mark = Mark(
-            self.number, steps, seat.local_world_size, layout.data_bytes, len(skeleton),
-            zlib.crc32(skeleton),
+            self.number, seat.generation, steps, seat.local_world_size, layout.data_bytes,
+            len(skeleton), zlib.crc32(skeleton),
         )  # fmt: skip
         slot.mark(seat.local_rank, mark)
         return slot, mark
@@ -230,8 +253,10 @@ class Saver:
             log.warning("snapshot_unreadable error=%r", str(error))
             return -1
 
-    def read_held(self, steps: int) -> Any:
-        """Return the state in this node's memory; its tensors are copies.
+    def read_held(self, steps: int) -> tuple[str, Any]:
+        """Return the state in this node's memory, and what tells it from others of as many steps.
+
+        Its tensors are copies.
 
         Raises:
             ValueError: there is none of so many steps, or it is damaged.
@@ -240,7 +265,8 @@ class Saver:
             if mark.steps == steps:
                 skeleton = read_skeleton(slot.skeleton(mark))
                 _, tensors = slot.tensors(skeleton)
-                return unpack(skeleton, [tensor.clone() for tensor in tensors])
+                state = unpack(skeleton, [tensor.clone() for tensor in tensors])
+                return f"generation {mark.generation}, number {mark.number}", state
         raise ValueError(f"no snapshot of step {steps} in this node's memory")
 
     def _whole(self) -> list[tuple[Slot, Mark]]:
@@ -250,6 +276,12 @@ class Saver:
             if mark is not None:
                 found.append((slot, mark))
         return found
+
+    def _slot_of(self, number: int) -> Slot:
+        return self._all_slots()[number % SLOTS]
+
+    def _is_being_written(self, slot: Slot) -> bool:
+        return self._writer is not None and self._writer.reads(slot)
 
     def _all_slots(self) -> list[Slot]:
         if not self._slots:
@@ -264,9 +296,15 @@ class Saver:
         if self._writer is None or self._writer.finish(FINISH_TOLD_S):
             return
         log.warning(
-            "checkpoint_awaited outstanding=%d: the train function has returned, and its last "
-            "checkpoint is still being written; waits for %.0f s at most",
-            self._writer.outstanding(), FINISH_S,
-        )  # fmt: skip
+            "checkpoint_awaited: the train function has returned, and its last checkpoint is still "
+            "being written; waits for %.0f s at most",
+            FINISH_S,
+        )
         if not self._writer.finish(FINISH_S):
-            log.warning("checkpoint_left outstanding=%d", self._writer.outstanding())
+            log.warning("checkpoint_left: storage has not taken it in %.0f s", FINISH_S)
+
+    def close(self) -> None:
+        """Take nothing any more; memory and thread end with what is still being written."""
+        self._slots = []
+        if self._writer is not None:
+            self._writer.close()

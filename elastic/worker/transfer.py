@@ -21,6 +21,7 @@ from elastic.errors import UsageError
 SMALL_BYTES = 1 << 20
 """Tensors below this travel together, in one message."""
 PLAIN: tuple[Any, ...] = (bool, int, float, complex, bytes)
+PLAIN_SCALARS = (*PLAIN, str)
 TAG = 9_000
 """Tags of transfers; those of the reduction are others."""
 
@@ -93,7 +94,7 @@ def _replaced(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_replaced(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]]
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and isinstance(value.item(), PLAIN_SCALARS):
         return ["value", value.item()]
     if isinstance(value, bytes) and not value:
         return ["empty", None]  # Torch's loader refuses these alone, for how they are pickled.
@@ -110,7 +111,7 @@ def _replaced(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
 def _tensor_of(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
     try:
         return torch.from_numpy(np.ascontiguousarray(array)).reshape(array.shape)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UsageError(
             f"{where}: a NumPy array of {array.dtype} cannot be sent to another worker: let "
             f"state_dict return numbers, or lists of strings"

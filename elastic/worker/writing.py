@@ -12,6 +12,7 @@ current, so that a side that was cut off cannot commit; and a marker is the last
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import platform
@@ -36,7 +37,14 @@ from elastic.runtime.clock import Clock
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.arena import Layout, Mark, Slot
-from elastic.worker.checkpoint_files import Manifest, read_parts, write_part, write_rest
+from elastic.worker.checkpoint_files import (
+    Manifest,
+    read_parts,
+    write_failure,
+    write_note,
+    write_part,
+    write_rest,
+)
 from elastic.worker.exchange import Answer
 from elastic.worker.transfer import read_skeleton, unpack
 
@@ -128,7 +136,7 @@ class Writer:
         self._run, self._job_id = run, job_id
         self._line, self._clock = line, clock
         self._num_to_keep = num_to_keep
-        self._queue: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._outstanding: list[Snapshot] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -137,16 +145,17 @@ class Writer:
 
     def put(self, snapshot: Snapshot) -> None:
         """Have a snapshot written."""
+        if self._thread is None:  # Which may fail: then nothing is outstanding.
+            thread = threading.Thread(target=self._work, name="elastic-writer", daemon=True)
+            thread.start()
+            self._thread = thread
         with self._changed:
             self._outstanding.append(snapshot)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="elastic-writer", daemon=True)
-            self._thread.start()
         self._queue.put(snapshot)
 
-    def outstanding(self) -> int:
-        """Return how many snapshots are not durable yet, nor given up."""
-        return len(self._outstanding)
+    def reads(self, slot: Slot) -> bool:
+        """Return whether a snapshot in this slot is not durable yet, nor given up."""
+        return any(snapshot.slot is slot for snapshot in list(self._outstanding))
 
     def finish(self, timeout_s: float) -> bool:
         """Wait until nothing is outstanding, in slices that an interrupt can end.
@@ -160,11 +169,14 @@ class Writer:
                 self._changed.wait(0.02)
             return not self._outstanding
 
+    def close(self) -> None:
+        """Let the thread end once it has written what it was given; nothing is given after this."""
+        self._queue.put(None)
+
     # ------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
-        while True:
-            snapshot = self._queue.get()
+        while (snapshot := self._queue.get()) is not None:
             began = time.monotonic()
             try:
                 self._write(snapshot)
@@ -174,8 +186,10 @@ class Writer:
                     "is tried when it is due",
                     PREFIX + snapshot.name, time.monotonic() - began, str(error),
                 )  # fmt: skip
-            except Exception:
+                self._tell_failed(snapshot, error)
+            except Exception as error:
                 log.exception("checkpoint_failed name=%s", PREFIX + snapshot.name)
+                self._tell_failed(snapshot, error)
             finally:
                 with self._changed:
                     self._outstanding.remove(snapshot)
@@ -188,14 +202,16 @@ class Writer:
         files = self._run.checkpoint(self._name(snapshot))
         self._wait_for_node(snapshot)
         pieces = cut(snapshot.layout.extents(), snapshot.rank, snapshot.world_size)
-        write_part(files, snapshot.rank, snapshot.slot, snapshot.layout, pieces)
+        part = write_part(files, snapshot.rank, snapshot.slot, snapshot.layout, pieces)
+        _check_unchanged(snapshot)
+        write_note(files, snapshot.rank, part)
         if snapshot.rank == 0:
             path = self._complete(snapshot)
             log.info(
                 "checkpoint_durable path=%s epoch=%d step=%d s=%.2f",
                 path, snapshot.cursor.epoch, snapshot.cursor.step, time.monotonic() - began,
             )  # fmt: skip
-            self._prune()
+            self._prune(self._name(snapshot))
 
     def _name(self, snapshot: Snapshot) -> str:
         return f"{PREFIX}{self._job_id}-{snapshot.name}"
@@ -203,10 +219,16 @@ class Writer:
     def _wait_for_node(self, snapshot: Snapshot) -> None:
         """Wait until all workers of this node have copied their share."""
         for _ in _looks(NODE_S):
-            mark = snapshot.slot.whole()
-            if mark is not None and mark.number == snapshot.mark.number:
+            if snapshot.mark.is_with(snapshot.slot.whole()):
                 return
         raise GivenUp("a worker of this node has not copied its share")
+
+    def _tell_failed(self, snapshot: Snapshot, error: Exception) -> None:
+        """Let rank 0 not wait for our part, if storage takes that much."""
+        if snapshot.rank:
+            with contextlib.suppress(StorageError):
+                files = self._run.checkpoint(self._name(snapshot))
+                write_failure(files, snapshot.rank, str(error))
 
     def _complete(self, snapshot: Snapshot) -> str:
         """Make a checkpoint of everyone's parts; returns its path."""
@@ -217,7 +239,10 @@ class Writer:
             parts = read_parts(files, snapshot.world_size)
             if parts is not None:
                 break
-            if self.generation != snapshot.generation or len(self._outstanding) > 1:
+            is_over, has_next = self.generation != snapshot.generation, len(self._outstanding) > 1
+            if is_over and has_next:
+                break  # The next one is of a group that lives.
+            if is_over or has_next:
                 doubtful_since = doubtful_since or time.monotonic()
                 if time.monotonic() - doubtful_since > ORPHANED_S:
                     break
@@ -241,6 +266,7 @@ class Writer:
         stored = write_rest(
             files, manifest, snapshot.skeleton, _state_of(snapshot), snapshot.aliases
         )
+        _check_unchanged(snapshot)  # Arrays outside of the parts were read from memory, too.
         about = {"epoch": cursor.epoch, "step": cursor.step, "steps": snapshot.mark.steps}
         metrics = json.dumps({**snapshot.about, **about})
         index = FIRST_AUTOMATIC + snapshot.mark.number
@@ -282,12 +308,13 @@ class Writer:
                 break
         raise GivenUp(f"the coordinator refuses it: {reason}")
 
-    def _prune(self) -> None:
+    def _prune(self, newest: str) -> None:
         """Delete automatic checkpoints that newer ones have made superfluous."""
         try:
-            names = [name for name, marker in self._run.committed() if marker.automatic]
+            names = [name for name, _ in self._run.automatic()]
             for name in superfluous_automatic(names, self._num_to_keep):
-                self._run.remove(name)
+                if name != newest:  # Whatever the order: it is what we have, and is whole.
+                    self._run.remove(name)
             self._sweep(set(names))
         except StorageError as error:
             # The next one tries again; the room it takes up is no reason to stop training.
@@ -303,6 +330,12 @@ class Writer:
         for name in set(self._run.names(PREFIX)) - committed - being_written:
             if _steps_in(name) < newest:
                 self._run.discard(name)
+
+
+def _check_unchanged(snapshot: Snapshot) -> None:
+    """Refuse what was read from memory in which a later snapshot has begun meanwhile."""
+    if not snapshot.mark.is_with(snapshot.slot.whole()):
+        raise GivenUp("its memory has changed while it was written: storage is too slow")
 
 
 def _steps_in(name: str) -> int:

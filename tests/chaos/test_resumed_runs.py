@@ -62,7 +62,7 @@ def test_the_same_script_goes_on_at_the_newest_checkpoint_that_is_sound(
     said = script.said()
     assert f"(epoch {epoch}); use another name to begin anew\n" in said
     if says:
-        assert f"checkpoint {newest} is damaged: file dict.pt {says}" in said
+        assert f"checkpoint {newest} is damaged: file dict.pt is {says}" in said
     assert f"returned [{epoch + 1}, 2]" in said
     assert "kept [0, 1, 2, 3, 4]" in said
     assert json.loads((run / "run.json").read_text())["phase"] == "succeeded"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,22 @@ class Coordinator:
         answer = self._answers.pop((item.generation, item.index))
         answer.accepted, answer.reason = not self.refuses, self.refuses
         answer.ready.set()
+
+
+class Table:
+    """Where members tell each other rows, as they do over a process group."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=DEADLINE_S / 3)
+        self._rows: list[tuple[float, ...]] = [()] * size
+
+    def tell(self, group: int, values: Sequence[float]) -> list[tuple[float, ...]]:
+        """Take the row of the member that this is the rank of."""
+        self._rows[group] = tuple(values)
+        self._barrier.wait()
+        rows = list(self._rows)
+        self._barrier.wait()
+        return rows
 
 
 class Tied(nn.Module):

@@ -23,7 +23,7 @@ STATE = {
 }
 
 
-def take(slot: Slot, part: int, parts: int, number: int = 1) -> Mark:
+def take(slot: Slot, part: int, parts: int, number: int = 1, generation: int = 1) -> Mark:
     """Copy one worker's share of the state."""
     skeleton, tensors = pack(STATE)
     layout = Layout.of(tensors_of(read_skeleton(skeleton)))
@@ -32,7 +32,8 @@ def take(slot: Slot, part: int, parts: int, number: int = 1) -> Mark:
     slot.put(layout, tensors, cut(layout.extents(), part, parts))
     if part == 0:
         slot.put_skeleton(layout, skeleton)
-    mark = Mark(number, 10 * number, parts, layout.data_bytes, len(skeleton), zlib.crc32(skeleton))
+    of_all = (number, generation, 10 * number, parts, layout.data_bytes)
+    mark = Mark(*of_all, len(skeleton), zlib.crc32(skeleton))
     slot.mark(part, mark)
     return mark
 
@@ -79,6 +80,16 @@ def test_a_worker_that_dies_while_it_copies_leaves_no_snapshot() -> None:
     take(slot, 1, 2, number=2)
     assert slot.whole() is None  # Two halves of different snapshots.
     take(slot, 0, 2, number=2)
+    assert slot.whole() is not None
+
+
+def test_a_number_that_comes_again_is_another_snapshot() -> None:
+    """All were lost before the number counted, and what is done again may differ in a bit."""
+    slot = Slot()
+    take(slot, 0, 2, number=2)
+    take(slot, 1, 2, number=2, generation=2)
+    assert slot.whole() is None
+    take(slot, 0, 2, number=2, generation=2)
     assert slot.whole() is not None
 
 

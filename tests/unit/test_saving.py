@@ -40,9 +40,9 @@ def test_a_snapshot_is_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run, may_write = Run(tmp_path), threading.Event()
     real = writing.write_part
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> Any:
         assert may_write.wait(DEADLINE_S)
-        real(*args)
+        return real(*args)
 
     monkeypatch.setattr(writing, "write_part", slow)
     run.save(wait=False)
@@ -152,8 +152,9 @@ def test_any_damage_is_noticed_and_the_one_before_is_used(tmp_path: Path, seed: 
         file.write_bytes(damaged(file.read_bytes(), draws))
     problems: list[str] = []
     candidates = keeping._candidates(run.directory)
-    state = keeping._read_newest(run.directory, candidates, problems)
-    assert state is not None
+    found = keeping._read_newest(run.directory, candidates, problems)
+    assert found is not None
+    _, state = found
     assert state["steps"] == 1
     assert torch.equal(state["objects"]["models"][0]["embed.weight"], before["embed.weight"])
     if name != MARKER:  # Without a marker that can be read there is no checkpoint.
@@ -167,6 +168,6 @@ def test_what_lies_in_memory_is_read_again(tmp_path: Path) -> None:
     run.save()
     saver = run.savers[0]
     assert saver.held() == 2
-    assert_same(saver.read_held(2), run.state())
+    assert_same(saver.read_held(2)[1], run.state())
     with pytest.raises(ValueError, match="no snapshot of step 9"):
         saver.read_held(9)

@@ -1,0 +1,150 @@
+"""A group in which nobody has the state of the run: all members come to the same one, or none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.core.policy.cursor import Cursor
+from elastic.errors import StorageError
+from elastic.worker import keeping
+from elastic.worker.keeping import Keeper
+from elastic.worker.logbook import Logbook
+from elastic.worker.saving import Saver, Seat
+from elastic.worker.stream_book import StreamBook
+from tests.unit.saving_under_test import DEADLINE_S, Run, Table
+
+
+def keeper_of(run: Run, rank: int, saver: Saver) -> Keeper:
+    keeper = Keeper(run.objects, Logbook(), StreamBook())
+    keeper._saver = saver
+    keeper._place = SimpleNamespace(  # type: ignore[assignment]
+        world_rank=rank, run_path=run.directory.path
+    )
+    return keeper
+
+
+def restored(
+    run: Run, savers: Sequence[Saver], monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, Any] | Exception | None]:
+    """Return what each member comes to, or raises."""
+    table = Table(len(savers))
+    monkeypatch.setattr(keeping, "tell_rows", table.tell)
+    found: list[Any] = [None] * len(savers)
+
+    def restore(rank: int) -> None:
+        threading.current_thread().name = f"rank {rank}"
+        try:
+            found[rank] = keeper_of(run, rank, savers[rank]).restore(rank, Cursor())
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=restore, args=(rank,)) for rank in range(len(savers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    return found
+
+
+def fails_on(rank: int, real: Callable[..., Any], when: Callable[..., bool] | None = None) -> Any:
+    """Be a function that storage refuses to one member."""
+
+    def call(*args: Any) -> Any:
+        is_it = threading.current_thread().name == f"rank {rank}"
+        if is_it and (when is None or when(*args)):
+            raise StorageError("storage is away")
+        return real(*args)
+
+    return call
+
+
+def two_of_one_step(tmp_path: Path) -> Run:
+    """Return a run whose newest two checkpoints are of the same step, done again."""
+    run = Run(tmp_path)
+    run.save()
+    run.savers[0].enter(Seat(generation=2))
+    run.steps = 0
+    run.savers[0].number = 6
+    run.save()
+    assert [steps for steps, _, _ in keeping._candidates(run.directory)] == [1, 1]
+    return run
+
+
+def test_members_never_go_on_from_two_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal steps looked like equal states; with consistency='samples' they are not."""
+    run = two_of_one_step(tmp_path)
+    newest = keeping._candidates(run.directory)[0][1]
+    read = fails_on(1, keeping.read_checkpoint, lambda _, name, __: name == newest)
+    monkeypatch.setattr(keeping, "read_checkpoint", read)
+    found = restored(run, [Saver((), None), Saver((), None)], monkeypatch)
+    assert found[1] is None  # It receives the state from rank 0.
+    assert isinstance(found[0], dict)
+
+
+def test_one_that_cannot_list_storage_receives_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.save()
+    monkeypatch.setattr(keeping, "_candidates", fails_on(1, keeping._candidates))
+    found = restored(run, [Saver((), None), Saver((), None)], monkeypatch)
+    assert isinstance(found[0], dict)
+    assert found[1] is None
+
+
+def test_memory_is_used_while_storage_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.save()
+    monkeypatch.setattr(keeping, "_candidates", fails_on(0, keeping._candidates))
+    found = restored(run, [Saver((), None), run.savers[0]], monkeypatch)
+    assert found[0] is None
+    assert isinstance(found[1], dict)
+    assert found[1]["steps"] == 1
+
+
+def test_all_say_so_if_nobody_can_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody begins anew, and nobody waits for one that has given up."""
+    run = Run(tmp_path)
+    run.save()
+    monkeypatch.setattr(keeping, "_candidates", fails_on(0, keeping._candidates))
+    found = restored(run, [Saver((), None), Saver((), None)], monkeypatch)
+    assert all(isinstance(one, StorageError) for one in found), found
+    assert "storage is away" in str(found[0])
+
+
+def test_memory_that_cannot_be_opened_is_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.save()
+    gone = Saver(("/proc/1/no/such", "/proc/1/no/such"), None)
+    found = restored(run, [Saver((), None), gone], monkeypatch)
+    assert all(isinstance(one, dict) for one in found), found
+
+
+def test_memory_is_newer_than_what_is_left_in_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint is damaged, the one before it older than what a node still holds."""
+    run = Run(tmp_path)
+    run.save()
+    held = Saver((), None)
+    held.enter(Seat(generation=1))
+    run.step()
+    held.take(run.state, Cursor(0, 2), 2)
+    run.save()
+    newest = run.folder(run.committed()[-1])
+    (newest / "part-00000.distcp").write_bytes(b"torn")
+    found = restored(run, [held], monkeypatch)
+    assert isinstance(found[0], dict)
+    assert found[0]["steps"] == 2

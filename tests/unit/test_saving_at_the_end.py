@@ -1,0 +1,123 @@
+"""The last checkpoint of a run: it is there, also if the group breaks meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.core.policy.cursor import Cursor
+from elastic.storage.run_directory import RunDirectory
+from elastic.worker import keeping
+from elastic.worker.keeping import Keeper
+from elastic.worker.local import LocalRun, run_local
+from elastic.worker.logbook import Logbook
+from elastic.worker.saving import Seat
+from elastic.worker.stream_book import StreamBook
+from tests.unit.engine_under_test import Loop, square
+from tests.unit.saving_under_test import DEADLINE_S, Run, Table
+
+
+def keepers_of(run: Run) -> list[Keeper]:
+    """Return the members' keepers, behind the last epoch of a run of seven steps."""
+    found = []
+    for rank, saver in enumerate(run.savers):
+        saver.configure({"every_n_steps": 100})
+        keeper = Keeper(run.objects, Logbook(), StreamBook())
+        keeper._saver, keeper.steps = saver, 7
+        link = SimpleNamespace(save_wish=lambda generation: 0)
+        keeper._place = SimpleNamespace(  # type: ignore[assignment]
+            world_rank=rank, generation=1, link=link, activity=None
+        )
+        found.append(keeper)
+    return found
+
+
+def at_end(keepers: list[Keeper]) -> None:
+    for keeper in keepers:
+        keeper.at_end(Cursor(1, 0), None, lambda: False)
+
+
+def test_it_is_taken_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, workers=2)
+    keepers = keepers_of(run)
+    at_end(keepers)
+    at_end(keepers)
+    run.savers[0].finish()
+    assert [saver.number for saver in run.savers] == [1, 1]
+    assert len(run.committed()) == 1
+
+
+def test_the_next_group_takes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member was lost before its part was written: this was the run's last state."""
+    run = Run(tmp_path, workers=2)
+    keepers = keepers_of(run)
+    at_end(keepers[:1])
+    for rank, saver in enumerate(run.savers):
+        saver.enter(Seat(2, rank, 2))
+    monkeypatch.setattr(keeping, "tell_rows", Table(2).tell)
+    together(keepers)
+    assert [saver.number for saver in run.savers] == [1, 1]
+    monkeypatch.setattr("elastic.worker.writing.ORPHANED_S", 0.0)
+    at_end(keepers)
+    for saver in run.savers:
+        saver.finish()
+    assert len(run.committed()) == 1
+
+
+def together(keepers: list[Keeper]) -> None:
+    """Let members agree that were on both sides of the gate."""
+
+    def agree(rank: int) -> None:
+        keepers[rank].agree_on_number(rank)
+
+    threads: list[Any] = [threading.Thread(target=agree, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+
+
+def memory_files() -> int:
+    """Return how many files of snapshots this process has open."""
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum("elastic-snapshot" in os.readlink(link) for link in links if os.path.lexists(link))
+
+
+def wait_for_threads(count: int) -> None:
+    """Wait until there are no more than so many threads."""
+    deadline = time.monotonic() + DEADLINE_S
+    while len(found := [one.name for one in threading.enumerate()]) > count:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_in_this_process_leaves_nothing_behind(tmp_path: Path, fails: bool) -> None:
+    """A notebook trains a hundred times, and each held memory of twice the state."""
+    gc.collect()
+    files, threads = memory_files(), threading.active_count()
+
+    def train_func() -> None:
+        loop = Loop.make()
+        for _, x, y in loop.batches():
+            square(loop.model(x), y).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        if fails:
+            raise ValueError("wrong")
+
+    run = LocalRun(job_name="r", run_path=str(tmp_path), options={"every_n_steps": 1})
+    with pytest.raises(ValueError, match="wrong") if fails else contextlib.nullcontext():
+        run_local(train_func, run)
+    wait_for_threads(threads)
+    gc.collect()
+    assert memory_files() <= files
+    assert RunDirectory(str(tmp_path)).markers()

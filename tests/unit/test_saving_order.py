@@ -1,0 +1,93 @@
+"""Which automatic checkpoint is the newest: the order of the run, not that of clocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic.core.world import JobId
+from elastic.storage.run_directory import RunDirectory
+from elastic.storage.run_record import RunRecord, write_run
+from elastic.worker import keeping
+from elastic.worker.saving import Seat
+from tests.unit.saving_under_test import Run
+
+
+class SetClock:
+    """A clock that somebody sets back with every look at it."""
+
+    def __init__(self, now_ns: int = 1_000_000_000, step_ns: int = -1_000_000) -> None:
+        self._now_ns, self._step_ns = now_ns, step_ns
+
+    def unix_ns(self) -> int:
+        self._now_ns += self._step_ns
+        return self._now_ns
+
+    def monotonic_ns(self) -> int:
+        return self._now_ns
+
+
+def steps_of(folder: Path) -> list[int]:
+    """Return the steps of all automatic checkpoints, newest first, as a recovery reads them."""
+    return [steps for steps, _, _ in keeping._candidates(RunDirectory(str(folder)))]
+
+
+def set_clock(run: Run, clock: SetClock) -> None:
+    run.savers[0]._writer._clock = clock  # type: ignore[union-attr]
+
+
+def test_a_clock_that_is_set_back_hides_no_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    set_clock(run, SetClock())
+    for _ in range(4):
+        run.save()
+    assert steps_of(tmp_path) == [4, 3]
+
+
+def test_all_in_the_same_moment(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    set_clock(run, SetClock(step_ns=0))
+    for _ in range(4):
+        run.save()
+    assert steps_of(tmp_path) == [4, 3]
+
+
+def test_what_a_slow_writer_commits_late_is_old(tmp_path: Path) -> None:
+    """Rank 0 of an earlier group wakes up, when the one of this group is further."""
+    slow, run = Run(tmp_path), Run(tmp_path)
+    run.savers[0].enter(Seat(generation=2))
+    run.steps = 10
+    for _ in range(2):
+        run.save()
+    slow.save()
+    assert steps_of(tmp_path)[:2] == [12, 11]
+
+
+def test_attempts_have_an_order_of_their_own(tmp_path: Path) -> None:
+    """The second attempt runs on a node whose clock is behind."""
+    first = Run(tmp_path)
+    set_clock(first, SetClock(2_000_000_000))
+    first.save()
+    first.save()
+    record = RunRecord(name="r", jobs=("j1", "j2"), started_unix_ns=1)
+    write_run(first.directory.files, record)
+    second = Run(tmp_path)
+    second.savers[0]._writer._job_id = JobId("j2")  # type: ignore[union-attr]
+    second.steps = 2
+    set_clock(second, SetClock())
+    second.save()
+    assert steps_of(tmp_path) == [3, 2]
+    second.save()
+    assert steps_of(tmp_path) == [4, 3]
+
+
+def test_a_new_one_is_never_what_is_deleted(tmp_path: Path) -> None:
+    """The run's record does not know this attempt, as if somebody had put an old one back."""
+    first = Run(tmp_path)
+    first.save()
+    first.save()
+    write_run(first.directory.files, RunRecord(name="r", jobs=("j1",), started_unix_ns=1))
+    second = Run(tmp_path)
+    second.savers[0]._writer._job_id = JobId("j2")  # type: ignore[union-attr]
+    second.steps = 2
+    second.save()
+    assert 3 in steps_of(tmp_path)
