@@ -25,7 +25,14 @@ from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.policy.shares import cut
 from elastic.worker.arena import Layout, Mark, Slot
 from elastic.worker.exchange import WAIT_SLICE_S
-from elastic.worker.transfer import read_skeleton, split, tensors_of, unpack, write_skeleton
+from elastic.worker.transfer import (
+    places_print,
+    read_skeleton,
+    split,
+    tensors_of,
+    unpack,
+    write_skeleton,
+)
 from elastic.worker.writing import Snapshot, Writer
 
 log = logging.getLogger(__name__)
@@ -188,7 +195,11 @@ class Saver:
             self._warming = None
         values, tensors = split(state())
         layout, skeleton = Layout.of(tensors_of(values)), write_skeleton(values)
-        slot, mark = self._copy(skeleton, tensors, layout, steps)
+        mark = Mark(
+            self.number, self._seat.generation, steps, self._seat.local_world_size,
+            layout.data_bytes, places_print(values), len(skeleton), zlib.crc32(skeleton),
+        )  # fmt: skip
+        slot = self._copy(skeleton, tensors, layout, mark)
         log.info(
             "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", self.number, cursor.epoch,
             cursor.step, layout.data_bytes, (time.monotonic() - began) * 1e3,
@@ -216,8 +227,8 @@ class Saver:
         return done
 
     def _copy(
-        self, skeleton: bytes, tensors: Sequence[torch.Tensor], layout: Layout, steps: int
-    ) -> tuple[Slot, Mark]:
+        self, skeleton: bytes, tensors: Sequence[torch.Tensor], layout: Layout, mark: Mark
+    ) -> Slot:
         """Copy our share into the slot whose turn it is."""
         seat, slot = self._seat, self._slot_of(self.number)
         if self._is_being_written(slot):
@@ -234,12 +245,8 @@ class Saver:
             torch.cuda.current_stream(device).synchronize()
         if seat.local_rank == 0:
             slot.put_skeleton(layout, skeleton)
-        mark = Mark(
-            self.number, seat.generation, steps, seat.local_world_size, layout.data_bytes,
-            len(skeleton), zlib.crc32(skeleton),
-        )  # fmt: skip
         slot.mark(seat.local_rank, mark)
-        return slot, mark
+        return slot
 
     # ------------------------------------------------------------------- what is held
 

@@ -21,7 +21,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -203,7 +203,7 @@ class Writer:
         pieces = cut(snapshot.layout.extents(), snapshot.rank, snapshot.world_size)
         part = write_part(files, snapshot.rank, snapshot.slot, snapshot.layout, pieces)
         _check_unchanged(snapshot)
-        write_note(files, snapshot.rank, part)
+        write_note(files, snapshot.rank, replace(part, tensors=snapshot.mark.tensors))
         if snapshot.rank == 0:
             path = self._complete(snapshot)
             log.info(
@@ -220,7 +220,7 @@ class Writer:
         for _ in _looks(NODE_S):
             if snapshot.mark.is_with(snapshot.slot.whole()):
                 return
-        raise GivenUp("a worker of this node has not copied its share")
+        raise GivenUp("a worker of this node has not copied its share, or has other tensors")
 
     def _tell_failed(self, snapshot: Snapshot, error: Exception) -> None:
         """Let rank 0 not wait for our part, if storage takes that much."""
@@ -246,6 +246,13 @@ class Writer:
         if parts is None:
             self._run.discard(name)
             raise GivenUp("a member has not written its part; its group is over, or it is stuck")
+        for rank, part in enumerate(parts):
+            if part.tensors != snapshot.mark.tensors:
+                raise GivenUp(
+                    f"rank {rank} has saved other tensors than rank 0: what the train function "
+                    f"has registered must return the same names and shapes everywhere, in the "
+                    f"same order"
+                )
         cursor = snapshot.cursor
         manifest = Manifest(
             epoch=cursor.epoch,
