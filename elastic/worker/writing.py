@@ -210,7 +210,7 @@ class Writer:
                 "checkpoint_durable path=%s epoch=%d step=%d s=%.2f",
                 path, snapshot.cursor.epoch, snapshot.cursor.step, time.monotonic() - began,
             )  # fmt: skip
-            self._prune(self._name(snapshot))
+            self._prune(snapshot)
 
     def _name(self, snapshot: Snapshot) -> str:
         return f"{PREFIX}{self._job_id}-{snapshot.name}"
@@ -312,27 +312,28 @@ class Writer:
                 break
         raise GivenUp(f"the coordinator refuses it: {reason}")
 
-    def _prune(self, newest: str) -> None:
+    def _prune(self, newest: Snapshot) -> None:
         """Delete automatic checkpoints that newer ones have made superfluous."""
         try:
             names = [name for name, _ in self._run.automatic()]
             for name in superfluous_automatic(names, self._num_to_keep):
-                if name != newest:  # Whatever the order: it is what we have, and is whole.
+                # Whatever the order: it is what we have, and is whole.
+                if name != self._name(newest):
                     self._run.remove(name)
-            self._sweep(set(names))
+            self._sweep(set(names), newest.mark.steps)
         except StorageError as error:
             # The next one tries again; the room it takes up is no reason to stop training.
             log.warning("prune_failed path=%s error=%r", self._run.path, str(error))
 
-    def _sweep(self, committed: set[str]) -> None:
+    def _sweep(self, committed: set[str], steps: int) -> None:
         """Delete what is left of checkpoints that came to nothing, of this run and earlier ones.
 
-        One that another member still writes to is younger than the newest that is committed.
+        One that another member still writes to is of more steps than we have committed now; the
+        newest of all may be of more than that, if it is damaged and the run went back.
         """
-        newest = max(map(_steps_in, committed), default=0)
         being_written = {self._name(snapshot) for snapshot in list(self._outstanding)}
         for name in set(self._run.names(PREFIX)) - committed - being_written:
-            if _steps_in(name) < newest:
+            if _steps_in(name) < steps:
                 self._run.discard(name)
 
 

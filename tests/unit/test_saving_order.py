@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from elastic.core.policy.cursor import Cursor
 from elastic.core.world import JobId
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunRecord, write_run
-from elastic.worker import keeping
+from elastic.worker import keeping, writing
 from elastic.worker.saving import Seat
 from tests.unit.saving_under_test import Run
 
@@ -91,3 +94,23 @@ def test_a_new_one_is_never_what_is_deleted(tmp_path: Path) -> None:
     second.steps = 2
     second.save()
     assert 3 in steps_of(tmp_path)
+
+
+def test_what_others_have_begun_is_not_swept_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest that counts is damaged, and the run goes on from the one before it."""
+    monkeypatch.setattr(writing, "PARTS_S", 0.5)
+    first = Run(tmp_path)
+    first.steps = 49
+    first.save()
+    run = Run(tmp_path, workers=2)
+    for rank, saver in enumerate(run.savers):
+        saver.enter(Seat(generation=2, rank=rank, world_size=2))
+    run.step()
+    for saver in reversed(run.savers):  # Rank 1 is ahead.
+        for steps in (1, 2):
+            saver.take(run.state, Cursor(0, steps), steps)
+            if saver is run.savers[0] or steps == 2:
+                saver.finish()
+    assert steps_of(tmp_path)[0] == 2
