@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import platform
 import queue
 import re
@@ -272,7 +273,7 @@ class Writer:
         )
         _check_unchanged(snapshot)  # Arrays outside of the parts were read from memory, too.
         about = {"epoch": cursor.epoch, "step": cursor.step, "steps": snapshot.mark.steps}
-        metrics = json.dumps({**snapshot.about, **about})
+        metrics = json.dumps({**_in_json(snapshot.about), **about})
         index = FIRST_AUTOMATIC + snapshot.mark.number
         self._get_consent(index, metrics, self._run.checkpoint_path(name))
         marker = Marker(
@@ -335,6 +336,11 @@ class Writer:
         for name in set(self._run.names(PREFIX)) - committed - being_written:
             if _steps_in(name) < steps:
                 self._run.discard(name)
+
+
+def _in_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as reports have them: JSON knows no infinite numbers."""
+    return {name: v if math.isfinite(v) else str(v) for name, v in values.items()}
 
 
 def _check_unchanged(snapshot: Snapshot) -> None:

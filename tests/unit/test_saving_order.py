@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,16 @@ def test_what_others_have_begun_is_not_swept_away(
             if saver is run.savers[0] or steps == 2:
                 saver.finish()
     assert steps_of(tmp_path)[0] == 2
+
+
+def test_averages_that_are_no_numbers_are_told_as_json(tmp_path: Path) -> None:
+    """As those of reports: what reads them is not always Python."""
+    run = Run(tmp_path)
+    run.step()
+    about = {"loss": float("nan"), "gain": float("inf"), "rate": 0.5}
+    run.savers[0].take(run.state, Cursor(0, 1), 1, about=about)
+    run.savers[0].finish()
+    ((_, marker),) = run.directory.markers()
+    assert "NaN" not in marker.metrics
+    told = json.loads(marker.metrics)
+    assert (told["loss"], told["gain"], told["rate"]) == ("nan", "inf", 0.5)
