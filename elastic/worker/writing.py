@@ -21,7 +21,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -316,17 +316,23 @@ class Writer:
     def _prune(self, newest: Snapshot) -> None:
         """Delete automatic checkpoints that newer ones have made superfluous."""
         try:
-            names = [name for name, _ in self._run.automatic()]
+            later = self._later_attempts()
+            names = [name for name, m in self._run.automatic() if m.job_id not in later]
             for name in superfluous_automatic(names, self._num_to_keep):
                 # Whatever the order: it is what we have, and is whole.
                 if name != self._name(newest):
                     self._run.remove(name)
-            self._sweep(set(names), newest.mark.steps)
+            self._sweep(set(names), newest.mark.steps, later)
         except StorageError as error:
             # The next one tries again; the room it takes up is no reason to stop training.
             log.warning("prune_failed path=%s error=%r", self._run.path, str(error))
 
-    def _sweep(self, committed: set[str], steps: int) -> None:
+    def _later_attempts(self) -> tuple[str, ...]:
+        """Return the jobs that go on with the run after us, who then are somebody left behind."""
+        jobs = self._run.jobs()
+        return jobs[jobs.index(self._job_id) + 1 :] if self._job_id in jobs else ()
+
+    def _sweep(self, committed: set[str], steps: int, later: Sequence[str]) -> None:
         """Delete what is left of checkpoints that came to nothing, of this run and earlier ones.
 
         One that another member still writes to is of more steps than we have committed now; the
@@ -334,7 +340,8 @@ class Writer:
         """
         being_written = {self._name(snapshot) for snapshot in list(self._outstanding)}
         for name in set(self._run.names(PREFIX)) - committed - being_written:
-            if _steps_in(name) < steps:
+            is_theirs = name.startswith(tuple(f"{PREFIX}{job_id}-s" for job_id in later))
+            if _steps_in(name) < steps and not is_theirs:
                 self._run.discard(name)
 
 

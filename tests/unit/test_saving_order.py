@@ -128,3 +128,21 @@ def test_averages_that_are_no_numbers_are_told_as_json(tmp_path: Path) -> None:
     assert "NaN" not in marker.metrics
     told = json.loads(marker.metrics)
     assert (told["loss"], told["gain"], told["rate"]) == ("nan", "inf", 0.5)
+
+
+def test_an_attempt_that_was_given_up_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    """It was cut off from everything, and wakes up while its successor writes."""
+    old, new = Run(tmp_path), Run(tmp_path)
+    write_run(old.directory.files, RunRecord(name="r", jobs=("j1", "j2"), started_unix_ns=1))
+    writer = new.savers[0]._writer
+    assert writer is not None
+    writer._job_id, writer._num_to_keep = JobId("j2"), 4
+    for _ in range(3):
+        new.save()
+    begun = new.folder("auto-j2-s000000004-g000001-000004")
+    begun.mkdir()
+    (begun / "part-00001.distcp").write_bytes(b"of a member that is ahead")
+    old.steps = 8
+    old.save()
+    assert begun.exists()
+    assert steps_of(tmp_path) == [3, 2, 1, 9]
