@@ -106,7 +106,27 @@ class Snapshot:
     @property
     def name(self) -> str:
         """Return the name of the checkpoint, the same on all members and never used twice."""
-        return f"s{self.mark.steps:09d}-g{self.generation:06d}-{self.mark.number:06d}"
+        return name_of(self.mark.steps, self.generation, self.mark.number)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A part that will not come.
+
+    Attributes:
+        rank: whose.
+        name: of the snapshot.
+        reason: why.
+    """
+
+    rank: int
+    name: str
+    reason: str
+
+
+def name_of(steps: int, generation: int, number: int) -> str:
+    """Return the name of a snapshot."""
+    return f"s{steps:09d}-g{generation:06d}-{number:06d}"
 
 
 class GivenUp(Exception):
@@ -136,7 +156,7 @@ class Writer:
         self._run, self._job_id = run, job_id
         self._line, self._clock = line, clock
         self._num_to_keep = num_to_keep
-        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Snapshot | Failure | None] = queue.SimpleQueue()
         self._outstanding: list[Snapshot] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -145,13 +165,21 @@ class Writer:
 
     def put(self, snapshot: Snapshot) -> None:
         """Have a snapshot written."""
-        if self._thread is None:  # Which may fail: then nothing is outstanding.
-            thread = threading.Thread(target=self._work, name="elastic-writer", daemon=True)
-            thread.start()
-            self._thread = thread
+        self._start()  # Which may fail: then nothing is outstanding.
         with self._changed:
             self._outstanding.append(snapshot)
         self._queue.put(snapshot)
+
+    def tell(self, failure: Failure) -> None:
+        """Let rank 0 not wait for a part of ours."""
+        self._start()
+        self._queue.put(failure)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="elastic-writer", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def reads(self, slot: Slot) -> bool:
         """Return whether a snapshot in this slot is not durable yet, nor given up."""
@@ -177,6 +205,9 @@ class Writer:
 
     def _work(self) -> None:
         while (snapshot := self._queue.get()) is not None:
+            if isinstance(snapshot, Failure):
+                self._tell_failed(snapshot)
+                continue
             began = time.monotonic()
             try:
                 self._write(snapshot)
@@ -186,10 +217,10 @@ class Writer:
                     "is tried when it is due",
                     PREFIX + snapshot.name, time.monotonic() - began, str(error),
                 )  # fmt: skip
-                self._tell_failed(snapshot, error)
+                self._tell_failed(Failure(snapshot.rank, snapshot.name, str(error)))
             except Exception as error:
                 log.exception("checkpoint_failed name=%s", PREFIX + snapshot.name)
-                self._tell_failed(snapshot, error)
+                self._tell_failed(Failure(snapshot.rank, snapshot.name, str(error)))
             finally:
                 with self._changed:
                     self._outstanding.remove(snapshot)
@@ -223,12 +254,12 @@ class Writer:
                 return
         raise GivenUp("a worker of this node has not copied its share, or has other tensors")
 
-    def _tell_failed(self, snapshot: Snapshot, error: Exception) -> None:
-        """Let rank 0 not wait for our part, if storage takes that much."""
-        if snapshot.rank:
+    def _tell_failed(self, failure: Failure) -> None:
+        """Leave a note in place of our part, if storage takes that much."""
+        if failure.rank:
             with contextlib.suppress(StorageError):
-                files = self._run.checkpoint(self._name(snapshot))
-                write_failure(files, snapshot.rank, str(error))
+                files = self._run.checkpoint(f"{PREFIX}{self._job_id}-{failure.name}")
+                write_failure(files, failure.rank, failure.reason)
 
     def _complete(self, snapshot: Snapshot) -> str:
         """Make a checkpoint of everyone's parts; returns its path."""
