@@ -119,8 +119,6 @@ class AgentDriver:
     def post(self, event: AgentEvent) -> None:
         """Take an event; from callbacks and tasks of this event loop only."""
         check(len(self._events) < EVENTS_MAX, f"{EVENTS_MAX} events wait for the agent's machine")
-        if isinstance(event, ProcessExited):
-            self._arenas.exited(event.process_id, event.cause)
         self._events.append(event)
         self._wake.set()
 
@@ -157,6 +155,9 @@ class AgentDriver:
             await self._wake.wait()
 
     def _step(self, event: AgentEvent) -> None:
+        if isinstance(event, ProcessExited):
+            # Not when it is posted: the machine may still give it a job before it takes this.
+            self._arenas.exited(event.process_id, event.cause)
         for effect in self._machine.step(event, self._clock.monotonic_ns()):
             self._perform(effect)
 

@@ -39,7 +39,7 @@ from elastic.worker.transfer import TensorSpec, tensors_of
 
 HEADER = 16_384
 ALIGN = 64
-MARK = struct.Struct("<QQQQQQQ")
+MARK = struct.Struct("<QQQQQQQQ")
 MARKS_MAX = HEADER // MARK.size
 MADV_POPULATE_WRITE = 23
 MEMORY_SHARE = 0.8
@@ -55,6 +55,7 @@ class Mark(NamedTuple):
         steps: committed in the run when it was taken.
         parts: the node's workers that share it.
         data_bytes: of all tensors.
+        tensors: fingerprint of which they are, and where each lies.
         skeleton_bytes: of all that is no tensor.
         skeleton_crc: CRC-32 of that.
     """
@@ -64,6 +65,7 @@ class Mark(NamedTuple):
     steps: int
     parts: int
     data_bytes: int
+    tensors: int
     skeleton_bytes: int
     skeleton_crc: int
 
@@ -72,7 +74,7 @@ class Mark(NamedTuple):
         return other is not None and self[:OF_ALL] == other[:OF_ALL]
 
 
-OF_ALL = 5
+OF_ALL = 6
 """Fields of a mark that are alike for all parts; text outside of tensors is one worker's word."""
 
 

@@ -82,14 +82,17 @@ class Part:
     Attributes:
         file: its tensors.
         items: in the order in which they lie there; end to end.
+        tensors: fingerprint of the tensors of the state, as this rank has them.
     """
 
     file: StoredFile
     items: tuple[Item, ...]
+    tensors: int = 0
 
     def to_json(self) -> bytes:
         """Return the note of a part."""
-        return json.dumps({"file": self.file, "items": self.items}).encode()
+        fields = {"file": self.file, "items": self.items, "tensors": self.tensors}
+        return json.dumps(fields).encode()
 
     @staticmethod
     def from_json(text: bytes) -> Part:
@@ -100,7 +103,8 @@ class Part:
         """
         try:
             fields = json.loads(text)
-            return Part(StoredFile(*fields["file"]), tuple(Item(*one) for one in fields["items"]))
+            items = tuple(Item(*one) for one in fields["items"])
+            return Part(StoredFile(*fields["file"]), items, fields.get("tensors", 0))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the note of a part: {error!r}") from None
 

@@ -25,8 +25,15 @@ from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.policy.shares import cut
 from elastic.worker.arena import Layout, Mark, Slot
 from elastic.worker.exchange import WAIT_SLICE_S
-from elastic.worker.transfer import read_skeleton, split, tensors_of, unpack, write_skeleton
-from elastic.worker.writing import Snapshot, Writer
+from elastic.worker.transfer import (
+    places_print,
+    read_skeleton,
+    split,
+    tensors_of,
+    unpack,
+    write_skeleton,
+)
+from elastic.worker.writing import Failure, Snapshot, Writer, name_of
 
 log = logging.getLogger(__name__)
 
@@ -188,9 +195,13 @@ class Saver:
         if self._warming is not None:
             self._warming.join()
             self._warming = None
-        values, tensors = split(state())
-        layout, skeleton = Layout.of(tensors_of(values)), write_skeleton(values)
-        slot, mark = self._copy(skeleton, tensors, layout, steps)
+        try:
+            slot, mark, layout, skeleton = self._copy(state(), steps)
+        except Exception as error:
+            if self._writer is not None:
+                name = name_of(steps, self._seat.generation, self.number)
+                self._writer.tell(Failure(self._seat.rank, name, str(error)))
+            raise
         log.info(
             "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", self.number, cursor.epoch,
             cursor.step, layout.data_bytes, (time.monotonic() - began) * 1e3,
@@ -217,10 +228,14 @@ class Saver:
         )
         return done
 
-    def _copy(
-        self, skeleton: bytes, tensors: Sequence[torch.Tensor], layout: Layout, steps: int
-    ) -> tuple[Slot, Mark]:
+    def _copy(self, state: Any, steps: int) -> tuple[Slot, Mark, Layout, bytes]:
         """Copy our share into the slot whose turn it is."""
+        values, tensors = split(state)
+        layout, skeleton = Layout.of(tensors_of(values)), write_skeleton(values)
+        mark = Mark(
+            self.number, self._seat.generation, steps, self._seat.local_world_size,
+            layout.data_bytes, places_print(values), len(skeleton), zlib.crc32(skeleton),
+        )  # fmt: skip
         seat, slot = self._seat, self._slot_of(self.number)
         if self._is_being_written(slot):
             raise OSError(f"snapshot {self.number}: one in the same place is still being written")
@@ -236,12 +251,8 @@ class Saver:
             torch.cuda.current_stream(device).synchronize()
         if seat.local_rank == 0:
             slot.put_skeleton(layout, skeleton)
-        mark = Mark(
-            self.number, seat.generation, steps, seat.local_world_size, layout.data_bytes,
-            len(skeleton), zlib.crc32(skeleton),
-        )  # fmt: skip
         slot.mark(seat.local_rank, mark)
-        return slot, mark
+        return slot, mark, layout, skeleton
 
     # ------------------------------------------------------------------- what is held
 

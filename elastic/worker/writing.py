@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import platform
 import queue
 import re
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -106,7 +107,27 @@ class Snapshot:
     @property
     def name(self) -> str:
         """Return the name of the checkpoint, the same on all members and never used twice."""
-        return f"s{self.mark.steps:09d}-g{self.generation:06d}-{self.mark.number:06d}"
+        return name_of(self.mark.steps, self.generation, self.mark.number)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A part that will not come.
+
+    Attributes:
+        rank: whose.
+        name: of the snapshot.
+        reason: why.
+    """
+
+    rank: int
+    name: str
+    reason: str
+
+
+def name_of(steps: int, generation: int, number: int) -> str:
+    """Return the name of a snapshot."""
+    return f"s{steps:09d}-g{generation:06d}-{number:06d}"
 
 
 class GivenUp(Exception):
@@ -136,7 +157,7 @@ class Writer:
         self._run, self._job_id = run, job_id
         self._line, self._clock = line, clock
         self._num_to_keep = num_to_keep
-        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Snapshot | Failure | None] = queue.SimpleQueue()
         self._outstanding: list[Snapshot] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -145,13 +166,21 @@ class Writer:
 
     def put(self, snapshot: Snapshot) -> None:
         """Have a snapshot written."""
-        if self._thread is None:  # Which may fail: then nothing is outstanding.
-            thread = threading.Thread(target=self._work, name="elastic-writer", daemon=True)
-            thread.start()
-            self._thread = thread
+        self._start()  # Which may fail: then nothing is outstanding.
         with self._changed:
             self._outstanding.append(snapshot)
         self._queue.put(snapshot)
+
+    def tell(self, failure: Failure) -> None:
+        """Let rank 0 not wait for a part of ours."""
+        self._start()
+        self._queue.put(failure)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="elastic-writer", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def reads(self, slot: Slot) -> bool:
         """Return whether a snapshot in this slot is not durable yet, nor given up."""
@@ -177,6 +206,9 @@ class Writer:
 
     def _work(self) -> None:
         while (snapshot := self._queue.get()) is not None:
+            if isinstance(snapshot, Failure):
+                self._tell_failed(snapshot)
+                continue
             began = time.monotonic()
             try:
                 self._write(snapshot)
@@ -186,10 +218,10 @@ class Writer:
                     "is tried when it is due",
                     PREFIX + snapshot.name, time.monotonic() - began, str(error),
                 )  # fmt: skip
-                self._tell_failed(snapshot, error)
+                self._tell_failed(Failure(snapshot.rank, snapshot.name, str(error)))
             except Exception as error:
                 log.exception("checkpoint_failed name=%s", PREFIX + snapshot.name)
-                self._tell_failed(snapshot, error)
+                self._tell_failed(Failure(snapshot.rank, snapshot.name, str(error)))
             finally:
                 with self._changed:
                     self._outstanding.remove(snapshot)
@@ -204,14 +236,14 @@ class Writer:
         pieces = cut(snapshot.layout.extents(), snapshot.rank, snapshot.world_size)
         part = write_part(files, snapshot.rank, snapshot.slot, snapshot.layout, pieces)
         _check_unchanged(snapshot)
-        write_note(files, snapshot.rank, part)
+        write_note(files, snapshot.rank, replace(part, tensors=snapshot.mark.tensors))
         if snapshot.rank == 0:
             path = self._complete(snapshot)
             log.info(
                 "checkpoint_durable path=%s epoch=%d step=%d s=%.2f",
                 path, snapshot.cursor.epoch, snapshot.cursor.step, time.monotonic() - began,
             )  # fmt: skip
-            self._prune(self._name(snapshot))
+            self._prune(snapshot)
 
     def _name(self, snapshot: Snapshot) -> str:
         return f"{PREFIX}{self._job_id}-{snapshot.name}"
@@ -221,14 +253,14 @@ class Writer:
         for _ in _looks(NODE_S):
             if snapshot.mark.is_with(snapshot.slot.whole()):
                 return
-        raise GivenUp("a worker of this node has not copied its share")
+        raise GivenUp("a worker of this node has not copied its share, or has other tensors")
 
-    def _tell_failed(self, snapshot: Snapshot, error: Exception) -> None:
-        """Let rank 0 not wait for our part, if storage takes that much."""
-        if snapshot.rank:
+    def _tell_failed(self, failure: Failure) -> None:
+        """Leave a note in place of our part, if storage takes that much."""
+        if failure.rank:
             with contextlib.suppress(StorageError):
-                files = self._run.checkpoint(self._name(snapshot))
-                write_failure(files, snapshot.rank, str(error))
+                files = self._run.checkpoint(f"{PREFIX}{self._job_id}-{failure.name}")
+                write_failure(files, failure.rank, failure.reason)
 
     def _complete(self, snapshot: Snapshot) -> str:
         """Make a checkpoint of everyone's parts; returns its path."""
@@ -249,6 +281,13 @@ class Writer:
         if parts is None:
             self._run.discard(name)
             raise GivenUp("a member has not written its part; its group is over, or it is stuck")
+        for rank, part in enumerate(parts):
+            if part.tensors != snapshot.mark.tensors:
+                raise GivenUp(
+                    f"rank {rank} has saved other tensors than rank 0: what the train function "
+                    f"has registered must return the same names and shapes everywhere, in the "
+                    f"same order"
+                )
         cursor = snapshot.cursor
         manifest = Manifest(
             epoch=cursor.epoch,
@@ -268,7 +307,7 @@ class Writer:
         )
         _check_unchanged(snapshot)  # Arrays outside of the parts were read from memory, too.
         about = {"epoch": cursor.epoch, "step": cursor.step, "steps": snapshot.mark.steps}
-        metrics = json.dumps({**snapshot.about, **about})
+        metrics = json.dumps({**_in_json(snapshot.about), **about})
         index = FIRST_AUTOMATIC + snapshot.mark.number
         self._get_consent(index, metrics, self._run.checkpoint_path(name))
         marker = Marker(
@@ -308,28 +347,41 @@ class Writer:
                 break
         raise GivenUp(f"the coordinator refuses it: {reason}")
 
-    def _prune(self, newest: str) -> None:
+    def _prune(self, newest: Snapshot) -> None:
         """Delete automatic checkpoints that newer ones have made superfluous."""
         try:
-            names = [name for name, _ in self._run.automatic()]
+            later = self._later_attempts()
+            names = [name for name, m in self._run.automatic() if m.job_id not in later]
             for name in superfluous_automatic(names, self._num_to_keep):
-                if name != newest:  # Whatever the order: it is what we have, and is whole.
+                # Whatever the order: it is what we have, and is whole.
+                if name != self._name(newest):
                     self._run.remove(name)
-            self._sweep(set(names))
+            self._sweep(set(names), newest.mark.steps, later)
         except StorageError as error:
             # The next one tries again; the room it takes up is no reason to stop training.
             log.warning("prune_failed path=%s error=%r", self._run.path, str(error))
 
-    def _sweep(self, committed: set[str]) -> None:
+    def _later_attempts(self) -> tuple[str, ...]:
+        """Return the jobs that go on with the run after us, who then are somebody left behind."""
+        jobs = self._run.jobs()
+        return jobs[jobs.index(self._job_id) + 1 :] if self._job_id in jobs else ()
+
+    def _sweep(self, committed: set[str], steps: int, later: Sequence[str]) -> None:
         """Delete what is left of checkpoints that came to nothing, of this run and earlier ones.
 
-        One that another member still writes to is younger than the newest that is committed.
+        One that another member still writes to is of more steps than we have committed now; the
+        newest of all may be of more than that, if it is damaged and the run went back.
         """
-        newest = max(map(_steps_in, committed), default=0)
         being_written = {self._name(snapshot) for snapshot in list(self._outstanding)}
         for name in set(self._run.names(PREFIX)) - committed - being_written:
-            if _steps_in(name) < newest:
+            is_theirs = name.startswith(tuple(f"{PREFIX}{job_id}-s" for job_id in later))
+            if _steps_in(name) < steps and not is_theirs:
                 self._run.discard(name)
+
+
+def _in_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as reports have them: JSON knows no infinite numbers."""
+    return {name: v if math.isfinite(v) else str(v) for name, v in values.items()}
 
 
 def _check_unchanged(snapshot: Snapshot) -> None:

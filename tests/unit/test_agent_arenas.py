@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import anyio
 import pytest
 
 from elastic.agent.arenas import Arenas
-from elastic.core.world import ExitCause, ExitKind, JobId
+from elastic.agent.driver import AgentDriver, AgentSettings
+from elastic.agent.processes import Launch
+from elastic.core.config import AgentConfig, JobSpec
+from elastic.core.events.agent import ProcessExited, SendProcess
+from elastic.core.messages import Assign
+from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind, JobId, Node, NodeId, WorkerId
+from elastic.runtime.clock import SystemClock
 
 pytestmark = pytest.mark.anyio
 KILLED = ExitCause(ExitKind.SIGNAL, 9, "SIGKILL")
@@ -70,3 +77,25 @@ async def test_it_is_given_back_when_nobody_comes() -> None:
     assert descriptors()
     arenas.exited(2, KILLED)
     await wait_for_none()
+
+
+async def test_a_process_that_is_gone_before_its_job_reaches_it_keeps_nothing(
+    tmp_path: Path,
+) -> None:
+    """Its exit is in the queue already, when the machine still gives it the job."""
+    node = Node(NodeId("n1"), 1, "localhost", 1)
+    settings = AgentSettings(
+        endpoints=("localhost:1",), token="", node=node, devices=(), config=AgentConfig(),
+        launch=Launch(env={}), log_dir=tmp_path, event_log=None,
+    )  # fmt: skip
+    driver = AgentDriver(settings, clock=SystemClock(), draws=random.Random(0))
+    entry = Entry(EntryKind.FUNCTION, "pickled")
+    spec = JobSpec(job_id=JOB, name="r", entry=entry, min_workers=1, max_workers=1)
+    try:
+        driver.post(ProcessExited(7, DONE))
+        driver._perform(SendProcess(7, Assign(WorkerId("n1/1"), spec, "localhost")))
+        assert descriptors()
+        driver._step(driver._events.popleft())
+        assert not descriptors()
+    finally:
+        await driver._end()

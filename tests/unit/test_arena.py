@@ -11,7 +11,7 @@ import torch
 from elastic.core.policy.shares import Piece, cut
 from elastic.worker import arena
 from elastic.worker.arena import HEADER, Layout, Mark, Slot
-from elastic.worker.transfer import pack, read_skeleton, tensors_of
+from elastic.worker.transfer import pack, places_print, read_skeleton, tensors_of
 
 STATE = {
     "weights": torch.arange(12.0).reshape(4, 3),
@@ -27,12 +27,13 @@ def take(slot: Slot, part: int, parts: int, number: int = 1, generation: int = 1
     """Copy one worker's share of the state."""
     skeleton, tensors = pack(STATE)
     layout = Layout.of(tensors_of(read_skeleton(skeleton)))
+    tensors_print = places_print(read_skeleton(skeleton))
     slot.unmark(part)
     slot.reserve(layout.data_bytes + len(skeleton))
     slot.put(layout, tensors, cut(layout.extents(), part, parts))
     if part == 0:
         slot.put_skeleton(layout, skeleton)
-    of_all = (number, generation, 10 * number, parts, layout.data_bytes)
+    of_all = (number, generation, 10 * number, parts, layout.data_bytes, tensors_print)
     mark = Mark(*of_all, len(skeleton), zlib.crc32(skeleton))
     slot.mark(part, mark)
     return mark

@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from elastic import train
+from elastic.core.policy.cursor import Cursor
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import writing
 from elastic.worker.activity import Activity
@@ -169,3 +170,18 @@ def train_one_epoch() -> None:
         square(loop.model(x), y).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
+
+
+def test_a_member_that_cannot_take_a_snapshot_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others have taken it, and wait for nothing."""
+    monkeypatch.setattr(writing, "PARTS_S", DEADLINE_S)
+    run = Run(tmp_path, workers=2)
+    with pytest.raises(KeyError):
+        run.savers[1].take(lambda: {}["no state"], Cursor(0, 1), 1)
+    run.savers[0].take(run.state, Cursor(0, 1), 1)
+    run.savers[0].finish()
+    assert "rank 1 could not write its part: 'no state'" in caplog.text
+    run.save()
+    assert len(run.committed()) == 1

@@ -89,3 +89,35 @@ def test_a_snapshot_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
     problems: list[str] = []
     assert keeping._attempt(lambda: saver.read_held(1), "this node's memory", problems) is None
     assert "this node's memory" in problems[0]
+
+
+class Own:
+    """The state of one member, which is not that of the others."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def state(self) -> dict[str, Any]:
+        return {"objects": self.tensors, "steps": 1}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"b": torch.full((8,), 2.0), "a": torch.full((8,), 1.0)},  # In another order.
+        {"a": torch.full((4, 2), 1.0), "b": torch.full((8,), 2.0)},
+        {"a": torch.full((8,), 1.0), "b": torch.full((4,), 2, dtype=torch.int64)},
+    ],
+)
+def test_members_whose_states_differ_save_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, other: dict[str, torch.Tensor]
+) -> None:
+    """Parts of both would make a checkpoint of neither, with every checksum right."""
+    run = Run(tmp_path, workers=2)
+    states = [Own({"a": torch.full((8,), 1.0), "b": torch.full((8,), 2.0)}), Own(other)]
+    for saver, own in zip(run.savers, states, strict=True):
+        saver.take(own.state, Cursor(0, 1), 1)
+    for saver in run.savers:
+        saver.finish()
+    assert run.committed() == []
+    assert "rank 1 has saved other tensors than rank 0" in caplog.text

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+
+from elastic.core.policy.cursor import Cursor
 from elastic.core.world import JobId
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunRecord, write_run
-from elastic.worker import keeping
+from elastic.worker import keeping, writing
 from elastic.worker.saving import Seat
 from tests.unit.saving_under_test import Run
 
@@ -91,3 +95,54 @@ def test_a_new_one_is_never_what_is_deleted(tmp_path: Path) -> None:
     second.steps = 2
     second.save()
     assert 3 in steps_of(tmp_path)
+
+
+def test_what_others_have_begun_is_not_swept_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest that counts is damaged, and the run goes on from the one before it."""
+    monkeypatch.setattr(writing, "PARTS_S", 0.5)
+    first = Run(tmp_path)
+    first.steps = 49
+    first.save()
+    run = Run(tmp_path, workers=2)
+    for rank, saver in enumerate(run.savers):
+        saver.enter(Seat(generation=2, rank=rank, world_size=2))
+    run.step()
+    for saver in reversed(run.savers):  # Rank 1 is ahead.
+        for steps in (1, 2):
+            saver.take(run.state, Cursor(0, steps), steps)
+            if saver is run.savers[0] or steps == 2:
+                saver.finish()
+    assert steps_of(tmp_path)[0] == 2
+
+
+def test_averages_that_are_no_numbers_are_told_as_json(tmp_path: Path) -> None:
+    """As those of reports: what reads them is not always Python."""
+    run = Run(tmp_path)
+    run.step()
+    about = {"loss": float("nan"), "gain": float("inf"), "rate": 0.5}
+    run.savers[0].take(run.state, Cursor(0, 1), 1, about=about)
+    run.savers[0].finish()
+    ((_, marker),) = run.directory.markers()
+    assert "NaN" not in marker.metrics
+    told = json.loads(marker.metrics)
+    assert (told["loss"], told["gain"], told["rate"]) == ("nan", "inf", 0.5)
+
+
+def test_an_attempt_that_was_given_up_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    """It was cut off from everything, and wakes up while its successor writes."""
+    old, new = Run(tmp_path), Run(tmp_path)
+    write_run(old.directory.files, RunRecord(name="r", jobs=("j1", "j2"), started_unix_ns=1))
+    writer = new.savers[0]._writer
+    assert writer is not None
+    writer._job_id, writer._num_to_keep = JobId("j2"), 4
+    for _ in range(3):
+        new.save()
+    begun = new.folder("auto-j2-s000000004-g000001-000004")
+    begun.mkdir()
+    (begun / "part-00001.distcp").write_bytes(b"of a member that is ahead")
+    old.steps = 8
+    old.save()
+    assert begun.exists()
+    assert steps_of(tmp_path) == [3, 2, 1, 9]
