@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+WARM_UP_AT = 2
+"""Steps of this process after which memory for snapshots is found: a recovery is over by then."""
+
 
 class Keeper:
     """Automatic checkpoints of one call of the train function.
@@ -50,6 +53,7 @@ class Keeper:
             streams: what is known of a dataset that is read as streams.
         """
         self.steps, self.is_due = 0, False
+        self._boundaries = 0
         self._logbook, self._streams = logbook, streams
         self._objects = objects
         self._saver: Saver | None = None
@@ -107,7 +111,8 @@ class Keeper:
         if saver is None:
             return
         if not self.is_due:
-            if self.steps == 1:
+            self._boundaries += 1
+            if self._boundaries == WARM_UP_AT:
                 self._try(lambda: saver.warm_up(lambda: self.take(cursor, data)))
             return
         self.is_due = False
