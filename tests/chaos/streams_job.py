@@ -247,6 +247,7 @@ def main() -> None:
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds for each micro-batch")
     parser.add_argument("--recovery", default="auto")
+    parser.add_argument("--save-every", type=int, help="steps between automatic checkpoints")
     parser.add_argument("--finish", default="", help="end with the epoch in which this file comes")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -254,7 +255,10 @@ def main() -> None:
         train_func,
         train_loop_config=vars(args),
         scaling_config=train.ScalingConfig(num_workers=0),
-        run_config=train.RunConfig(failure_config=train.FailureConfig(recovery=args.recovery)),
+        run_config=train.RunConfig(
+            failure_config=train.FailureConfig(recovery=args.recovery),
+            checkpoint_config=train.CheckpointConfig(every_n_steps=args.save_every, every_s=None),
+        ),
     ).fit()
     if train.is_driver():
         print(json.dumps(result.return_value))

@@ -6,6 +6,7 @@ was trained with exactly once in each epoch.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -33,10 +34,14 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield running
 
 
-def job_of(kind: str, loader_workers: int, workers: int, directory: Path) -> ChaosJob:
+def job_of(
+    kind: str, loader_workers: int, workers: int, directory: Path, save_every: int = 0
+) -> ChaosJob:
     """Return a job over such a dataset that trains until its finish file is there."""
     directory.mkdir()
-    job = chaos_job("steps", directory.name, workers=workers, directory=directory)
+    job = chaos_job(
+        "steps", directory.name, workers=workers, directory=directory, save_every=save_every
+    )
     job = with_script(job, SCRIPT)
     return with_arguments(job, "--data", kind, "--loader-workers", str(loader_workers))
 
@@ -121,3 +126,28 @@ def test_kills_at_random_moments_change_nothing(three: LocalCluster, tmp_path: P
     job = job_of("stateful", 2, 3, tmp_path / "kills")
     outcome = Chaos(three, job).run(draw_kills(seed=3, kills=6, every_s=1.0))
     assert outcome.faults
+
+
+def num_saved(view: JobView) -> int:
+    """Return the steps of the newest automatic checkpoint, 0 for none."""
+    saved = [json.loads(c.metrics)["steps"] for c in view.record.checkpoints if c.automatic]
+    return max(saved, default=0)
+
+
+@pytest.mark.parametrize(("kind", "loader_workers"), [("stateful", 2), slow("plain", 0)])
+def test_streams_go_on_from_a_checkpoint(
+    three: LocalCluster, tmp_path: Path, kind: str, loader_workers: int
+) -> None:
+    """When all agents die, nobody knows where a stream was read to: the checkpoint does."""
+    job = job_of(kind, loader_workers, 3, tmp_path / f"saved-{kind}", save_every=3)
+    job_id = three.submit(job.spec)
+    view = three.wait(job_id, lambda v: num_saved(v) > STEPS, "checkpoints in the second epoch")
+    for name in ("n1", "n2", "n3"):
+        three.kill_node(name)
+    for name in ("n1", "n2", "n3"):
+        three.start_node(name)
+    so_far = num_saved(view)
+    three.wait(job_id, lambda v: num_saved(v) > so_far + STEPS, "checkpoints of those who came")
+    job.finish.touch()
+    view = three.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    assert job.check(view)
