@@ -169,7 +169,9 @@ class CheckpointConfig:
             raise ConfigError(
                 f"CheckpointConfig: every_n_steps={n!r}: expected None (never) or an int >= 1"
             )
-        if self.every_s is not None and not 0 < self.every_s < float("inf"):
+        s = self.every_s
+        is_number = isinstance(s, (int, float)) and not isinstance(s, bool)
+        if s is not None and not (is_number and 0 < s < float("inf")):
             raise ConfigError(
                 f"CheckpointConfig: every_s={self.every_s!r}: expected None (never) or seconds > 0"
             )

@@ -40,6 +40,10 @@ from elastic.train.config import TorchConfig
         (lambda: FailureConfig(max_failures=-2), "-2.*for ever"),
         (lambda: FailureConfig(max_failures=None), "None.*an int"),  # type: ignore[arg-type]
         (lambda: CheckpointConfig(num_to_keep=0), "num_to_keep=0.*>= 1"),
+        (lambda: CheckpointConfig(every_n_steps=0), "every_n_steps=0.*>= 1"),
+        (lambda: CheckpointConfig(every_n_steps=2.5), "every_n_steps=2.5.*int"),
+        (lambda: CheckpointConfig(every_s=0), "every_s=0.*> 0"),
+        (lambda: CheckpointConfig(every_s="60"), "every_s='60'.*seconds"),
         (lambda: CheckpointConfig(checkpoint_score_order="best"), "'best'.*max or min"),
         (lambda: RunConfig(name="a/b"), "'a/b'.*letters"),
         (lambda: RunConfig(storage_path=Path("s3://bucket")), "pathlib takes a slash"),
