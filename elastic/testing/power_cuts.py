@@ -34,7 +34,7 @@ from elastic.worker.main import warm_up_here
 NAME = "cut"
 OPTIONS = ("--width", "64", "--samples", "1000")
 SAVE_EVERY = 2
-LIFE_S = (0.02, 0.9)
+LIFE_S_MIN, LIFE_S_MAX = 0.02, 0.9
 """How long a process may live, from its fork: sometimes too short to train at all."""
 END_S = 120.0
 
@@ -47,7 +47,7 @@ class Story:
         cuts: how often everything was killed.
         steps: of the run, in the end.
         epochs: likewise.
-        fresh_starts: attempts before the first checkpoint counted.
+        fresh_starts: attempts after which no checkpoint counted yet.
         torn: checkpoints that were found without a marker, over all attempts.
     """
 
@@ -96,13 +96,16 @@ def newest(run: RunDirectory) -> tuple[int, int]:
     return steps, len(run.names()) - len(found)
 
 
-def survive(cuts: int, storage: str, *, seed: int = 0, folder: Path) -> Story:
+def survive(
+    cuts: int, storage: str, *, seed: int = 0, life_s: float = LIFE_S_MAX, folder: Path
+) -> Story:
     """Cut so often, then let the run end, and check what came of it.
 
     Args:
         cuts: SIGKILLs.
         storage: where the run directory goes; a path, or a URL that fsspec knows.
         seed: of the moments.
+        life_s: the longest that a process may live; storage that is slow needs more.
         folder: for the log, and the file that lets the run end.
 
     Raises:
@@ -114,7 +117,7 @@ def survive(cuts: int, storage: str, *, seed: int = 0, folder: Path) -> Story:
     reached = fresh = torn = 0
     for _ in range(cuts):
         pid = train(storage, finish, log)
-        time.sleep(draws.uniform(*LIFE_S))
+        time.sleep(draws.uniform(LIFE_S_MIN, life_s))
         os.killpg(pid, signal.SIGKILL) if is_leader(pid) else os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         if not os.WIFSIGNALED(status):
@@ -173,6 +176,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cuts", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--life", type=float, default=LIFE_S_MAX, help="seconds that a process may live at most"
+    )
     parser.add_argument("--storage", help="a path or URL; by default a temporary folder")
     parser.add_argument("--one-thread", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -184,11 +190,12 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         storage = args.storage or f"{folder}/storage"
-        story = survive(args.cuts, storage, seed=args.seed, folder=Path(folder))
+        story = survive(args.cuts, storage, seed=args.seed, life_s=args.life, folder=Path(folder))
     print(
         f"{story.cuts} power cuts in {time.monotonic() - began:.0f} s: {story.steps} steps in "
         f"{story.epochs} epochs, weights and optimizer state equal to an undisturbed run's, every "
-        f"sample once an epoch; {story.torn} torn checkpoints were passed over"
+        f"sample once an epoch; {story.torn} torn checkpoints were passed over, "
+        f"{story.fresh_starts} attempts began anew"
     )
 
 

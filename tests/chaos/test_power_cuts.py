@@ -15,11 +15,11 @@ __all__ = ["s3"]
 DEADLINE_S = 100
 
 
-def cut(cuts: int, storage: str, seed: int) -> str:
+def cut(cuts: int, storage: str, seed: int, life_s: float = 0.9) -> str:
     """Cut the power so often; returns what was found."""
     call = [sys.executable, "-m", "elastic.testing.power_cuts", "--cuts", str(cuts)]
     done = subprocess.run(
-        [*call, "--storage", storage, "--seed", str(seed)],
+        [*call, "--storage", storage, "--seed", str(seed), "--life", str(life_s)],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -35,5 +35,7 @@ def test_on_a_local_disk(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(200)
 def test_on_s3(s3: Trouble) -> None:
-    assert "6 power cuts" in cut(6, f"s3://{BUCKET}/cuts", seed=2)
+    said = cut(6, f"s3://{BUCKET}/cuts", seed=2, life_s=5.0)
+    assert "6 power cuts" in said
+    assert "6 attempts began anew" not in said
     assert s3.requests
