@@ -15,12 +15,10 @@ import logging
 import os
 from dataclasses import dataclass, field
 
-from elastic.core.world import ExitCause, ExitKind, JobId
+from elastic.core.world import SNAPSHOT_SLOTS, ExitCause, ExitKind, JobId
 
 log = logging.getLogger(__name__)
 
-SLOTS = 2
-"""The newest snapshot, and the one that is being written."""
 KEPT_S = 120.0
 """How long the state of a job is kept whose last worker on this node died."""
 
@@ -53,7 +51,10 @@ class Arenas:
         arena = self._arenas.get(job_id)
         if arena is None:
             try:
-                made = [os.memfd_create(f"elastic-{job_id}", os.MFD_CLOEXEC) for _ in range(SLOTS)]
+                made = [
+                    os.memfd_create(f"elastic-{job_id}", os.MFD_CLOEXEC)
+                    for _ in range(SNAPSHOT_SLOTS)
+                ]
             except OSError as error:
                 log.warning("no_snapshot_memory job=%s error=%r", job_id, str(error))
                 return ()

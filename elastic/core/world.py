@@ -319,6 +319,8 @@ class CheckpointRecord:
 
 
 FIRST_AUTOMATIC = 1 << 32
+SNAPSHOT_SLOTS = 2
+"""What a node keeps of a job in memory: the newest snapshot, and the one that is being written."""
 
 
 def is_automatic(index: int) -> bool:

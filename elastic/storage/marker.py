@@ -38,6 +38,11 @@ class StoredFile(NamedTuple):
     size: int
     crc32: int = UNKNOWN
 
+    @classmethod
+    def of(cls, path: str, content: bytes) -> StoredFile:
+        """Return what is to be said of a file with this content."""
+        return cls(path, len(content), zlib.crc32(content))
+
     def check(self, content: bytes) -> None:
         """Refuse content that is not what was written.
 

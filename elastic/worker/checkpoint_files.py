@@ -89,24 +89,18 @@ class Part:
     items: tuple[Item, ...]
     tensors: int = 0
 
-    def to_json(self) -> bytes:
-        """Return the note of a part."""
-        fields = {"file": self.file, "items": self.items, "tensors": self.tensors}
-        return json.dumps(fields).encode()
-
     @staticmethod
-    def from_json(text: bytes) -> Part:
-        """Read such a note.
+    def of(fields: Mapping[str, Any]) -> Part:
+        """Take a part out of a note, or of the manifest.
 
         Raises:
             ValueError: it is none.
         """
         try:
-            fields = json.loads(text)
             items = tuple(Item(*one) for one in fields["items"])
             return Part(StoredFile(*fields["file"]), items, fields.get("tensors", 0))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not the note of a part: {error!r}") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a part: {error!r}") from None
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,7 @@ class Manifest:
     def to_json(self) -> bytes:
         """Return the text of the file."""
         fields = {**vars(self), "specs": [list(asdict(spec).values()) for spec in self.specs]}
-        fields["parts"] = [{"file": one.file, "items": one.items} for one in self.parts]
+        fields["parts"] = [vars(one) for one in self.parts]
         return json.dumps({"format": FORMAT, **fields}).encode()
 
     @staticmethod
@@ -148,7 +142,7 @@ class Manifest:
             raise ValueError(f"manifest: expected an object with format {FORMAT}")
         try:
             specs = [TensorSpec(n, t, tuple(s), a) for n, t, s, a in fields.pop("specs")]
-            parts = [Part.from_json(json.dumps(one).encode()) for one in fields.pop("parts")]
+            parts = [Part.of(one) for one in fields.pop("parts")]
             return Manifest(**fields, specs=tuple(specs), parts=tuple(parts))
         except (KeyError, TypeError) as error:
             raise ValueError(f"manifest: {error!r}") from None
@@ -193,7 +187,7 @@ def write_note(files: Files, rank: int, part: Part) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    files.write(f"{part_name(rank)}.json", part.to_json())
+    files.write(f"{part_name(rank)}.json", json.dumps(vars(part)).encode())
 
 
 def write_failure(files: Files, rank: int, reason: str) -> None:
@@ -230,8 +224,8 @@ class _Finder:
         """Nothing: the output is made durable as a whole."""
 
 
-def read_parts(files: Files, world_size: int) -> list[Part] | None:
-    """Return what all ranks have written, None while one has not.
+def read_parts(files: Files, world_size: int) -> tuple[list[Part], list[StoredFile]] | None:
+    """Return what all ranks have written, and the notes that say so; None while one has not.
 
     Raises:
         StorageError: storage cannot be read.
@@ -245,7 +239,9 @@ def read_parts(files: Files, world_size: int) -> list[Part] | None:
             raise ValueError(f"rank {rank} could not write its part: {files.read(failed).decode()}")
     if not set(wanted) <= found:
         return None
-    return [Part.from_json(files.read(name)) for name in wanted]
+    notes = [files.read(name) for name in wanted]
+    stored = [StoredFile.of(name, note) for name, note in zip(wanted, notes, strict=True)]
+    return [Part.of(json.loads(note)) for note in notes], stored
 
 
 def write_rest(
@@ -254,8 +250,8 @@ def write_rest(
     skeleton: bytes,
     state: Mapping[str, Any],
     aliases: Sequence[Mapping[str, str]],
-) -> tuple[StoredFile, ...]:
-    """Write everything but the parts.
+) -> list[StoredFile]:
+    """Write everything but the parts and their notes.
 
     Args:
         files: of the checkpoint.
@@ -265,22 +261,19 @@ def write_rest(
         aliases: for each model, other names of tensors: those of shared parameters.
 
     Returns:
-        All files of the checkpoint, sorted by path.
+        What was written.
 
     Raises:
         StorageError: it cannot be written.
     """
-    stored = [part.file for part in manifest.parts]
-    stored += [files.checksum(f"{part_name(rank)}.json") for rank in range(manifest.world_size)]
-    stored.append(files.write(MANIFEST, manifest.to_json()))
-    stored.append(files.write(SKELETON, skeleton))
+    stored = [files.write(MANIFEST, manifest.to_json()), files.write(SKELETON, skeleton)]
     try:
         flat, paths = flatten_state_dict(stock_state(state, aliases))
     except ValueError as error:
         log.warning("stock_metadata_left_out path=%s reason=%r", files.path, str(error))
     else:
         stored += _write_stock(files, manifest, flat, paths)
-    return tuple(sorted(stored))
+    return stored
 
 
 def stock_state(

@@ -23,6 +23,7 @@ import torch
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.policy.shares import cut
+from elastic.core.world import SNAPSHOT_SLOTS
 from elastic.worker.arena import Layout, Mark, Slot
 from elastic.worker.exchange import WAIT_SLICE_S
 from elastic.worker.transfer import (
@@ -37,7 +38,6 @@ from elastic.worker.writing import Failure, Snapshot, Writer, name_of
 
 log = logging.getLogger(__name__)
 
-SLOTS = 2
 FINISH_S = 600.0
 """How long the end of a train function waits for what is still being written."""
 FINISH_TOLD_S = 10.0
@@ -289,14 +289,14 @@ class Saver:
         return found
 
     def _slot_of(self, number: int) -> Slot:
-        return self._all_slots()[number % SLOTS]
+        return self._all_slots()[number % SNAPSHOT_SLOTS]
 
     def _is_being_written(self, slot: Slot) -> bool:
         return self._writer is not None and self._writer.reads(slot)
 
     def _all_slots(self) -> list[Slot]:
         if not self._slots:
-            paths = self._paths or ("",) * SLOTS
+            paths = self._paths or ("",) * SNAPSHOT_SLOTS
             self._slots = [Slot(path) for path in paths]
         return self._slots
 

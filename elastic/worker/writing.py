@@ -46,7 +46,7 @@ from elastic.worker.checkpoint_files import (
     write_part,
     write_rest,
 )
-from elastic.worker.exchange import Answer
+from elastic.worker.exchange import WAIT_SLICE_S, Answer
 from elastic.worker.transfer import read_skeleton, unpack
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Snapshot:
 
     @property
     def name(self) -> str:
-        """Return the name of the checkpoint, the same on all members and never used twice."""
+        """Return its name, the same on all members and never used twice in a job."""
         return name_of(self.mark.steps, self.generation, self.mark.number)
 
 
@@ -195,7 +195,7 @@ class Writer:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._outstanding and time.monotonic() < deadline:
-                self._changed.wait(0.02)
+                self._changed.wait(WAIT_SLICE_S)
             return not self._outstanding
 
     def close(self) -> None:
@@ -216,11 +216,11 @@ class Writer:
                 log.warning(
                     "checkpoint_failed name=%s s=%.1f reason=%r: training goes on; the next one "
                     "is tried when it is due",
-                    PREFIX + snapshot.name, time.monotonic() - began, str(error),
+                    self._name(snapshot.name), time.monotonic() - began, str(error),
                 )  # fmt: skip
                 self._tell_failed(Failure(snapshot.rank, snapshot.name, str(error)))
             except Exception as error:
-                log.exception("checkpoint_failed name=%s", PREFIX + snapshot.name)
+                log.exception("checkpoint_failed name=%s", self._name(snapshot.name))
                 self._tell_failed(Failure(snapshot.rank, snapshot.name, str(error)))
             finally:
                 with self._changed:
@@ -231,7 +231,7 @@ class Writer:
 
     def _write(self, snapshot: Snapshot) -> None:
         began = time.monotonic()
-        files = self._run.checkpoint(self._name(snapshot))
+        files = self._run.checkpoint(self._name(snapshot.name))
         self._wait_for_node(snapshot)
         pieces = cut(snapshot.layout.extents(), snapshot.rank, snapshot.world_size)
         part = write_part(files, snapshot.rank, snapshot.slot, snapshot.layout, pieces)
@@ -245,8 +245,9 @@ class Writer:
             )  # fmt: skip
             self._prune(snapshot)
 
-    def _name(self, snapshot: Snapshot) -> str:
-        return f"{PREFIX}{self._job_id}-{snapshot.name}"
+    def _name(self, name: str) -> str:
+        """Return the name of a snapshot's checkpoint."""
+        return f"{PREFIX}{self._job_id}-{name}"
 
     def _wait_for_node(self, snapshot: Snapshot) -> None:
         """Wait until all workers of this node have copied their share."""
@@ -259,17 +260,17 @@ class Writer:
         """Leave a note in place of our part, if storage takes that much."""
         if failure.rank:
             with contextlib.suppress(StorageError):
-                files = self._run.checkpoint(f"{PREFIX}{self._job_id}-{failure.name}")
+                files = self._run.checkpoint(self._name(failure.name))
                 write_failure(files, failure.rank, failure.reason)
 
     def _complete(self, snapshot: Snapshot) -> str:
         """Make a checkpoint of everyone's parts; returns its path."""
-        name = self._name(snapshot)
+        name = self._name(snapshot.name)
         files = self._run.checkpoint(name)
-        parts, doubtful_since = None, 0.0
+        written, doubtful_since = None, 0.0
         for _ in _looks(PARTS_S):
-            parts = read_parts(files, snapshot.world_size)
-            if parts is not None:
+            written = read_parts(files, snapshot.world_size)
+            if written is not None:
                 break
             is_over, has_next = self.generation != snapshot.generation, len(self._outstanding) > 1
             if is_over and has_next:
@@ -278,9 +279,10 @@ class Writer:
                 doubtful_since = doubtful_since or time.monotonic()
                 if time.monotonic() - doubtful_since > ORPHANED_S:
                     break
-        if parts is None:
+        if written is None:
             self._run.discard(name)
             raise GivenUp("a member has not written its part; its group is over, or it is stuck")
+        parts, notes = written
         for rank, part in enumerate(parts):
             if part.tensors != snapshot.mark.tensors:
                 raise GivenUp(
@@ -302,9 +304,7 @@ class Writer:
             specs=snapshot.layout.specs,
             parts=tuple(parts),
         )
-        stored = write_rest(
-            files, manifest, snapshot.skeleton, _state_of(snapshot), snapshot.aliases
-        )
+        rest = write_rest(files, manifest, snapshot.skeleton, _state_of(snapshot), snapshot.aliases)
         _check_unchanged(snapshot)  # Arrays outside of the parts were read from memory, too.
         about = {"epoch": cursor.epoch, "step": cursor.step, "steps": snapshot.mark.steps}
         metrics = json.dumps({**_in_json(snapshot.about), **about})
@@ -317,7 +317,7 @@ class Writer:
             world_size=snapshot.world_size,
             unix_ns=self._clock.unix_ns(),
             metrics=metrics,
-            files=stored,
+            files=tuple(sorted([*(part.file for part in parts), *notes, *rest])),
         )
         return self._run.commit(name, marker)
 
@@ -354,7 +354,7 @@ class Writer:
             names = [name for name, m in self._run.automatic() if m.job_id not in later]
             for name in superfluous_automatic(names, self._num_to_keep):
                 # Whatever the order: it is what we have, and is whole.
-                if name != self._name(newest):
+                if name != self._name(newest.name):
                     self._run.remove(name)
             self._sweep(set(names), newest.mark.steps, later)
         except StorageError as error:
@@ -372,7 +372,7 @@ class Writer:
         One that another member still writes to is of more steps than we have committed now; the
         newest of all may be of more than that, if it is damaged and the run went back.
         """
-        being_written = {self._name(snapshot) for snapshot in list(self._outstanding)}
+        being_written = {self._name(snapshot.name) for snapshot in list(self._outstanding)}
         for name in set(self._run.names(PREFIX)) - committed - being_written:
             is_theirs = name.startswith(tuple(f"{PREFIX}{job_id}-s" for job_id in later))
             if _steps_in(name) < steps and not is_theirs:
