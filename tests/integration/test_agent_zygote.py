@@ -26,13 +26,13 @@ pytestmark = pytest.mark.anyio
 
 
 LEAVES = """
-import os, time
+import os, signal
 pid = os.fork()
 if pid:
     os.write(1, str(pid).encode())
 else:
     os.closerange(0, 3)
-    time.sleep(600)
+    signal.pause()
 """
 
 
