@@ -1,0 +1,167 @@
+"""A cluster of one process's own: a coordinator and an agent on loopback, which end with it.
+
+Rule: nothing outlives the process that started it: a pipe ties the daemons to it, and when that
+closes, however the process ended, they end themselves and all workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastic.errors import CoordinatorUnreachable, Unavailable
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+POLL_S = 0.01
+
+
+@dataclass
+class Cluster:
+    """What a driver, or `elastic run`, is connected to.
+
+    Attributes:
+        address: "host:port" of the coordinator.
+        token: for every call, "" for none.
+        processes: what was started for this script, in order; empty for a named cluster.
+        directory: their files; deleted in the end.
+        tether_fd: our end of the pipe whose closing ends them.
+        num_workers: slots of the embedded agent, 0 if it counted them itself.
+        by_itself: nobody called `init`: it was started for `TorchTrainer.fit`.
+    """
+
+    address: str
+    token: str = ""
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    directory: Path | None = None
+    tether_fd: int = -1
+    num_workers: int = 0
+    by_itself: bool = False
+
+    @property
+    def is_embedded(self) -> bool:
+        """Return whether this script started it."""
+        return bool(self.processes)
+
+
+def start_cluster(num_workers: int | None) -> Cluster:
+    """Start a coordinator, then an agent, tied to this process by a pipe.
+
+    Args:
+        num_workers: workers that the agent may run at once, None to let it count.
+
+    Raises:
+        Unavailable: a part did not come up; its log is shown.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="elastic-"))
+    token_file = directory / "token"
+    token_file.touch(mode=0o600)
+    token = secrets.token_urlsafe(24)
+    token_file.write_text(token)
+    theirs, ours = os.pipe()
+    cluster = Cluster("", token, directory=directory, tether_fd=ours)
+    cluster.num_workers = num_workers or 0
+    ready = directory / "coordinator.ready"
+    try:
+        _spawn(
+            cluster, theirs, "coordinator", "elastic.coord.cli", "serve",
+            "--listen", "127.0.0.1:0", "--store", "memory:", "--ready-file", str(ready),
+            "--token-file", str(token_file),
+        )  # fmt: skip
+        cluster.address = _wait_ready(cluster, ready)
+        workers = "auto" if num_workers is None else str(num_workers)
+        _spawn(
+            cluster, theirs, "agent", "elastic.agent.cli", "--coord", cluster.address,
+            "--workers", workers, "--token-file", str(token_file), "--node-id", "local",
+            "--run-dir", str(directory), "--log-dir", str(directory / "logs"),
+        )  # fmt: skip
+        _wait_node(cluster)
+    except BaseException:
+        stop_cluster(cluster)
+        raise
+    finally:
+        os.close(theirs)
+    return cluster
+
+
+def _spawn(cluster: Cluster, tether_fd: int, name: str, module: str, *args: str) -> None:
+    directory = cluster.directory or Path()
+    with (directory / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *args, "--tether-fd", str(tether_fd)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(tether_fd,),
+            start_new_session=True,
+        )
+    cluster.processes.append(process)
+
+
+def _wait_ready(cluster: Cluster, ready: Path) -> str:
+    """Return the coordinator's address once it listens."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    coordinator = cluster.processes[0]
+    while time.monotonic() < deadline:
+        if ready.exists() and (text := ready.read_text().strip()):
+            return _address_in(text)
+        if coordinator.poll() is not None:
+            break
+        time.sleep(POLL_S)
+    raise Unavailable(_story(cluster, "coordinator", coordinator))
+
+
+def _wait_node(cluster: Cluster) -> None:
+    """Wait until the agent has registered: before that a job would seem to lack nodes."""
+    from elastic.client.jobs import Client
+
+    deadline = time.monotonic() + START_TIMEOUT_S
+    agent = cluster.processes[-1]
+    with Client(cluster.address, cluster.token) as client:
+        while time.monotonic() < deadline and agent.poll() is None:
+            if client.status().view.nodes:
+                return
+            time.sleep(POLL_S)
+    raise Unavailable(_story(cluster, "agent", agent))
+
+
+def _story(cluster: Cluster, name: str, process: subprocess.Popen[bytes]) -> str:
+    """Return why a part of the embedded cluster did not come up."""
+    log = (cluster.directory or Path()) / f"{name}.log"
+    said = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+    code = process.poll()
+    how = f"within {START_TIMEOUT_S:g} s" if code is None else f"and ended with exit code {code}"
+    return f"the embedded {name} did not come up {how}; it said:\n{said}"
+
+
+def _address_in(text: str) -> str:
+    """Return the address of a ready line: "... address=HOST:PORT ..."."""
+    for word in text.split():
+        name, _, value = word.partition("=")
+        if name == "address":
+            return value
+    raise CoordinatorUnreachable("(unknown)", f"the ready file says {text!r}")
+
+
+def stop_cluster(cluster: Cluster) -> None:
+    """End what was started: agent first, so that it takes its workers with it."""
+    for process in reversed(cluster.processes):
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if cluster.tether_fd >= 0:
+        os.close(cluster.tether_fd)
+    if cluster.directory is not None:
+        shutil.rmtree(cluster.directory, ignore_errors=True)
