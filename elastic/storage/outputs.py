@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+from elastic.storage.local_file import LocalFile
+
 PARTIAL = ".partial"
 CHUNK_BYTES = 4 << 20
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -45,10 +47,9 @@ def local_output(final: str) -> Iterator[Output]:
     os.makedirs(folder, exist_ok=True)
     partial = final + PARTIAL
     with _removed_on_error(partial):
-        with open(partial, "wb") as file:
+        with LocalFile(partial) as file:
             yield Output(file)
-            file.flush()
-            os.fsync(file.fileno())
+            file.finish()
         os.replace(partial, final)
     _sync_folder(folder)
 

@@ -22,14 +22,16 @@ import torch
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.saving import SavingPlan, is_due
-from elastic.core.policy.shares import cut
+from elastic.core.policy.shares import Piece, cut
 from elastic.core.world import SNAPSHOT_SLOTS
 from elastic.worker.arena import Layout, Mark, Slot
 from elastic.worker.exchange import WAIT_SLICE_S
 from elastic.worker.transfer import (
+    Trace,
     places_print,
     read_skeleton,
     split,
+    split_and_trace,
     tensors_of,
     unpack,
     write_skeleton,
@@ -60,6 +62,25 @@ class Seat:
     local_world_size: int = 1
 
 
+@dataclass(frozen=True)
+class Arrangement:
+    """How a state lies in memory, and what of it is ours; the same from one snapshot to the next.
+
+    Attributes:
+        trace: of the state that it was made for.
+        part: ours, and of how many.
+        layout: of all tensors.
+        places: fingerprint of the tensors and their places.
+        pieces: ours.
+    """
+
+    trace: Trace
+    part: tuple[int, int]
+    layout: Layout
+    places: int
+    pieces: tuple[Piece, ...]
+
+
 class Saver:
     """The automatic checkpoints of one process, over all its groups.
 
@@ -82,6 +103,7 @@ class Saver:
         self.number, self.last_steps, self.last_generation = 0, 0, 0
         self._paths, self._writer = tuple(paths), writer
         self._slots: list[Slot] = []
+        self._arrangement: Arrangement | None = None
         self._seat = Seat()
         self._last_s = time.monotonic()
         self._served = 0
@@ -230,18 +252,18 @@ class Saver:
 
     def _copy(self, state: Any, steps: int) -> tuple[Slot, Mark, Layout, bytes]:
         """Copy our share into the slot whose turn it is."""
-        values, tensors = split(state)
-        layout, skeleton = Layout.of(tensors_of(values)), write_skeleton(values)
+        values, tensors, trace = split_and_trace(state)
+        arrangement, skeleton = self._arranged(values, trace), write_skeleton(values)
+        layout, pieces = arrangement.layout, arrangement.pieces
         mark = Mark(
             self.number, self._seat.generation, steps, self._seat.local_world_size,
-            layout.data_bytes, places_print(values), len(skeleton), zlib.crc32(skeleton),
+            layout.data_bytes, arrangement.places, len(skeleton), zlib.crc32(skeleton),
         )  # fmt: skip
         seat, slot = self._seat, self._slot_of(self.number)
         if self._is_being_written(slot):
             raise OSError(f"snapshot {self.number}: one in the same place is still being written")
         slot.unmark(seat.local_rank)
         slot.reserve(layout.data_bytes + len(skeleton))
-        pieces = cut(layout.extents(), seat.local_rank, seat.local_world_size)
         ours = [tensors[piece.tensor] for piece in pieces]
         devices = {tensor.device for tensor in ours if tensor.is_cuda}
         if devices:
@@ -253,6 +275,16 @@ class Saver:
             slot.put_skeleton(layout, skeleton)
         slot.mark(seat.local_rank, mark)
         return slot, mark, layout, skeleton
+
+    def _arranged(self, values: Any, trace: Trace) -> Arrangement:
+        """Return how this state lies in memory; for hundreds of tensors that takes a while."""
+        part, known = (self._seat.local_rank, self._seat.local_world_size), self._arrangement
+        if known is None or known.part != part or known.trace != trace:
+            layout = Layout.of(tensors_of(values))
+            pieces = cut(layout.extents(), *part)
+            known = Arrangement(trace, part, layout, places_print(values), pieces)
+            self._arrangement = known
+        return known
 
     # ------------------------------------------------------------------- what is held
 

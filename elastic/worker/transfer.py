@@ -7,6 +7,7 @@ tensors travel as bytes, everything around them through torch's `weights_only` l
 
 from __future__ import annotations
 
+import functools
 import io
 import zlib
 from collections.abc import Sequence
@@ -63,8 +64,37 @@ def split(state: Any) -> tuple[Any, list[torch.Tensor]]:
     Raises:
         UsageError: it holds something that is neither, naming where.
     """
+    skeleton, tensors, _ = split_and_trace(state)
+    return skeleton, tensors
+
+
+Trace = list[Any]
+"""What a walk over a state met: kinds and sizes of containers, keys, types and shapes of tensors.
+Equal traces have the same tensors in the same places; values beside them are not in it."""
+
+
+def split_and_trace(state: Any) -> tuple[Any, list[torch.Tensor], Trace]:
+    """Split a state as `split` does, and return its trace too: the training loop waits for this.
+
+    Raises:
+        UsageError: it holds something that cannot be sent, naming where.
+    """
     tensors: list[torch.Tensor] = []
-    return _replaced(state, tensors, "state"), tensors
+    trace: Trace = []
+    try:
+        return _replaced(state, tensors, trace), tensors, trace
+    except _Unsendable as error:
+        where = "".join(f"[{key!r}]" for key in reversed(error.path))
+        raise UsageError(f"state{where}{error.reason}") from error.__cause__
+
+
+class _Unsendable(Exception):
+    """Something that cannot be sent; the path to it is put together on the way up."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.path: list[Any] = []
 
 
 def write_skeleton(skeleton: Any) -> bytes:
@@ -74,27 +104,33 @@ def write_skeleton(skeleton: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _replaced(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
+def _replaced(value: Any, tensors: list[torch.Tensor], trace: Trace) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        is_array = isinstance(value, np.ndarray)
-        tensor = value if isinstance(value, torch.Tensor) else _tensor_of(value, where)
-        if tensor.layout is not torch.strided:
-            raise UsageError(
-                f"{where}: a sparse tensor ({tensor.layout}) cannot be sent to another worker: let "
-                f"state_dict return tensor.to_dense()"
-            )
-        tensors.append(tensor.detach())
-        name = str(tensor.dtype).removeprefix("torch.")
-        return ["tensor", len(tensors) - 1, name, list(tensor.shape), is_array]
+        return _noted(value, tensors, trace)
     if isinstance(value, dict):
+        trace += (dict, len(value))
         pairs = []
         for key, one in value.items():
-            inner = f"{where}[{key!r}]"
-            pairs.append([_plain_key(key, inner), _replaced(one, tensors, inner)])
+            try:
+                name = key if type(key) is str else _plain_key(key)
+                trace.append(name)
+                pairs.append([name, _replaced(one, tensors, trace)])
+            except _Unsendable as error:
+                error.path.append(key)
+                raise
         return ["dict", pairs]
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
-        return [kind, [_replaced(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]]
+        trace += (kind, len(value))
+        values = []
+        for number, one in enumerate(value):
+            try:
+                values.append(_replaced(one, tensors, trace))
+            except _Unsendable as error:
+                error.path.append(number)
+                raise
+        return [kind, values]
+    trace.append(None)
     if isinstance(value, np.generic) and isinstance(value.item(), PLAIN_SCALARS):
         return ["value", value.item()]
     if isinstance(value, bytes) and not value:
@@ -102,19 +138,39 @@ def _replaced(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if value is None or isinstance(value, (*PLAIN, str)):
         return ["value", _plain(value)]
     if isinstance(value, set):
-        return ["set", [["value", _plain_key(one, where)] for one in value]]
-    raise UsageError(
-        f"{where} is a {type(value).__name__}, which cannot be sent to another worker: let "
+        return ["set", [["value", _plain_key(one)] for one in value]]
+    raise _Unsendable(
+        f" is a {type(value).__name__}, which cannot be sent to another worker: let "
         f"state_dict return tensors, arrays, numbers, strings and containers of them"
     )
 
 
-def _tensor_of(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
+def _noted(value: Any, tensors: list[torch.Tensor], trace: Trace) -> Any:
+    """Put a tensor or an array with the others, and return what stands in its place."""
+    is_array = isinstance(value, np.ndarray)
+    tensor = _tensor_of(value) if is_array else value
+    if tensor.layout is not torch.strided:
+        raise _Unsendable(
+            f": a sparse tensor ({tensor.layout}) cannot be sent to another worker: let "
+            f"state_dict return tensor.to_dense()"
+        )
+    shape = tensor.shape
+    trace += (tensor.dtype, shape, is_array)
+    tensors.append(tensor.detach())
+    return ["tensor", len(tensors) - 1, _name_of(tensor.dtype), list(shape), is_array]
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
     try:
         return torch.from_numpy(np.ascontiguousarray(array)).reshape(array.shape)
     except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{where}: a NumPy array of {array.dtype} cannot be sent to another worker: let "
+        raise _Unsendable(
+            f": a NumPy array of {array.dtype} cannot be sent to another worker: let "
             f"state_dict return numbers, or lists of strings"
         ) from error
 
@@ -128,14 +184,14 @@ def _plain(value: Any) -> Any:
     return next(kind(value) for kind in PLAIN if isinstance(value, kind))
 
 
-def _plain_key(key: Any, where: str) -> Any:
+def _plain_key(key: Any) -> Any:
     if isinstance(key, tuple):
-        return tuple(_plain_key(one, where) for one in key)
+        return tuple(_plain_key(one) for one in key)
     key = key.item() if isinstance(key, np.generic) else key
     if key is None or isinstance(key, (*PLAIN, str)):
         return _plain(key)
-    raise UsageError(
-        f"{where}: a key or set element of type {type(key).__name__} cannot be sent to another "
+    raise _Unsendable(
+        f": a key or set element of type {type(key).__name__} cannot be sent to another "
         f"worker; use numbers and strings"
     )
 
