@@ -1,8 +1,9 @@
 """The driver: one task that owns the coordinator's machine and performs what it asks for.
 
-Rule: events enter one queue and are taken one at a time; effects are performed in order, and
-nothing behind a `Persist` happens before it is durable. Everybody else talks to the queue, to
-sessions or to subscriptions, never to the machine; only `view` looks at it, between two steps.
+Rule: events enter one queue and are taken in their order, all that wait at once; effects are
+performed in order, and nothing behind a `Persist` happens before it is durable. Everybody else
+talks to the queue, to sessions or to subscriptions, never to the machine; only `view` looks at it,
+between two steps.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from elastic.core.events.coordinator import (
     Recovered,
     Reply,
     SendAgent,
+    Several,
 )
 from elastic.core.events.shared import Note, Tick
 from elastic.core.messages import AgentMessage, Hello, Welcome
@@ -93,8 +95,8 @@ class Driver:
         self._view: ClusterView | None = None
         self._persisting_since_ns = 0
         self._just_ticked = False
-        # Events that came before the deadline that is due, and are taken before its tick.
-        self._before_tick: int | None = None
+        # What came before the deadline that is due has been taken.
+        self._is_tick_next = False
         self._recovered = anyio.Event()
 
     async def run(self) -> None:
@@ -173,26 +175,23 @@ class Driver:
         self._queue.put_nowait((event, True))
 
     async def _next_event(self) -> CoordinatorEvent:
-        """Return the next event, or a `Tick` when the machine's deadline comes first.
+        """Return all that has come, or a `Tick` when the machine's deadline comes first.
 
-        A tick comes behind all events that were there when its deadline came.
+        A tick comes behind all events that were there when its deadline came: what was said in
+        time counts, or a peer would be blamed for our own slowness. But not behind what comes
+        after: a flood must not keep a deadline waiting.
         """
         deadline_ns = self._machine.next_deadline_ns()
         if deadline_ns is None:
             return self._taken(await self._queue.get())
         wait_s = (deadline_ns - self._clock.monotonic_ns()) / 1e9
         if wait_s > 0:
-            self._before_tick = None
+            self._is_tick_next = False
         elif not self._just_ticked:
-            # What was said in time counts, or a peer would be blamed for our own slowness. But not
-            # what comes after: a flood must not keep a deadline waiting.
-            if self._before_tick is None:
-                self._before_tick = self._queue.qsize()
-            if self._before_tick > 0:
-                self._before_tick -= 1
+            if not self._is_tick_next and not self._queue.empty():
+                self._is_tick_next = True
                 return self._taken(self._queue.get_nowait())
-            self._before_tick = None
-            self._just_ticked = True
+            self._is_tick_next, self._just_ticked = False, True
             return Tick()
         if self._queue.empty():
             with anyio.move_on_after(max(wait_s, TICK_PAUSE_S)):
@@ -204,10 +203,12 @@ class Driver:
         return self._taken(self._queue.get_nowait())
 
     def _taken(self, item: tuple[CoordinatorEvent, bool]) -> CoordinatorEvent:
-        event, counted = item
-        if counted:
-            self._room.release()
-        return event
+        """Return this event, with all that are waiting behind it."""
+        items = [item, *(self._queue.get_nowait() for _ in range(self._queue.qsize()))]
+        for _, is_counted in items:
+            if is_counted:
+                self._room.release()
+        return Several(tuple(event for event, _ in items)) if len(items) > 1 else item[0]
 
     async def _step(self, event: CoordinatorEvent) -> None:
         effects = self._machine.step(event, self._clock.monotonic_ns())

@@ -17,6 +17,7 @@ from elastic.core.events.coordinator import (
     CoordinatorEffect,
     CoordinatorEvent,
     Persist,
+    Several,
 )
 from elastic.core.events.shared import Note
 from elastic.core.messages import Reported, WorkerUpdate
@@ -110,8 +111,9 @@ class Watchers:
 
 def jobs_of(event: CoordinatorEvent, effects: Sequence[CoordinatorEffect]) -> Iterator[JobId]:
     """Return the jobs that may look different after a step; some may come twice."""
-    if isinstance(event, AgentSaid) and isinstance(event.message, (WorkerUpdate, Reported)):
-        yield event.message.report.job_id
+    for one in event.events if isinstance(event, Several) else (event,):
+        if isinstance(one, AgentSaid) and isinstance(one.message, (WorkerUpdate, Reported)):
+            yield one.message.report.job_id
     for effect in effects:
         if isinstance(effect, Persist):
             yield from (record.spec.job_id for record in effect.records)

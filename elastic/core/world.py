@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import NewType
 
 from elastic.errors import ConfigError
@@ -226,7 +227,16 @@ class Group:
 
     def worker_ids(self) -> tuple[WorkerId, ...]:
         """Return the members' ids by rank."""
+        return self._ids
+
+    @cached_property
+    def _ids(self) -> tuple[WorkerId, ...]:
         return tuple(member.worker_id for member in self.members)
+
+    @cached_property
+    def ranks(self) -> Mapping[WorkerId, int]:
+        """Return each member's rank."""
+        return {member.worker_id: member.rank for member in self.members}
 
 
 @dataclass(frozen=True)

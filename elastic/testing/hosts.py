@@ -138,7 +138,10 @@ class CoordinatorHost:
             if self._effects:
                 self._perform(self._effects[0])
             elif self._inbox:
-                event = self._inbox.popleft()
+                # As the driver does: all that came meanwhile is one step.
+                waiting = tuple(self._inbox)
+                self._inbox.clear()
+                event = events.Several(waiting) if len(waiting) > 1 else waiting[0]
                 self._effects.extend(self.machine.step(event, self.timeline.now_ns))
             else:
                 self._arm()

@@ -24,6 +24,7 @@ from elastic.core.events.coordinator import (
     Recovered,
     Reply,
     SendAgent,
+    Several,
     StopRequested,
 )
 from elastic.core.events.shared import Note, Tick
@@ -51,8 +52,9 @@ class ScriptedMachine:
         self._script = script
 
     def step(self, event: CoordinatorEvent, now_ns: int) -> tuple[CoordinatorEffect, ...]:
-        self.events.append(event)
-        return self._script(event)
+        events = event.events if isinstance(event, Several) else (event,)
+        self.events.extend(events)
+        return tuple(effect for one in events for effect in self._script(one))
 
     def next_deadline_ns(self) -> int | None:
         return self.deadline_ns

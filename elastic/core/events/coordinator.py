@@ -131,8 +131,20 @@ class NodeDrainRequested:
     reason: str
 
 
+@dataclass(frozen=True)
+class Several:
+    """Events that have all come before the machine looked, oldest first.
+
+    What follows from them is decided once: when ten thousand agents speak at the same moment, ten
+    thousand looks at the same group would come to the same.
+    """
+
+    events: tuple[CoordinatorEvent, ...]
+
+
 CoordinatorEvent = (
     Recovered
+    | Several
     | AgentConnected
     | AgentDisconnected
     | AgentSaid

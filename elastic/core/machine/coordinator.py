@@ -21,6 +21,7 @@ from elastic.core.events.coordinator import (
     Persist,
     Recovered,
     Reply,
+    Several,
     StopRequested,
     SubmitRequested,
 )
@@ -74,15 +75,12 @@ class CoordinatorMachine:
         check(now_ns >= cluster.now_ns, f"time fell from {cluster.now_ns} to {now_ns}")
         cluster.now_ns = now_ns
         cluster.effects = []
-        if not _is_chatter(event):
-            self._story.tell(now_ns, event)
         try:
-            check(
-                self._recovered or isinstance(event, Recovered),
-                f"the first event must be Recovered, got {type(event).__name__}",
-            )
             suspicion.forgive_own_sleep(cluster)
-            self._take(event)
+            for one in event.events if isinstance(event, Several) else (event,):
+                if not _is_chatter(one):
+                    self._story.tell(now_ns, one)
+                self._take(one)
             suspicion.look(cluster)
             self._come_to_rest()
             invariants.check_cluster(cluster)
@@ -111,6 +109,10 @@ class CoordinatorMachine:
 
     def _take(self, event: CoordinatorEvent) -> None:
         cluster = self._cluster
+        check(
+            self._recovered or isinstance(event, Recovered),
+            f"the first event must be Recovered, got {type(event).__name__}",
+        )
         if isinstance(event, AgentSaid):
             intake.on_said(cluster, event)
         elif isinstance(event, Tick):
@@ -129,8 +131,10 @@ class CoordinatorMachine:
             saves.on_requested(cluster, event)
         elif isinstance(event, NodeDrainRequested):
             self._drain(event)
-        else:
+        elif isinstance(event, Recovered):
             self._recover(event)
+        else:
+            check(False, f"{type(event).__name__} inside another one")
 
     def _touch_due(self) -> None:
         for job in self._cluster.active():

@@ -171,7 +171,7 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
         grace = ns(cluster.config.stop_grace_s)
         tell(cluster, worker, StopWorker(report.worker_id, grace, worker.stop_cause.detail))
         return
-    is_member = job.is_open and report.worker_id in job.member_ids()
+    is_member = job.is_open and job.is_member(report.worker_id)
     if is_member and report.generation < job.generation:
         tell(cluster, worker, announcement(job, report.worker_id))
         remind_of_save(cluster, job, worker)
@@ -217,7 +217,7 @@ def _check_broken_groups(cluster: Cluster, state: NodeState) -> None:
     """If a group with members on this node is known to be broken, the node is the cause."""
     for worker_id in sorted(state.held):
         job, _ = _find(cluster, worker_id)
-        if job is None or not job.is_open or worker_id not in job.member_ids():
+        if job is None or not job.is_open or not job.is_member(worker_id):
             continue
         members = [job.workers[w] for w in job.member_ids() if w in job.workers]
         if any(_is_broken(job, member) for member in members):

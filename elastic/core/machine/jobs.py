@@ -17,6 +17,7 @@ from elastic.core.machine.transitions import JOB, check_move
 from elastic.core.policy.failure import History
 from elastic.core.policy.hang import Sight
 from elastic.core.policy.membership import Candidate, Current
+from elastic.core.policy.ranks import Place, assign_ranks
 from elastic.core.view import JobView, WorkerView
 from elastic.core.world import (
     ENDED,
@@ -79,6 +80,7 @@ class JobState:
         save_request: number of the newest wish for a checkpoint that did not come true yet, 0 for
             none.
         hung: members that are about to be killed as hung, and since when their stacks are written.
+        seated: the places of a group, worked out once.
     """
 
     spec: JobSpec
@@ -107,6 +109,7 @@ class JobState:
     first_steps: dict[WorkerId, int] = field(default_factory=dict)
     finished: dict[WorkerId, str] = field(default_factory=dict)
     hung: dict[WorkerId, int] = field(default_factory=dict)
+    seated: tuple[Group, tuple[Place, ...]] | None = None
     save_request: int = 0
 
     @property
@@ -131,8 +134,21 @@ class JobState:
 
     def rank_of(self, worker_id: WorkerId) -> int:
         """Return the worker's rank in the newest group, -1 if it has none."""
-        members = self.member_ids()
-        return members.index(worker_id) if worker_id in members else -1
+        return self.group.ranks.get(worker_id, -1) if self.group else -1
+
+    def is_member(self, worker_id: WorkerId) -> bool:
+        """Return whether the worker is in the newest group."""
+        return self.group is not None and worker_id in self.group.ranks
+
+    def places(self) -> tuple[Place, ...]:
+        """Return the places of the newest group's members, by rank."""
+        group = self.group
+        if group is None:
+            return ()
+        if self.seated is None or self.seated[0] is not group:
+            node_of = {m.worker_id: m.node_id for m in group.members}
+            self.seated = group, assign_ranks(group.worker_ids(), node_of, group.worker_ids())
+        return self.seated[1]
 
     def current(self) -> Current:
         """Return the newest group as the membership policy sees it."""

@@ -75,7 +75,7 @@ def _refuse_report(job: JobState | None, report: Report) -> str:
     if report.generation != job.generation or not job.is_open:
         state = "is suspended" if report.generation == job.generation else "is over"
         return f"generation {report.generation} {state}, the job is at {job.generation}"
-    if report.worker_id not in job.member_ids():
+    if not job.is_member(report.worker_id):
         return f"worker {report.worker_id} is not a member of generation {job.generation}"
     return ""
 
@@ -89,6 +89,8 @@ def take_progress(cluster: Cluster, progress: Progress) -> None:
     if progress.worker_id in job.first_steps or not progress.first_step_unix_ns:
         return
     job.first_steps[progress.worker_id] = progress.first_step_unix_ns
+    if len(job.first_steps) < len(job.member_ids()):
+        return
     if set(job.member_ids()) <= set(job.first_steps):
         last = max(job.first_steps[w] for w in job.member_ids())
         cluster.note(

@@ -107,9 +107,8 @@ def announcement(job: JobState, worker_id: WorkerId) -> Announce:
     group = job.group
     if group is None:
         raise InvariantViolation(f"job {job.job_id} has no group to announce")
-    node_of = {m.worker_id: m.node_id for m in group.members}
-    places = assign_ranks(group.worker_ids(), node_of, group.worker_ids())
-    place = next(p for p in places if p.worker_id == worker_id)
+    places = job.places()
+    place = places[job.rank_of(worker_id)]
     return Announce(
         Assignment(
             job_id=job.job_id,
@@ -263,7 +262,7 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
             continue
         report, since_ns = worker.report, job.announced_ns
         behind = report.generation < job.generation
-        if worker_id in members:
+        if job.is_open and job.is_member(worker_id):
             is_stuck = behind or report.phase is WorkerPhase.FORMING
             what = f"join generation {job.generation}"
         else:
@@ -339,10 +338,9 @@ def _start_workers(cluster: Cluster, job: JobState) -> bool:
 
 def _stop_leavers(cluster: Cluster, job: JobState) -> None:
     """End workers on draining nodes as soon as no group needs them."""
-    needed = job.member_ids() if job.is_open else ()
     for worker_id in sorted(job.workers):
         node = cluster.node_of(job.workers[worker_id])
-        if node.draining and worker_id not in needed:
+        if node.draining and not (job.is_open and job.is_member(worker_id)):
             cause = ExitCause(ExitKind.STOPPED, detail=f"node drains: {node.reason}")
             stop_worker(cluster, job, worker_id, cause)
 
@@ -354,7 +352,7 @@ def _stop_surplus(cluster: Cluster, job: JobState) -> None:
         for worker_id, worker in sorted(job.workers.items())
         if worker.stop_cause is None and not cluster.node_of(worker).draining
     ]
-    idle = [w for w in alive if not (job.is_open and w in job.member_ids())]
+    idle = [w for w in alive if not (job.is_open and job.is_member(w))]
     idle.sort(key=lambda w: (-job.workers[w].since_ns, w))
     for worker_id in idle[: max(0, len(alive) - job.spec.max_workers)]:
         cause = ExitCause(ExitKind.STOPPED, detail=f"max_workers={job.spec.max_workers} is reached")

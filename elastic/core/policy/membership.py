@@ -129,14 +129,15 @@ def choose(
         by_id: every worker that is known.
         interrupting: also count members that form or train (they are interrupted for it).
     """
+    members = set(current.members)
     order = [w for w in current.members if w in by_id]
-    order += [w for w in by_id if w not in current.members]
+    order += [w for w in by_id if w not in members]
     able = []
     for worker_id in order:
         candidate = by_id[worker_id]
         if not (candidate.present and candidate.reachable) or candidate.leaving:
             continue
-        is_interrupted = interrupting and worker_id in current.members
+        is_interrupted = interrupting and worker_id in members
         if candidate.phase in WAITING_PHASES or is_interrupted:
             able.append(worker_id)
     size = min(len(able), spec.max_workers) // spec.workers_per_replica * spec.workers_per_replica
@@ -198,9 +199,9 @@ def _decide_open(
     if silent:
         return Decision(Plan(Act.KEEP), f"the node of {', '.join(silent)} does not answer", wake_ns)
     wanted = choose(spec, current, by_id, interrupting=True)
-    if wanted and set(wanted) != set(current.members):
-        joining = sum(1 for w in wanted if w not in current.members)
-        leaving = sum(1 for w in current.members if w not in wanted)
+    joining = len(set(wanted) - set(current.members))
+    leaving = len(set(current.members) - set(wanted))
+    if wanted and joining + leaving:
         reason = f"{joining} to join and {leaving} to leave at the next boundary"
         if current.asked:
             return Decision(Plan(Act.KEEP), reason, wake_ns)

@@ -6,6 +6,7 @@ never hold half a group each and wait for one another.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,20 +103,20 @@ def _spread_out(
     offers: Sequence[Offer], capacity: Mapping[NodeId, int], want: int, *, spread: bool
 ) -> list[NodeId]:
     """Deal `want` workers: SPREAD to the emptiest node each time, PACK to the fullest that fits."""
+    sign = 1 if spread else -1
     room = dict(capacity)
-    load = {o.node_id: o.hosting for o in offers}
+    # The best node is on top; taking a place there changes nobody else's standing.
+    heap = [(sign * o.hosting, -room[o.node_id], o.node_id) for o in offers if room[o.node_id] > 0]
+    heapq.heapify(heap)
     chosen: list[NodeId] = []
-    while len(chosen) < want:
-        able = [n for n in room if room[n] > 0]
-        if not able:
-            break
-        if spread:
-            node_id = min(able, key=lambda n: (load[n], -room[n], n))
-        else:
-            node_id = min(able, key=lambda n: (-load[n], -room[n], n))
+    while heap and len(chosen) < want:
+        load, _, node_id = heap[0]
         room[node_id] -= 1
-        load[node_id] += 1
         chosen.append(node_id)
+        if room[node_id]:
+            heapq.heapreplace(heap, (load + sign, -room[node_id], node_id))
+        else:
+            heapq.heappop(heap)
     return chosen
 
 
