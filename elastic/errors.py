@@ -5,10 +5,13 @@
     │   ├── ConfigError       a configuration value, or two of them together, are refused
     │   └── StorageNotShared  the nodes of a run write to different places: trying again is no use
     ├── Unavailable           a part is not there now: it may be later
+    │   ├── Busy              too much was asked of it at once
     │   ├── CoordinatorUnreachable
+    │   │   └── CoordinatorUntrusted   somebody is there; TLS cannot be agreed with them
     │   └── StoreUnavailable
     ├── Refused               a peer answered, and said no
-    │   ├── NotAuthorized     wrong or missing token
+    │   ├── NotAuthorized     wrong or missing token or certificate
+    │   │   └── NotPermitted  the caller is known, and may not do this
     │   ├── VersionMismatch   the peer speaks another major protocol version
     │   ├── NameTaken         a job or node of this name exists already
     │   ├── NotFound          no job, node or worker of this name
@@ -51,6 +54,10 @@ class Unavailable(ElasticError):
     """Something is not there at the moment; trying again later may succeed."""
 
 
+class Busy(Unavailable):
+    """A limit of the other side is reached; it says which, and it passes."""
+
+
 class CoordinatorUnreachable(Unavailable):
     """No coordinator answers at the address given."""
 
@@ -65,6 +72,15 @@ class CoordinatorUnreachable(Unavailable):
         )
 
 
+class CoordinatorUntrusted(CoordinatorUnreachable):
+    """Somebody answers at the address, and one side does not accept the other's certificate."""
+
+    def __init__(self, address: str, detail: str) -> None:
+        """Name the address and what to do about it."""
+        super().__init__(address, detail)
+        self.args = (f"no safe connection to {address}: {detail}",)
+
+
 class StoreUnavailable(Unavailable):
     """The membership store did not answer in time; nothing is known of the request's outcome."""
 
@@ -74,7 +90,11 @@ class Refused(ElasticError):
 
 
 class NotAuthorized(Refused):
-    """The token is missing or wrong."""
+    """The token or certificate is missing, wrong, or over."""
+
+
+class NotPermitted(NotAuthorized):
+    """The caller's token or certificate is good, and not for this."""
 
 
 class VersionMismatch(Refused):

@@ -43,9 +43,10 @@ from elastic.core.config import AgentConfig, check_name
 from elastic.core.events.agent import ExitAgent
 from elastic.core.world import Node, NodeId
 from elastic.errors import CoordinatorUnreachable, ElasticError, Refused, UsageError
+from elastic.runtime.access import find_access
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.eventlog import quoted, set_up_logging
-from elastic.runtime.rpc import parse_endpoints, read_token_file
+from elastic.runtime.rpc import parse_endpoints
 
 log = logging.getLogger("elastic.agent")
 
@@ -69,6 +70,10 @@ class Flags:
     node_id: str
     host: str
     token_file: str
+    tls_dir: str
+    tls_cert: str
+    tls_key: str
+    tls_ca: str
     drain_timeout: float
     log_dir: str
     run_dir: str
@@ -130,6 +135,26 @@ class Flags:
     show_default=False,
     metavar="PATH",
     help="File that holds the join token.",
+)
+@click.option(
+    "--tls-dir",
+    default="",
+    show_default=False,
+    metavar="PATH",
+    help="Folder with ca.crt, tls.crt and tls.key, as 'elastic-coord certs issue' writes it.",
+)
+@click.option(
+    "--tls-cert", default="", show_default=False, metavar="PATH", help="Instead of DIR/tls.crt."
+)
+@click.option(
+    "--tls-key", default="", show_default=False, metavar="PATH", help="Instead of DIR/tls.key."
+)
+@click.option(
+    "--tls-ca",
+    default="",
+    show_default=False,
+    metavar="PATH",
+    help="Instead of DIR/ca.crt; alone, with a token, if this node has no certificate.",
 )
 @click.option(
     "--drain-timeout", default=30.0, metavar="SECONDS", help="Time to leave after SIGTERM."
@@ -246,7 +271,13 @@ def read_settings(flags: Flags, env: Mapping[str, str]) -> AgentSettings:
     )
     return AgentSettings(
         endpoints=endpoints,
-        token=read_token_file(flags.token_file) if flags.token_file else "",
+        access=find_access(
+            flags.token_file,
+            folder=flags.tls_dir,
+            cert=flags.tls_cert,
+            key=flags.tls_key,
+            ca=flags.tls_ca,
+        ),
         node=node,
         devices=devices.entries,
         config=AgentConfig(num_spares=flags.spares, drain_timeout_s=flags.drain_timeout),

@@ -43,6 +43,7 @@ from elastic.core.machine.agent import AgentMachine
 from elastic.core.messages import Assign
 from elastic.core.world import Node
 from elastic.errors import InvariantViolation, check
+from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import EventLog, note_text
 
@@ -62,7 +63,7 @@ class AgentSettings:
 
     Attributes:
         endpoints: "host:port" of each coordinator that may lead.
-        token: join token, "" for none.
+        access: what is shown to them.
         node: what this node is.
         devices: accelerators, as CUDA_VISIBLE_DEVICES entries.
         config: times and limits.
@@ -72,7 +73,7 @@ class AgentSettings:
     """
 
     endpoints: tuple[str, ...]
-    token: str
+    access: Access
     node: Node
     devices: tuple[str, ...]
     config: AgentConfig
@@ -108,7 +109,7 @@ class AgentDriver:
             draw=draws.random,
         )
         self._link = Link(
-            settings.endpoints, token=settings.token, callbacks=callbacks, clock=clock
+            settings.endpoints, access=settings.access, callbacks=callbacks, clock=clock
         )
         self._followers = Followers(self._logs, self._link.send_lines)
         self._event_log: EventLog | None = None

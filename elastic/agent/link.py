@@ -26,6 +26,7 @@ from elastic.errors import (
     NotAuthorized,
     VersionMismatch,
 )
+from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import quoted
 from elastic.runtime.stream import ClientStream, open_stream
@@ -66,18 +67,18 @@ class Link:
     """At most one stream at a time, to one of the coordinator's endpoints."""
 
     def __init__(
-        self, endpoints: Sequence[str], *, token: str, callbacks: LinkCallbacks, clock: Clock
+        self, endpoints: Sequence[str], *, access: Access, callbacks: LinkCallbacks, clock: Clock
     ) -> None:
         """Connect to nothing yet.
 
         Args:
             endpoints: "host:port" of every coordinator that may lead, in order of preference.
-            token: join token, "" for none.
+            access: what is shown to them; read anew for each connection.
             callbacks: whom to tell.
             clock: says how long the agent has waited.
         """
         self._endpoints = tuple(endpoints)
-        self._token = token
+        self._access = access
         self._callbacks = callbacks
         self._first = 0
         self._session = SessionId("")
@@ -176,7 +177,7 @@ class Link:
                 stream = await open_stream(
                     self._endpoints[index],
                     ATTACH_METHOD,
-                    token=self._token,
+                    access=self._access,
                     timeout_s=CONNECT_S_MAX,
                 )
             except ElasticError as error:

@@ -30,14 +30,32 @@ DEFAULT_ADDRESS = "127.0.0.1:7070"
     "--token-file", envvar="ELASTIC_TOKEN_FILE", default="", metavar="PATH",
     help="File that holds the join token.  [env: ELASTIC_TOKEN_FILE]",
 )  # fmt: skip
+@click.option(
+    "--tls-dir", envvar="ELASTIC_TLS_DIR", default="", metavar="PATH",
+    help="Folder with ca.crt, tls.crt and tls.key.  [env: ELASTIC_TLS_DIR]",
+)  # fmt: skip
+@click.option(
+    "--tls-cert", envvar="ELASTIC_TLS_CERT", default="", metavar="PATH",
+    help="Instead of DIR/tls.crt.  [env: ELASTIC_TLS_CERT]",
+)  # fmt: skip
+@click.option(
+    "--tls-key", envvar="ELASTIC_TLS_KEY", default="", metavar="PATH",
+    help="Instead of DIR/tls.key.  [env: ELASTIC_TLS_KEY]",
+)  # fmt: skip
+@click.option(
+    "--tls-ca", envvar="ELASTIC_TLS_CA", default="", metavar="PATH",
+    help="Instead of DIR/ca.crt; alone if you show a token.  [env: ELASTIC_TLS_CA]",
+)  # fmt: skip
 @click.pass_context
-def main(context: click.Context, coord: str, token_file: str) -> None:
+def main(context: click.Context, coord: str, token_file: str, **tls: str) -> None:
     """Train on a cluster that loses machines."""
     flags: list[str] = []
-    for name, value in (("coord", coord), ("token_file", token_file)):
+    for name, value in (("coord", coord), ("token_file", token_file), *tls.items()):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             flags += ["--" + name.replace("_", "-"), value]
-    context.obj = Target(coord, token_file, tuple(flags))
+    named = {"tls_dir": "folder", "tls_cert": "cert", "tls_key": "key", "tls_ca": "ca"}
+    paths = {named[name]: value for name, value in tls.items()}
+    context.obj = Target(coord, token_file, tuple(flags), paths)
 
 
 for command in (

@@ -18,10 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic.errors import CoordinatorUnreachable, Unavailable
+from elastic.runtime.access import Access
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.01
+NO_TLS = tuple(word for name in ("dir", "cert", "key", "ca") for word in (f"--tls-{name}", ""))
+"""What the environment says about another cluster's certificates is not for this one."""
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Cluster:
 
     Attributes:
         address: "host:port" of the coordinator.
-        token: for every call, "" for none.
+        access: what is shown to it.
         processes: what was started for this script, in order; empty for a named cluster.
         directory: their files; deleted in the end.
         tether_fd: our end of the pipe whose closing ends them.
@@ -39,7 +42,7 @@ class Cluster:
     """
 
     address: str
-    token: str = ""
+    access: Access = field(default_factory=Access)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     directory: Path | None = None
     tether_fd: int = -1
@@ -67,14 +70,14 @@ def start_cluster(num_workers: int | None) -> Cluster:
     token = secrets.token_urlsafe(24)
     token_file.write_text(token)
     theirs, ours = os.pipe()
-    cluster = Cluster("", token, directory=directory, tether_fd=ours)
+    cluster = Cluster("", Access(token), directory=directory, tether_fd=ours)
     cluster.num_workers = num_workers or 0
     ready = directory / "coordinator.ready"
     try:
         _spawn(
             cluster, theirs, "coordinator", "elastic.coord.cli", "serve",
             "--listen", "127.0.0.1:0", "--store", "memory:", "--ready-file", str(ready),
-            "--token-file", str(token_file),
+            "--token-file", str(token_file), "--tokens", "", *NO_TLS,
         )  # fmt: skip
         cluster.address = _wait_ready(cluster, ready)
         workers = "auto" if num_workers is None else str(num_workers)
@@ -82,6 +85,7 @@ def start_cluster(num_workers: int | None) -> Cluster:
             cluster, theirs, "agent", "elastic.agent.cli", "--coord", cluster.address,
             "--workers", workers, "--token-file", str(token_file), "--node-id", "local",
             "--run-dir", str(directory), "--log-dir", str(directory / "logs"),
+            *NO_TLS,
         )  # fmt: skip
         _wait_node(cluster)
     except BaseException:
@@ -125,7 +129,7 @@ def _wait_node(cluster: Cluster) -> None:
 
     deadline = time.monotonic() + START_TIMEOUT_S
     agent = cluster.processes[-1]
-    with Client(cluster.address, cluster.token) as client:
+    with Client(cluster.address, cluster.access) as client:
         while time.monotonic() < deadline and agent.poll() is None:
             if client.status().view.nodes:
                 return

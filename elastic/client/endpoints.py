@@ -15,7 +15,14 @@ from typing import Any
 
 import grpc
 
-from elastic.errors import CoordinatorUnreachable, ElasticError, Unavailable, UsageError
+from elastic.errors import (
+    CoordinatorUnreachable,
+    CoordinatorUntrusted,
+    ElasticError,
+    Unavailable,
+    UsageError,
+)
+from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
 from elastic.runtime.rpc import call_metadata, error_from_rpc, open_blocking_channel
 
@@ -43,6 +50,8 @@ def jittered(pause_s: float) -> float:
 def as_our_error(error: BaseException, endpoint: str) -> ElasticError:
     """Return what a failed call means; of gRPC's chain of causes only the last one is kept."""
     ours = error_from_rpc(error, endpoint)
+    if isinstance(ours, CoordinatorUntrusted):
+        return ours
     if isinstance(ours, CoordinatorUnreachable) and LAST_ERROR in ours.detail:
         return CoordinatorUnreachable(
             endpoint, ours.detail.rpartition(LAST_ERROR)[2].removeprefix("UNKNOWN: ")
@@ -65,15 +74,17 @@ class Endpoints:
 
     Attributes:
         names: "host:port" each, in the order in which they are tried at first.
+        access: what new connections are made with.
         metadata: what every call carries.
         in_touch: whether a coordinator has answered before.
         closed: set by `close`; whoever pauses between two attempts waits on it.
     """
 
-    def __init__(self, names: tuple[str, ...], token: str, clock: Clock) -> None:
+    def __init__(self, names: tuple[str, ...], access: Access, clock: Clock) -> None:
         """Connect to nothing yet."""
         self.names = names
-        self.metadata = call_metadata(token)
+        self.access = access
+        self.metadata = call_metadata(access.current_token())
         self.in_touch = False
         self.closed = threading.Event()
         self._clock = clock
@@ -129,6 +140,8 @@ class Endpoints:
 
     def unreachable(self, last: Unavailable, more: str = "") -> CoordinatorUnreachable:
         """Return the error that names all addresses and why the last one failed."""
+        if isinstance(last, CoordinatorUntrusted):
+            return last
         detail = last.detail if isinstance(last, CoordinatorUnreachable) else str(last)
         return CoordinatorUnreachable(self.address, f"{more}{detail}")
 
@@ -162,7 +175,9 @@ class Endpoints:
                 raise UsageError("this client was closed; make a new Client")
             line = self._lines.get(endpoint)
             if line is None:
-                line = self._lines[endpoint] = _Line(endpoint, open_blocking_channel(endpoint))
+                line = self._lines[endpoint] = _Line(
+                    endpoint, open_blocking_channel(endpoint, self.access)
+                )
             line.calls += 1
         try:
             yield line

@@ -22,8 +22,9 @@ from elastic.core.config import JobSpec
 from elastic.core.view import JobView
 from elastic.core.world import JobId, JobPhase
 from elastic.errors import NameTaken, NotFound
+from elastic.runtime.access import Access, as_access
 from elastic.runtime.clock import Clock, SystemClock
-from elastic.runtime.rpc import parse_endpoints
+from elastic.runtime.rpc import NO_ACCESS, parse_endpoints
 from elastic.wire.codec_jobs import (
     ClusterStatus,
     JobEvent,
@@ -57,19 +58,19 @@ class Client:
         ...     print(client.get("digits").reason)
     """
 
-    def __init__(self, address: str | Sequence[str], token: str = "") -> None:
+    def __init__(self, address: str | Sequence[str], access: Access | str = NO_ACCESS) -> None:
         """Connect to nothing yet.
 
         Args:
             address: "host:port", several of them with commas, or a list.
-            token: the join token, "" if the coordinator asks for none.
+            access: what is shown to the coordinator; a string is a bare token.
 
         Raises:
             ConfigError: an address is none.
         """
         text = address if isinstance(address, str) else ",".join(address)
         self._clock: Clock = SystemClock()
-        self._endpoints = Endpoints(parse_endpoints(text), token, self._clock)
+        self._endpoints = Endpoints(parse_endpoints(text), as_access(access), self._clock)
         self._streams: weakref.WeakSet[Stream[Any]] = weakref.WeakSet()
         self._lock = threading.Lock()
 

@@ -155,7 +155,7 @@ class Stream(Generic[T]):
             order = self._endpoints.order()
             self._endpoint = order[self._attempts % len(order)]
             self._source.opened()
-            channel = open_blocking_channel(self._endpoint)
+            channel = open_blocking_channel(self._endpoint, self._endpoints.access)
             options = {"timeout": STREAM_TIMEOUT_S, "metadata": self._endpoints.metadata}
             call = self._source.start(channel, **options)
             with self._lock:

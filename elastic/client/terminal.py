@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -30,7 +30,7 @@ from elastic.errors import (
     UsageError,
     VersionMismatch,
 )
-from elastic.runtime.rpc import read_token_file
+from elastic.runtime.access import find_access
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -68,21 +68,22 @@ class Target:
     Attributes:
         coord: addresses of the coordinator.
         token_file: path of the join token, "" for none.
+        tls: path of each TLS flag that was given, as `find_access` takes them.
         flags: what was said on the command line to name them, to be said again.
     """
 
     coord: str
     token_file: str
     flags: tuple[str, ...] = ()
+    tls: dict[str, str] = field(default_factory=dict)
 
     def connect(self) -> Client:
         """Return a client.
 
         Raises:
-            UsageError: an address or the token file is no good.
+            UsageError: an address, the token file or a TLS file is no good.
         """
-        token = read_token_file(self.token_file) if self.token_file else ""
-        return Client(self.coord, token)
+        return Client(self.coord, find_access(self.token_file, **self.tls))
 
     def command(self, *words: str) -> str:
         """Return an `elastic` command for this cluster, as one types it."""

@@ -12,8 +12,9 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import anyio
 import click
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from elastic import __version__
 from elastic.client.show import print_cluster, status_as_dict
+from elastic.coord.cli_locks import certs, tokens
 from elastic.coord.serve import ServeOptions, parse_listen, serve
 from elastic.coord.server_probe import fetch_health, first_answer
 from elastic.core.config import CoordinatorConfig
@@ -30,13 +32,15 @@ from elastic.errors import (
     InvariantViolation,
     Unavailable,
 )
+from elastic.runtime.access import Access, find_access, find_tls, read_token_file
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.eventlog import set_up_logging
-from elastic.runtime.rpc import parse_endpoints, read_token_file
+from elastic.runtime.rpc import parse_endpoints
 
 log = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
+Command = TypeVar("Command", bound=Callable[..., Any])
 EXIT_UNREACHABLE = 69
 EXIT_BUG = 70
 EXIT_AGAIN = 75
@@ -65,17 +69,42 @@ def default_store() -> str:
     return f"sqlite:{state}/elastic/coord.sqlite"
 
 
-def token_of(path: str | None) -> str:
-    """Return the token in a file, "" if no file is named."""
-    return read_token_file(path) if path else ""
-
-
 token_option = click.option(
     "--token-file",
     envvar="ELASTIC_TOKEN_FILE",
+    default="",
     metavar="FILE",
     help="File with the join token, one long random word. [env: ELASTIC_TOKEN_FILE]",
 )
+
+
+def tls_options(command: Command) -> Command:
+    """Add the flags that name certificates."""
+    for name, what in (
+        ("ca", "Who signs the other side's certificates; instead of DIR/ca.crt."),
+        ("key", "Instead of DIR/tls.key."),
+        ("cert", "Instead of DIR/tls.crt."),
+        ("dir", "Folder with ca.crt, tls.crt and tls.key, from 'elastic-coord certs'."),
+    ):
+        command = click.option(
+            f"--tls-{name}", envvar=f"ELASTIC_TLS_{name.upper()}", default="",
+            metavar="DIR" if name == "dir" else "FILE",
+            help=f"{what} [env: ELASTIC_TLS_{name.upper()}]",
+        )(command)  # fmt: skip
+    return command
+
+
+def access_of(token_file: str, tls: dict[str, str]) -> Access:
+    """Return what the flags of a command show to a coordinator."""
+    return find_access(token_file, **paths_of(tls))
+
+
+def paths_of(tls: dict[str, str]) -> dict[str, str]:
+    """Return the TLS flags by the names that `find_tls` has for them."""
+    names = {"tls_dir": "folder", "tls_cert": "cert", "tls_key": "key", "tls_ca": "ca"}
+    return {names[flag]: path for flag, path in tls.items() if flag in names}
+
+
 coord_option = click.option(
     "--coord",
     envvar="ELASTIC_COORD",
@@ -107,8 +136,19 @@ def main() -> None:
 )  # fmt: skip
 @token_option
 @click.option(
+    "--tokens", envvar="ELASTIC_TOKENS", default="", metavar="FILE",
+    help="File of tokens with roles, from 'elastic-coord tokens'; read again when it changes. "
+    "[env: ELASTIC_TOKENS]",
+)  # fmt: skip
+@tls_options
+@click.option(
     "--insecure", is_flag=True,
-    help="Listen beyond this machine without a token: whoever connects runs code on all nodes.",
+    help="Listen beyond this machine without certificates or tokens: whoever connects runs code "
+    "on all nodes.",
+)  # fmt: skip
+@click.option(
+    "--audit-log", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Append who changed what, and who was refused, to this file, as JSON lines.",
 )  # fmt: skip
 @click.option(
     "--event-log", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
@@ -144,8 +184,11 @@ def serve_command(log_level: str, **settings: Any) -> None:
         options = ServeOptions(
             listen=parse_listen(settings["listen"]),
             store=settings["store"] or default_store(),
-            token=token_of(settings["token_file"]),
+            token=read_token_file(settings["token_file"]) if settings["token_file"] else "",
+            tokens=Path(settings["tokens"]).absolute() if settings["tokens"] else None,
+            tls=find_tls(**paths_of(settings)),
             insecure=settings["insecure"],
+            audit_log=settings["audit_log"],
             event_log=settings["event_log"],
             ready_file=settings["ready_file"],
             tether_fd=settings["tether_fd"],
@@ -159,13 +202,14 @@ def serve_command(log_level: str, **settings: Any) -> None:
 @main.command()
 @coord_option
 @token_option
+@tls_options
 @timeout_option
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
-def status(coord: str, token_file: str | None, timeout_s: float, output: str) -> None:
+def status(coord: str, token_file: str, timeout_s: float, output: str, **tls: str) -> None:
     """Show nodes, jobs, generations, and what each job waits for."""
     try:
-        endpoints, token = parse_endpoints(coord), token_of(token_file)
-        answer = first_answer(endpoints, token, timeout_s=timeout_s, clock=SystemClock())
+        endpoints, access = parse_endpoints(coord), access_of(token_file, tls)
+        answer = first_answer(endpoints, access, timeout_s=timeout_s, clock=SystemClock())
     except ElasticError as error:
         fail(error)
     if output == "json":
@@ -176,17 +220,23 @@ def status(coord: str, token_file: str | None, timeout_s: float, output: str) ->
 
 @main.command()
 @coord_option
+@tls_options
 @timeout_option
-def health(coord: str, timeout_s: float) -> None:
+def health(coord: str, timeout_s: float, **tls: str) -> None:
     """Say whether a coordinator answers requests; exit 0 only if it does."""
     try:
+        access = access_of("", tls)
         for endpoint in parse_endpoints(coord):
-            answer = fetch_health(endpoint, timeout_s=timeout_s)
+            answer = fetch_health(endpoint, access, timeout_s=timeout_s)
             click.echo(f"{endpoint} {answer}")
             if answer != "SERVING":
                 sys.exit(EXIT_UNREACHABLE)
     except ElasticError as error:
         fail(error)
+
+
+main.add_command(certs)
+main.add_command(tokens)
 
 
 if __name__ == "__main__":

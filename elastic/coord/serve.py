@@ -18,18 +18,24 @@ from pathlib import Path
 import anyio
 from anyio.abc import TaskGroup
 
+from elastic.coord.audit import Audit
 from elastic.coord.driver import Driver
 from elastic.coord.follows import Follows
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import Holder, Leadership
 from elastic.coord.server import Server
 from elastic.coord.server_desk import Desk
+from elastic.coord.server_guard import Guard, Locks
+from elastic.coord.server_limits import raise_file_limit
+from elastic.coord.server_tls import ServerTls
+from elastic.coord.tokens import TokenList
 from elastic.core.config import CoordinatorConfig
 from elastic.core.machine.coordinator import CoordinatorMachine
 from elastic.errors import ConfigError, ElasticError
-from elastic.runtime.clock import SystemClock
+from elastic.runtime.access import TlsFiles
+from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.eventlog import EventLog
-from elastic.runtime.rpc import is_loopback, parse_endpoint
+from elastic.runtime.rpc import format_endpoint, is_loopback, parse_endpoint
 from elastic.store.interface import Store
 from elastic.store.open import open_store
 
@@ -46,8 +52,11 @@ class ServeOptions:
     Attributes:
         listen: host and port, port 0 for a free one.
         store: URL of the store that keeps what must survive it.
-        token: that every caller must bring, "" for none.
-        insecure: listen beyond loopback without a token.
+        token: opens everything; "" for none.
+        tokens: file of tokens with roles, None for none.
+        tls: certificates; with an authority among them every caller must show one of it.
+        insecure: listen beyond loopback without a lock.
+        audit_log: file for the audit trail, None for the log only.
         event_log: file for the event log, None for none.
         ready_file: written when it serves, with the line that is printed too.
         tether_fd: the reading end of a pipe whose closing ends this process too, -1 for none.
@@ -57,8 +66,11 @@ class ServeOptions:
 
     listen: tuple[str, int]
     store: str
-    token: str = ""
+    token: str = field(default="", repr=False)
+    tokens: Path | None = None
+    tls: TlsFiles | None = None
     insecure: bool = False
+    audit_log: Path | None = None
     event_log: Path | None = None
     ready_file: Path | None = None
     tether_fd: int = -1
@@ -67,13 +79,20 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         """Refuse to let strangers run code."""
-        host = self.listen[0]
-        if not (is_loopback(host) or self.token or self.insecure):
+        host, has_token = self.listen[0], bool(self.token or self.tokens)
+        asks_certificate = self.tls is not None and self.tls.ca is not None
+        if asks_certificate and has_token:
+            raise ConfigError(
+                "--tls-ca together with a token: with --tls-ca the certificate alone says who a "
+                "caller is; leave out --token-file and --tokens, or pass --tls-cert and --tls-key "
+                "without --tls-ca so that callers show tokens over TLS"
+            )
+        if not (is_loopback(host) or has_token or asks_certificate or self.insecure):
             raise ConfigError(
                 f"--listen {host} reaches beyond this machine, and whoever reaches a coordinator "
-                f"runs code on all its nodes; pass --token-file FILE (a long random word, mode "
-                f"600, the same file for agents and users), or --insecure if everybody on that "
-                f"network may do so"
+                f"runs code on all its nodes; pass --tls-dir (see 'elastic-coord certs init'), "
+                f"--tokens or --token-file FILE (a long random word, mode 600, the same file for "
+                f"agents and users), or --insecure if everybody on that network may do so"
             )
 
 
@@ -108,7 +127,7 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
         Unavailable: the address or the store cannot be used.
     """
     clock = SystemClock()
-    server = Server(options.listen, options.token)
+    audit, server = open_door(options, clock)
     store = await open_store(options.store)
     event_log = None
     if options.event_log is not None:
@@ -121,6 +140,37 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
             await store.close()
         if event_log is not None:
             event_log.close()
+        audit.close()
+
+
+def open_door(options: ServeOptions, clock: Clock) -> tuple[Audit, Server]:
+    """Bind the address behind the locks that were asked for.
+
+    Raises:
+        UsageError: a token or TLS file is no good.
+        Unavailable: the address cannot be bound.
+    """
+    host = options.listen[0]
+    tls = ServerTls(options.tls) if options.tls is not None else None
+    locks = Locks(
+        token=options.token,
+        tokens=TokenList(options.tokens, clock) if options.tokens is not None else None,
+        asks_certificate=tls is not None and tls.asks_certificate,
+    )
+    if tls is None and not is_loopback(host):
+        log.warning(
+            "listens_in_the_clear host=%s advice=%r", host,
+            "whoever reads the network reads tokens and jobs: --tls-dir (elastic-coord certs init)",
+        )  # fmt: skip
+    connections = raise_file_limit()
+    process = f"coordinator:{format_endpoint(*options.listen)}"
+    audit = Audit(options.audit_log, process=process, clock=clock)
+    try:
+        guard = Guard(locks, audit, clock)
+        return audit, Server(options.listen, guard, tls=tls, connections=connections)
+    except BaseException:
+        audit.close()
+        raise
 
 
 class _Life:
@@ -153,6 +203,7 @@ class _Life:
                 if self._options.tether_fd >= 0:
                     self._start(tasks, self._end_with_tether)
                 await self._server.start(self._driver, desk, follows)
+                self._start(tasks, self._server.watch_tokens)
                 self._start(tasks, lambda: self._lead(tasks, announce))
         finally:
             with anyio.CancelScope(shield=True):

@@ -7,6 +7,7 @@ address ends at once; until this process leads, the guard refuses and health say
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -19,6 +20,7 @@ from elastic.coord.server_agents import AgentsDoor
 from elastic.coord.server_desk import Desk
 from elastic.coord.server_guard import Guard
 from elastic.coord.server_jobs import ClusterService, JobsService
+from elastic.coord.server_tls import ServerTls
 from elastic.errors import Unavailable
 from elastic.runtime.rpc import format_endpoint, server_options
 from elastic.wire.generated.elastic.v1 import agent_pb2, jobs_pb2, jobs_pb2_grpc
@@ -33,6 +35,19 @@ SERVICES = (
 STOP_GRACE_S = 1.0
 
 
+def add_services(
+    server: grpc.aio.Server, driver: Driver, desk: Desk, follows: Follows, probes: Any
+) -> None:
+    """Register everything that a coordinator serves; each method has a row in `roles.RULES`."""
+    server.add_generic_rpc_handlers((AgentsDoor(driver, follows).handler(),))
+    jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(desk), server)
+    jobs_pb2_grpc.add_ClusterServicer_to_server(ClusterService(desk), server)
+    health_pb2_grpc.add_HealthServicer_to_server(probes, server)
+    reflection.enable_server_reflection(
+        (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+
+
 class Server:
     """The server of one coordinator.
 
@@ -40,29 +55,37 @@ class Server:
         address: "host:port" that it listens on, with the real port.
     """
 
-    def __init__(self, listen: tuple[str, int], token: str) -> None:
+    def __init__(
+        self, listen: tuple[str, int], guard: Guard, *, tls: ServerTls | None, connections: int
+    ) -> None:
         """Bind.
 
         Args:
             listen: host and port; port 0 picks a free one.
-            token: that callers must bring, "" for none.
+            guard: lets callers in.
+            tls: certificates, None to serve in the clear.
+            connections: that may stand at once.
 
         Raises:
             Unavailable: the address cannot be bound.
         """
         host, port = listen
-        self._guard = Guard(token)
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(interceptors=(self._guard,), options=server_options())
+        self._guard = guard
+        self._server = grpc.aio.server(interceptors=(guard,), options=server_options(connections))
         self._driver: Driver | None = None
+        address = format_endpoint(host, port)
         try:
-            bound = self._server.add_insecure_port(format_endpoint(host, port))
+            if tls is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                bound = self._server.add_secure_port(address, tls.credentials())
         except RuntimeError as error:
             bound = 0
             log.debug("bind_failed error=%r", str(error))
         if not bound:
             raise Unavailable(
-                f"cannot listen on {format_endpoint(host, port)}: the address is not of this "
+                f"cannot listen on {address}: the address is not of this "
                 f"machine, or another process listens there; free it, or choose another --listen"
             )
         self.address = format_endpoint(host, bound)
@@ -70,16 +93,9 @@ class Server:
     async def start(self, driver: Driver, desk: Desk, follows: Follows) -> None:
         """Accept connections; calls are refused until `open`."""
         self._driver = driver
-        server = self._server
-        server.add_generic_rpc_handlers((AgentsDoor(driver, follows).handler(),))
-        jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(desk), server)
-        jobs_pb2_grpc.add_ClusterServicer_to_server(ClusterService(desk), server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
+        add_services(self._server, driver, desk, follows, self._health)
         await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await server.start()
+        await self._server.start()
 
     async def open(self) -> None:
         """Answer from now on: this coordinator leads."""
@@ -97,6 +113,10 @@ class Server:
     def wait_with(self, why: str) -> None:
         """Refuse calls with this text until `open`."""
         self._guard.close(why)
+
+    async def watch_tokens(self) -> None:
+        """End calls whose token is over; never returns."""
+        await self._guard.watch_tokens()
 
     async def _report(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", *SERVICES):

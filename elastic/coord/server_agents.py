@@ -16,10 +16,10 @@ import grpc.aio
 
 from elastic.coord.driver import Driver
 from elastic.coord.follows import Follows
+from elastic.coord.roles import CALLER
 from elastic.coord.sessions import Session
 from elastic.core.messages import AgentMessage, Hello, LogLines
-from elastic.errors import ConfigError, ElasticError, PeerError
-from elastic.runtime.rpc import status_of
+from elastic.errors import ConfigError, ElasticError, NotPermitted, PeerError
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
     decode_agent_message,
@@ -61,8 +61,7 @@ class AgentsDoor:
         finally:
             self._driver.disconnect(session, "the stream ended")
         if refusal is not None:
-            log.warning("agent_cut peer=%s error=%r", session.peer, str(refusal))
-            await context.abort(*status_of(refusal))
+            raise refusal  # The guard says so, to the agent and in the log.
 
     async def _hold(self, session: Session, context: Context) -> ElasticError | None:
         """Read and write until one of the two ends; return what was wrong with the agent."""
@@ -71,7 +70,7 @@ class AgentsDoor:
         async def read() -> None:
             try:
                 await self._read(session, context)
-            except PeerError as error:
+            except (PeerError, NotPermitted) as error:
                 refusals.append(error)
                 session.cut(str(error))
             else:
@@ -98,6 +97,7 @@ class AgentsDoor:
             return
         if not isinstance(message, Hello):
             raise PeerError(f"{session.peer}: first message {_name(message)}, expected Hello")
+        CALLER.get().check_may_attach(message.node.node_id)
         await self._driver.connect(session, message)
         while (message := await _next(context)) is not None:
             if isinstance(message, LogLines):

@@ -1,29 +1,110 @@
-"""The guard at the door: token, protocol version, and whether this coordinator leads.
+"""The guard at the door: who calls, whether they may, and whether this coordinator leads.
 
-Rule: no service sees a call before the guard let it in. Health and reflection need neither a
-version nor leadership, because general tools and load balancers ask them; a token they do need
-for reflection only, so that a probe holds no secret.
+Rule: no service sees a call, and no message of one is read, before the guard let it in. A token
+that is revoked or ends while a call goes on ends the call. Health and reflection need neither a
+version nor leadership, because general tools and load balancers ask them.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import grpc
 import grpc.aio
 
-from elastic.errors import ElasticError, Refused, Unavailable
-from elastic.runtime.rpc import PROTOCOL, PROTOCOL_KEY, check_metadata, status_of
+from elastic.coord.audit import OK, Audit, host_of
+from elastic.coord.roles import ANYONE, CALLER, RULES, Caller, Role, Rule, caller_of_uri
+from elastic.coord.server_limits import Door, Limits
+from elastic.coord.tokens import TokenList
+from elastic.errors import Busy, ElasticError, NotAuthorized, PeerError, Refused, Unavailable
+from elastic.runtime.clock import Clock
+from elastic.runtime.eventlog import quoted
+from elastic.runtime.rpc import (
+    PROTOCOL,
+    PROTOCOL_KEY,
+    bearer_of,
+    check_version,
+    status_of,
+    version_of,
+)
 
 log = logging.getLogger(__name__)
 
-HEALTH = "/grpc.health.v1.Health/"
-REFLECTION = "/grpc.reflection."
+TOKENS_LOOK_S = 0.5
+"""A token that was revoked opens nothing, and holds nothing open, after this."""
+PEER_URI = "peer_uri"
+ATTACH = "/elastic.v1.Agents/Attach"
+NAMING_FIELDS = ("job", "node", "name")
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locks:
+    """What a caller must show. With none of them set, everybody is let in.
+
+    Attributes:
+        token: the single token, with all rights; "" for none.
+        tokens: tokens with roles, None for none.
+        asks_certificate: TLS has checked a certificate, which says who it is.
+    """
+
+    token: str = field(default="", repr=False)
+    tokens: TokenList | None = None
+    asks_certificate: bool = False
+
+    def identify(self, token: str, uris: tuple[str, ...], peer: str) -> Caller:
+        """Return who calls.
+
+        Args:
+            token: that the call brought, "" for none.
+            uris: that stand in its certificate.
+            peer: its address, for the text.
+
+        Raises:
+            NotAuthorized: it showed nothing, or nothing that opens this door.
+        """
+        if self.asks_certificate:
+            callers = [caller for uri in uris if (caller := caller_of_uri(uri)) is not None]
+            if len(callers) == 1:
+                return callers[0]
+            raise NotAuthorized(
+                f"the certificate of {peer} names no role; use one that 'elastic-coord certs "
+                f"issue --role ...' made"
+            )
+        if not self.token and self.tokens is None:
+            return ANYONE
+        if not token:
+            raise NotAuthorized(
+                f"{peer} came without a token, this coordinator asks for one; pass --token-file "
+                f"(or ELASTIC_TOKEN_FILE) with a token of this cluster"
+            )
+        if self.token and hmac.compare_digest(token.encode(), self.token.encode()):
+            return Caller(Role.ALL, "", "token")
+        caller = self.tokens.caller(token) if self.tokens is not None else None
+        if caller is None:
+            raise NotAuthorized(
+                f"{peer} came with a wrong token; pass a --token-file that holds the token of this "
+                f"cluster's coordinator"
+            )
+        return caller
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call that goes on."""
+
+    caller: Caller
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    over: str = ""
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -32,14 +113,23 @@ class Guard(grpc.aio.ServerInterceptor):
     The one base class is gRPC's: it recognises interceptors by nothing else.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(
+        self, locks: Locks, audit: Audit, clock: Clock, limits: Limits | None = None
+    ) -> None:
         """Refuse all calls of our own services until `open`.
 
         Args:
-            token: what callers must bring, "" for nothing.
+            locks: what callers must show.
+            audit: told of changes and refusals.
+            clock: for the limits.
+            limits: how much callers may ask for.
         """
-        self._token = token
+        self._locks = locks
+        self._audit = audit
+        self._limits = limits or Limits()
+        self._door = Door(self._limits, clock)
         self._closed = "this coordinator is starting; try again"
+        self._calls: dict[_Call, None] = {}
 
     def open(self) -> None:
         """From now on this coordinator leads and answers."""
@@ -49,54 +139,173 @@ class Guard(grpc.aio.ServerInterceptor):
         """From now on refuse with this text."""
         self._closed = why
 
+    async def watch_tokens(self) -> None:
+        """Follow the token file, and end calls whose token is over; never returns."""
+        tokens = self._locks.tokens
+        while tokens is not None:
+            for action, token in tokens.look():
+                name = f"{token.token_id} {token.name}".strip()
+                what = f"token {name} ({token.role.value})"
+                self._audit.changed(
+                    f"token {action}", who="the token file", peer="", what=what, outcome=OK
+                )
+            for call in list(self._calls):
+                if call.caller.token_id and (why := tokens.why_over(call.caller.token_id)):
+                    call.over = why
+                    call.scope.cancel()
+            await anyio.sleep(TOKENS_LOOK_S)
+        await anyio.sleep_forever()
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Return the method's own handler, or one that refuses."""
+        """Return a handler that lets the call in or refuses it.
+
+        It is one for streams, whatever the method is: only so is nothing read before.
+        """
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
         method = str(handler_call_details.method)
-        refusal = self._refusal(method, handler_call_details.invocation_metadata or ())
-        return handler if refusal is None else _refusing(handler, method, refusal)
 
-    def _refusal(self, method: str, metadata: Any) -> ElasticError | None:
-        if method.startswith(HEALTH):
-            return None
+        async def serve(messages: AsyncIterator[Any], context: Context) -> None:
+            await self._serve(method, handler, messages, context)
+
+        return grpc.stream_stream_rpc_method_handler(
+            serve, handler.request_deserializer, handler.response_serializer
+        )
+
+    # -------------------------------------------------------------------------- one call
+
+    async def _serve(
+        self, method: str, handler: Handler, messages: AsyncIterator[Any], context: Context
+    ) -> None:
         try:
-            check_metadata(metadata, token=self._token, peer="the caller")
+            call = _Call(self._admit(method, context))
+            with self._room(method, handler, call.caller, context):
+                self._calls[call] = None
+                CALLER.set(call.caller)
+                try:
+                    with call.scope:
+                        await self._perform(method, handler, messages, context)
+                finally:
+                    del self._calls[call]
+            if call.over:
+                raise NotAuthorized(f"{call.over}, while a call went on")
         except ElasticError as error:
-            return error
-        if method.startswith(REFLECTION):
-            return None
-        if not any(key.lower() == PROTOCOL_KEY for key, _ in metadata):
-            return Refused(
+            kind = type(error).__name__
+            self._audit.refused(method, peer=context.peer(), kind=kind, reason=str(error))
+            await context.abort(*status_of(error))
+
+    def _admit(self, method: str, context: Context) -> Caller:
+        """Return who calls, if they may.
+
+        Raises:
+            ElasticError: they may not, or not now.
+        """
+        rule = RULES.get(method, Rule(frozenset()))
+        metadata = tuple(context.invocation_metadata() or ())
+        caller = ANYONE
+        if rule.roles is not None:
+            uris = tuple(
+                uri.decode("utf-8", "replace") for uri in context.auth_context().get(PEER_URI, ())
+            )
+            caller = self._locks.identify(bearer_of(metadata), uris, context.peer())
+            caller.check_may_call(method)
+        if rule.general:
+            return caller
+        version = version_of(metadata)
+        if not version:
+            raise Refused(
                 f"the call names no protocol version; use a client of elastic-torch, or send the "
                 f"metadata {PROTOCOL_KEY}: {PROTOCOL}"
             )
-        return Unavailable(self._closed) if self._closed else None
+        check_version(version, context.peer())
+        if self._closed:
+            raise Unavailable(self._closed)
+        return caller
 
+    def _room(
+        self, method: str, handler: Handler, caller: Caller, context: Context
+    ) -> AbstractContextManager[None]:
+        if method == ATTACH:
+            return self._door.agent()
+        who = caller.name or host_of(context.peer())
+        streams = bool(handler.request_streaming or handler.response_streaming)
+        return self._door.user(who, streams=streams)
 
-def _refusing(handler: Handler, method: str, error: ElasticError) -> Handler:
-    """Return a handler of the same kind that ends every call with `error`."""
+    async def _perform(
+        self, method: str, handler: Handler, messages: AsyncIterator[Any], context: Context
+    ) -> None:
+        """Call the method's own handler, whichever of the four kinds it is."""
+        behaviour: Any = handler.stream_stream
+        if behaviour is not None:
+            await self._write_all(behaviour(messages, context), context)
+            return
+        behaviour = handler.unary_unary or handler.unary_stream
+        request = await self._request(method, context)
+        outcome, response = "the call ended before its answer", None
+        try:
+            answer = behaviour(request, context)
+            if hasattr(answer, "__aiter__"):
+                await self._write_all(answer, context)
+            elif (response := await answer) is not None:
+                await self._write(response, context)
+            outcome = OK
+        except grpc.aio.AbortError:
+            outcome = context.details()
+            raise
+        finally:
+            if RULES[method].audited:
+                self._audit.changed(
+                    method.rpartition("/")[2],
+                    who=str(CALLER.get()),
+                    peer=context.peer(),
+                    what=_object_of(request, response),
+                    outcome=outcome,
+                )
 
-    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        log.info(
-            "call_refused method=%s peer=%s error=%s", method, context.peer(), type(error).__name__
+    async def _request(self, method: str, context: Context) -> Any:
+        """Return the one message of a request.
+
+        Raises:
+            PeerError: it did not come, or is none of this method.
+        """
+        request: Any = grpc.aio.EOF
+        problem = "sent no request"
+        with anyio.move_on_after(self._limits.request_s_max):
+            try:
+                request = await context.read()
+            except Exception as error:  # Whatever protobuf or gRPC make of strange bytes.
+                problem = f"sent what is no request of it ({type(error).__name__})"
+        if request is grpc.aio.EOF:
+            raise PeerError(f"{context.peer()} called {method} and {problem}")
+        return request
+
+    async def _write_all(self, answers: Any, context: Context) -> None:
+        """Write what a stream yields; one that writes by itself is only waited for."""
+        if not hasattr(answers, "__aiter__"):
+            await answers
+            return
+        async with aclosing(answers) as responses:
+            async for response in responses:
+                await self._write(response, context)
+
+    async def _write(self, response: Any, context: Context) -> None:
+        with anyio.move_on_after(self._limits.stall_s_max):
+            await context.write(response)
+            return
+        raise Busy(
+            f"{context.peer()} took nothing for {self._limits.stall_s_max:g} s; read faster, or "
+            f"open the stream anew"
         )
-        await context.abort(*status_of(error))
 
-    async def refuse_stream(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        await refuse(_, context)
-        yield b""  # Not reached: abort raises. It makes this a stream, as gRPC expects one.
 
-    kinds = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    make = kinds[(handler.request_streaming, handler.response_streaming)]
-    return make(refuse_stream if handler.response_streaming else refuse)
+def _object_of(request: Any, response: Any) -> str:
+    """Return what a request is about, in words: "job=digits job_id=j-abcdef"."""
+    found = {name: str(getattr(request, name, "")) for name in NAMING_FIELDS}
+    found["name"] = found["name"] or str(getattr(getattr(request, "spec", None), "name", ""))
+    found["job_id"] = str(getattr(response, "job_id", ""))
+    return " ".join(f"{name}={quoted(value)}" for name, value in found.items() if value)

@@ -9,36 +9,38 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from elastic.errors import ElasticError
+from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
 from elastic.runtime.rpc import call_metadata, error_from_rpc, open_blocking_channel
 from elastic.wire.codec_jobs import ClusterStatus, status_from_proto
 from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
 
 
-def fetch_status(endpoint: str, token: str, *, timeout_s: float, clock: Clock) -> ClusterStatus:
+def fetch_status(endpoint: str, access: Access, *, timeout_s: float, clock: Clock) -> ClusterStatus:
     """Return what the coordinator at `endpoint` shows.
 
     Raises:
         ElasticError: it does not answer in time, or refuses.
     """
+    metadata = call_metadata(access.current_token())
     try:
-        with open_blocking_channel(endpoint) as channel:
+        with open_blocking_channel(endpoint, access) as channel:
             proto = jobs_pb2_grpc.ClusterStub(channel).Status(
-                jobs_pb2.StatusRequest(), timeout=timeout_s, metadata=call_metadata(token)
+                jobs_pb2.StatusRequest(), timeout=timeout_s, metadata=metadata
             )
     except grpc.RpcError as error:
         raise error_from_rpc(error, endpoint) from error
     return status_from_proto(proto, clock.monotonic_ns())
 
 
-def fetch_health(endpoint: str, *, timeout_s: float) -> str:
+def fetch_health(endpoint: str, access: Access, *, timeout_s: float) -> str:
     """Return "SERVING" or "NOT_SERVING" (a standby, or one that is starting or ending).
 
     Raises:
         ElasticError: nobody answers.
     """
     try:
-        with open_blocking_channel(endpoint) as channel:
+        with open_blocking_channel(endpoint, access) as channel:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout_s
             )
@@ -48,13 +50,13 @@ def fetch_health(endpoint: str, *, timeout_s: float) -> str:
 
 
 def first_answer(
-    endpoints: tuple[str, ...], token: str, timeout_s: float, clock: Clock
+    endpoints: tuple[str, ...], access: Access, timeout_s: float, clock: Clock
 ) -> ClusterStatus:
     """Ask one endpoint after the other; the last one's error counts."""
     failure: ElasticError | None = None
     for endpoint in endpoints:
         try:
-            return fetch_status(endpoint, token, timeout_s=timeout_s, clock=clock)
+            return fetch_status(endpoint, access, timeout_s=timeout_s, clock=clock)
         except ElasticError as error:
             failure = error
     raise failure or ElasticError("no coordinator address was given")

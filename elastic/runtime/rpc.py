@@ -1,4 +1,4 @@
-"""gRPC as this project uses it: addresses, options, token, and errors as ours.
+"""gRPC as this project uses it: addresses, options, channels, and errors as ours.
 
 Rule: nobody above this layer sees a gRPC status. A server turns an `ElasticError` into a status
 with `status_of`, a client turns that status back into the same class with `error_from_rpc`.
@@ -7,12 +7,8 @@ grpc is imported when a channel or a server is made, not before.
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
-import logging
-import stat
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic import errors
@@ -21,26 +17,34 @@ from elastic.core.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from elastic.errors import (
     ConfigError,
     CoordinatorUnreachable,
+    CoordinatorUntrusted,
     ElasticError,
-    NotAuthorized,
     PeerError,
-    UsageError,
     VersionMismatch,
 )
+from elastic.runtime.access import Access
 
 if TYPE_CHECKING:
     import grpc
 
-log = logging.getLogger(__name__)
-
 PROTOCOL = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
 MESSAGE_BYTES_MAX = 2 * ENTRY_BYTES_MAX
 """Above the largest job and the largest Hello (some thousand workers); the codec's limit too."""
+PENDING_REQUESTS_MAX = 100_000
+"""Calls that arrived and were not begun; three thousand agents come back at once."""
+STREAMS_PER_CONNECTION_MAX = 256
+CONNECTIONS_MAX = 16_384
+"""Above ten thousand agents and their users; see `elastic.coord.server_limits.raise_file_limit`."""
+HANDSHAKE_MS_MAX = 10_000
+"""Whoever connects and does not greet is cut off after this."""
+IDLE_CONNECTION_MS_MAX = 300_000
+"""A connection without a call; a client opens another when it needs one."""
 DETAIL_CHARS_MAX = 3000
 """gRPC sends error texts as headers, which peers limit to 8 KiB in all."""
 PROTOCOL_KEY = "elastic-protocol"
 ERROR_KEY = "elastic-error"
 TOKEN_KEY = "authorization"
+BEARER = "Bearer "
 
 Metadata = tuple[tuple[str, str], ...]
 Options = tuple[tuple[str, int], ...]
@@ -119,8 +123,8 @@ def channel_options() -> Options:
     )
 
 
-def server_options() -> Options:
-    """Return what every server is made with.
+def server_options(connections: int = CONNECTIONS_MAX) -> Options:
+    """Return what every server is made with; `connections` may stand at once.
 
     A silent client is noticed after at most 0.6 + 0.8 s: the call context's done-callback fires,
     the request iterator does not end. Without the two `max_pending_requests` limits a server
@@ -134,8 +138,12 @@ def server_options() -> Options:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.server.max_pending_requests", 100_000),
-        ("grpc.server.max_pending_requests_hard_limit", 200_000),
+        ("grpc.server.max_pending_requests", PENDING_REQUESTS_MAX),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_REQUESTS_MAX),
+        ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS_MAX),
+        ("grpc.max_connection_idle_ms", IDLE_CONNECTION_MS_MAX),
         # Two servers on one port would share the agents between them.
         ("grpc.so_reuseport", 0),
         *size_options(),
@@ -153,62 +161,30 @@ def size_options() -> Options:
 # ------------------------------------------------------------------------------ who may come in
 
 
-def read_token_file(path: str | Path) -> str:
-    """Return the join token that a file holds, without the space around it.
-
-    Raises:
-        UsageError: the file cannot be read, is empty, or holds what no header can carry.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            token = file.read(64 * 1024).strip()
-            mode = stat.S_IMODE(Path(path).stat().st_mode)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"token file {path}: {error}; expected a readable text file") from error
-    if not token:
-        raise UsageError(f"token file {path} is empty; write a long random word into it")
-    if not token.isascii() or not token.isprintable() or any(c.isspace() for c in token):
-        raise UsageError(
-            f"token file {path}: expected one word of printable ASCII characters, nothing else"
-        )
-    if mode & 0o077:
-        log.warning("token_file_open path=%s mode=%04o advice=%r", path, mode, f"chmod 600 {path}")
-    return token
-
-
 def call_metadata(token: str = "") -> Metadata:
     """Return what every call carries: the protocol's version and, if there is one, the token."""
     version = ((PROTOCOL_KEY, PROTOCOL),)
-    return (*version, (TOKEN_KEY, f"Bearer {token}")) if token else version
+    return (*version, (TOKEN_KEY, BEARER + token)) if token else version
 
 
-def check_metadata(metadata: Iterable[tuple[str, Any]], *, token: str, peer: str) -> None:
-    """Let a call in, or refuse it; for servers, before anything else is looked at.
+def bearer_of(metadata: Iterable[tuple[str, Any]]) -> str:
+    """Return the token that a call brought, "" for none."""
+    given = next((str(value) for key, value in metadata if key.lower() == TOKEN_KEY), "")
+    return given.removeprefix(BEARER) if given.startswith(BEARER) else ""
 
-    Args:
-        metadata: of the call, as gRPC hands it over.
-        token: the one that opens this server, "" when none is asked for.
-        peer: the caller's address, for the text.
+
+def version_of(metadata: Iterable[tuple[str, Any]]) -> str:
+    """Return the protocol version that a call names, "" for none: then a general tool calls."""
+    return next((str(value) for key, value in metadata if key.lower() == PROTOCOL_KEY), "")
+
+
+def check_version(version: str, peer: str) -> None:
+    """Refuse a caller of another major version; "" passes.
 
     Raises:
-        NotAuthorized: the token is missing or wrong.
-        VersionMismatch: the caller's major number is another one. A call without a version is
-            let in: it comes from a general tool that reads the reflection service.
+        VersionMismatch: the major number is another one.
     """
-    given = {key.lower(): value for key, value in metadata}
-    if token:
-        offered = str(given.get(TOKEN_KEY, ""))
-        if not offered:
-            raise NotAuthorized(
-                f"{peer} came without a token, this coordinator asks for one; pass --token-file "
-                f"(or ELASTIC_TOKEN_FILE) with the file that the coordinator was started with"
-            )
-        if not hmac.compare_digest(offered.encode(), f"Bearer {token}".encode()):
-            raise NotAuthorized(
-                f"{peer} came with a wrong token; pass the same --token-file as the coordinator's"
-            )
-    version = str(given.get(PROTOCOL_KEY, PROTOCOL))
-    if version.partition(".")[0] != str(PROTOCOL_MAJOR):
+    if version and version.partition(".")[0] != str(PROTOCOL_MAJOR):
         raise VersionMismatch(peer, theirs=version, ours=PROTOCOL)
 
 
@@ -217,11 +193,13 @@ def check_metadata(metadata: Iterable[tuple[str, Any]], *, token: str, peer: str
 STATUS_NAMES: tuple[tuple[type[ElasticError], str], ...] = (
     (errors.PeerError, "INVALID_ARGUMENT"),
     (errors.UsageError, "INVALID_ARGUMENT"),
+    (errors.NotPermitted, "PERMISSION_DENIED"),
     (errors.NotAuthorized, "UNAUTHENTICATED"),
     (errors.NameTaken, "ALREADY_EXISTS"),
     (errors.NotFound, "NOT_FOUND"),
     (errors.Fenced, "ABORTED"),
     (errors.Refused, "FAILED_PRECONDITION"),
+    (errors.Busy, "RESOURCE_EXHAUSTED"),
     (errors.Unavailable, "UNAVAILABLE"),
 )
 """The first row whose class the error has decides; INTERNAL when none does."""
@@ -229,9 +207,10 @@ STATUS_NAMES: tuple[tuple[type[ElasticError], str], ...] = (
 ERRORS_BY_NAME: dict[str, type[ElasticError]] = {
     kind.__name__: kind
     for kind in (
-        errors.ConfigError, errors.Fenced, errors.NameTaken, errors.NotAuthorized, errors.NotFound,
-        errors.PeerError, errors.Refused, errors.StorageError, errors.StoreError,
-        errors.StoreUnavailable, errors.Unavailable, errors.UsageError,
+        errors.Busy, errors.ConfigError, errors.Fenced, errors.NameTaken, errors.NotAuthorized,
+        errors.NotFound, errors.NotPermitted, errors.PeerError, errors.Refused,
+        errors.StorageError, errors.StoreError, errors.StoreUnavailable, errors.Unavailable,
+        errors.UsageError,
     )
 }  # fmt: skip
 """Classes that travel by name in the trailing metadata; all are made from one text."""
@@ -239,13 +218,14 @@ ERRORS_BY_NAME: dict[str, type[ElasticError]] = {
 ERRORS_BY_STATUS: dict[str, type[ElasticError]] = {
     "INVALID_ARGUMENT": errors.UsageError,
     "UNAUTHENTICATED": errors.NotAuthorized,
-    "PERMISSION_DENIED": errors.NotAuthorized,
+    "PERMISSION_DENIED": errors.NotPermitted,
     "ALREADY_EXISTS": errors.NameTaken,
     "NOT_FOUND": errors.NotFound,
     "ABORTED": errors.Fenced,
     "FAILED_PRECONDITION": errors.Refused,
     "RESOURCE_EXHAUSTED": errors.Refused,
 }
+CONNECTING = "failed to connect to all addresses"
 UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 
 
@@ -282,6 +262,8 @@ def error_from_rpc(error: BaseException, address: str) -> ElasticError:
         return VersionMismatch(f"the coordinator at {address}", theirs=theirs, ours=PROTOCOL)
     if name in ERRORS_BY_NAME:
         return ERRORS_BY_NAME[name](details)
+    if status in UNREACHABLE and (untrusted := _untrusted(address, details)) is not None:
+        return untrusted
     if status in UNREACHABLE:
         return CoordinatorUnreachable(address, details or status)
     if status in ERRORS_BY_STATUS:
@@ -294,18 +276,57 @@ def error_from_rpc(error: BaseException, address: str) -> ElasticError:
     return PeerError(f"{address} answered {status}: {details}")
 
 
+def _untrusted(address: str, details: str) -> CoordinatorUntrusted | None:
+    """Return what a failed TLS handshake means, None if the failure was another one."""
+    if CONNECTING not in details:
+        return None
+    if "WRONG_VERSION_NUMBER" in details:
+        why = "it does not speak TLS: leave out --tls-*, or start it with --tls-dir"
+    elif "CERTIFICATE_VERIFY_FAILED" in details or "NO_TRUSTED_CERTIFICATE" in details:
+        why = (
+            "its certificate was not signed for a coordinator by the authority in --tls-ca, or is "
+            "over: compare the ca.crt of both sides, or renew it ('elastic-coord certs issue')"
+        )
+    elif "is not in peer certificate" in details or "Hostname Verification" in details:
+        why = (
+            "its certificate is not for this host name: use one that it is for, or issue it anew "
+            "with 'elastic-coord certs issue ... --host NAME'"
+        )
+    elif details.endswith("Socket closed") or "Connection reset" in details:
+        why = (
+            "it closed the connection before a word was said: if it uses TLS, pass --tls-dir (or "
+            "ELASTIC_TLS_DIR) with a certificate that its authority signed and that is not over; "
+            "if it is only starting or ending, try again"
+        )
+    else:
+        return None
+    return CoordinatorUntrusted(address, why)
+
+
 # -------------------------------------------------------------------------------------- channels
 
+NO_ACCESS = Access()
 
-def open_channel(endpoint: str) -> grpc.aio.Channel:
-    """Open an asyncio channel; it connects in the background, so this never fails by itself."""
+
+def open_channel(endpoint: str, access: Access = NO_ACCESS) -> grpc.aio.Channel:
+    """Open an asyncio channel; it connects in the background.
+
+    Raises:
+        ConfigError: a TLS file of `access` is no good; nothing else makes this fail.
+    """
     import grpc.aio
 
-    return grpc.aio.insecure_channel(endpoint, options=channel_options())
+    credentials = access.channel_credentials()
+    if credentials is None:
+        return grpc.aio.insecure_channel(endpoint, options=channel_options())
+    return grpc.aio.secure_channel(endpoint, credentials, options=channel_options())
 
 
-def open_blocking_channel(endpoint: str) -> grpc.Channel:
-    """Open a channel for code without an event loop, such as the command line."""
+def open_blocking_channel(endpoint: str, access: Access = NO_ACCESS) -> grpc.Channel:
+    """Open a channel for code without an event loop, such as the command line; see above."""
     import grpc
 
-    return grpc.insecure_channel(endpoint, options=channel_options())
+    credentials = access.channel_credentials()
+    if credentials is None:
+        return grpc.insecure_channel(endpoint, options=channel_options())
+    return grpc.secure_channel(endpoint, credentials, options=channel_options())

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from elastic.errors import CoordinatorUnreachable
-from elastic.runtime.rpc import call_metadata, error_from_rpc, open_channel
+from elastic.runtime.access import Access
+from elastic.runtime.rpc import NO_ACCESS, call_metadata, error_from_rpc, open_channel
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -91,25 +92,26 @@ class ClientStream:
 
 
 async def open_stream(
-    endpoint: str, method: str, *, token: str = "", timeout_s: float = 2.0
+    endpoint: str, method: str, *, access: Access = NO_ACCESS, timeout_s: float = 2.0
 ) -> ClientStream:
     """Connect to `endpoint` and open the stream `method`; returns once the connection stands.
 
     Args:
         endpoint: "host:port".
         method: "/package.Service/Method".
-        token: join token, "" for none.
+        access: what is shown to the server; its files are read now.
         timeout_s: for the connection; a server that accepts and says nothing counts as away.
 
     Raises:
         CoordinatorUnreachable: nothing answers there.
-        ElasticError: what answered said no.
+        ElasticError: what answered said no, or a file of `access` is no good.
     """
     import grpc
 
-    channel = open_channel(endpoint)
+    metadata = call_metadata(access.current_token())
+    channel = open_channel(endpoint, access)
     opener: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
-    call = opener(metadata=call_metadata(token))
+    call = opener(metadata=metadata)
     stream = ClientStream(endpoint, channel, call)
     try:
         with anyio.fail_after(timeout_s):

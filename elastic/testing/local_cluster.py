@@ -29,7 +29,7 @@ from elastic.core.config import JobSpec
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import NodePhase
 from elastic.errors import ElasticError, Refused, Unavailable
-from elastic.runtime.rpc import read_token_file
+from elastic.runtime.access import find_access
 from elastic.wire.codec_jobs import TimedNote
 
 PATIENCE_S = 60.0
@@ -211,8 +211,7 @@ class LocalCluster:
     def client(self) -> Client:
         """Return a client of the coordinator."""
         if self._client is None:
-            token = read_token_file(self.token_file) if self.token_file else ""
-            self._client = Client(self.address, token)
+            self._client = Client(self.address, find_access(self.token_file))
         return self._client
 
     def view(self) -> ClusterView:

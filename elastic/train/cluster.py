@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elastic.client.embedded import Cluster, start_cluster, stop_cluster
 from elastic.errors import ConfigError, Unavailable, UsageError
-from elastic.runtime.rpc import read_token_file
+from elastic.runtime.access import Access, find_access
 
 _cluster: Cluster | None = None
 
@@ -35,6 +35,7 @@ def init(
     address: str | None = None,
     *,
     token_file: str | Path | None = None,
+    tls_dir: str | Path | None = None,
     num_workers: int | None = None,
 ) -> None:
     """Connect to a cluster, or start one for this script.
@@ -45,13 +46,15 @@ def init(
         address: "host:port" of a coordinator, or several with commas. None takes the environment
             variable ELASTIC_COORD, and without it starts a coordinator and an agent.
         token_file: file with the join token; None takes ELASTIC_TOKEN_FILE, if set.
+        tls_dir: folder with ca.crt, and tls.crt and tls.key if this script has a certificate;
+            None takes ELASTIC_TLS_DIR, and ELASTIC_TLS_CERT, _KEY and _CA for single files.
         num_workers: workers that the started agent may run at once; by default one per GPU, or
             one per CPU core. Not for a named cluster.
 
     Raises:
         UsageError: called twice without `shutdown`, or arguments that contradict each other.
         CoordinatorUnreachable: nobody answers at the address.
-        NotAuthorized: the token is missing or wrong.
+        NotAuthorized: the token or certificate is missing or wrong.
         Unavailable: the embedded cluster did not come up; its log is shown.
     """
     global _cluster
@@ -69,20 +72,31 @@ def init(
                 f"elastic.init(num_workers={num_workers}) is for a cluster of this script's own; "
                 f"the agents of {address} have their own --workers"
             )
-        named = token_file or os.environ.get("ELASTIC_TOKEN_FILE")
-        token = read_token_file(named) if named else ""
-        _check_reachable(address, token)
-        _cluster = Cluster(address, token)
+        access = _find_access(token_file, tls_dir)
+        _check_reachable(address, access)
+        _cluster = Cluster(address, access)
         return
-    if token_file is not None:
+    if token_file is not None or tls_dir is not None:
+        name, value = ("token_file", token_file) if token_file else ("tls_dir", tls_dir)
         raise UsageError(
-            f"elastic.init(token_file={str(token_file)!r}) without an address: a cluster of this "
+            f"elastic.init({name}={str(value)!r}) without an address: a cluster of this "
             f"script's own has its own token; pass address=... or set ELASTIC_COORD"
         )
     if num_workers is not None and num_workers < 1:
         raise ConfigError(f"elastic.init(num_workers={num_workers}): expected >= 1")
     _cluster = start_cluster(num_workers)
     atexit.register(shutdown)
+
+
+def _find_access(token_file: str | Path | None, tls_dir: str | Path | None) -> Access:
+    """Return what arguments and environment name; an argument wins over its variable."""
+    given = {"cert": "ELASTIC_TLS_CERT", "key": "ELASTIC_TLS_KEY", "ca": "ELASTIC_TLS_CA"}
+    single = {name: os.environ.get(variable, "") for name, variable in given.items()}
+    return find_access(
+        str(token_file or os.environ.get("ELASTIC_TOKEN_FILE", "")),
+        folder=str(tls_dir or os.environ.get("ELASTIC_TLS_DIR", "")),
+        **({} if tls_dir else single),
+    )
 
 
 def is_initialized() -> bool:
@@ -137,8 +151,8 @@ def _is_worker() -> bool:
     return context is not None and context.current() is not None
 
 
-def _check_reachable(address: str, token: str) -> None:
+def _check_reachable(address: str, access: Access) -> None:
     from elastic.client.jobs import Client
 
-    with contextlib.closing(Client(address, token)) as client:
+    with contextlib.closing(Client(address, access)) as client:
         client.status()

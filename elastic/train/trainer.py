@@ -236,7 +236,7 @@ class TorchTrainer:
 
         spec = self._spec(next(self._names()))  # What is wrong with it is known before a start.
         cluster = require_cluster(spec.min_workers, spec.max_workers)
-        with Client(cluster.address, cluster.token) as client:
+        with Client(cluster.address, cluster.access) as client:
             spec = self._submit(client, cluster)
             job_id = spec.job_id
             try:

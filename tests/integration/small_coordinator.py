@@ -12,8 +12,8 @@ import anyio
 import grpc.aio
 
 from elastic.core.messages import CoordinatorMessage
-from elastic.errors import ElasticError
-from elastic.runtime.rpc import check_metadata, server_options, status_of
+from elastic.errors import ElasticError, NotAuthorized
+from elastic.runtime.rpc import bearer_of, server_options, status_of
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
     decode_agent_message,
@@ -66,7 +66,9 @@ class SmallCoordinator:
 
     async def attach(self, _: Any, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         try:
-            check_metadata(context.invocation_metadata() or (), token=self._token, peer="agent")
+            token = bearer_of(context.invocation_metadata() or ())
+            if token != self._token:
+                raise NotAuthorized(f"agent came with{' a wrong' if token else 'out a'} token")
             if self._refusal is not None:
                 raise self._refusal
         except ElasticError as error:

@@ -23,6 +23,7 @@ from elastic.core.messages import (
 )
 from elastic.core.world import Node, NodeId, SessionId, WorkerId
 from elastic.errors import ElasticError, Unavailable, VersionMismatch
+from elastic.runtime.access import Access
 from elastic.runtime.clock import SystemClock
 from tests.integration.small_coordinator import (
     DEADLINE_S,
@@ -44,7 +45,7 @@ async def linked(*endpoints: str, token: str = "") -> AsyncIterator[tuple[Link, 
     callbacks = LinkCallbacks(
         post=heard.add, on_follow=heard.add, on_end=lambda: None, draw=random.Random(1).random
     )
-    link = Link(endpoints, token=token, callbacks=callbacks, clock=SystemClock())
+    link = Link(endpoints, access=Access(token), callbacks=callbacks, clock=SystemClock())
     try:
         yield link, heard
     finally:

@@ -228,7 +228,7 @@ async def test_a_drained_node_is_released_and_leaves(coordinator: Coordinator) -
     [
         (PROTOCOL, "UNAUTHENTICATED", "--token-file"),
         ((*PROTOCOL, ("authorization", "Bearer wrong")), "UNAUTHENTICATED", "wrong token"),
-        ((*PROTOCOL, ("authorization", "secret-word")), "UNAUTHENTICATED", "wrong token"),
+        ((*PROTOCOL, ("authorization", "secret-word")), "UNAUTHENTICATED", "without a token"),
         ((("authorization", "Bearer secret-word"),), "FAILED_PRECONDITION", "elastic-protocol"),
         (
             (("authorization", "Bearer secret-word"), ("elastic-protocol", "2.0")),

@@ -22,6 +22,8 @@ PROGRAMS = {
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(r"^\s*(?:[$#] )?(elastic(?:-agent|-coord)?)((?: +\S+)*)$")
+# Commands that have commands of their own.
+GROUPS = {("elastic-coord", "certs"), ("elastic-coord", "tokens")}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -68,6 +70,8 @@ def commands_shown(page: Path) -> dict[tuple[str, str], set[str]]:
         # What stands after a bare -- belongs to the user's script.
         words = match.group(2).split(" -- ")[0].split()
         subcommand = words[0] if words and re.fullmatch(r"[a-z][a-z-]*", words[0]) else ""
+        if (match.group(1), subcommand) in GROUPS and len(words) > 1:
+            subcommand += f" {words[1]}"
         options = {word.split("=")[0] for word in words if word.startswith("--") and word != "--"}
         shown.setdefault((match.group(1), subcommand), set()).update(options)
     return shown
@@ -125,7 +129,7 @@ def test_a_command_that_a_page_shows_exists(
     module = PROGRAMS[program]
     if find_spec(module) is None:
         pytest.skip(f"{module} is not written yet")
-    arguments = [part for part in (subcommand, "--help") if part]
+    arguments = [*subcommand.split(), "--help"]
     code = f"import sys; sys.argv[0] = {program!r}; from {module} import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],

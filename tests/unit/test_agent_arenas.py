@@ -16,6 +16,7 @@ from elastic.core.config import AgentConfig, JobSpec
 from elastic.core.events.agent import ProcessExited, SendProcess
 from elastic.core.messages import Assign
 from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind, JobId, Node, NodeId, WorkerId
+from elastic.runtime.access import Access
 from elastic.runtime.clock import SystemClock
 
 pytestmark = pytest.mark.anyio
@@ -85,7 +86,7 @@ async def test_a_process_that_is_gone_before_its_job_reaches_it_keeps_nothing(
     """Its exit is in the queue already, when the machine still gives it the job."""
     node = Node(NodeId("n1"), 1, "localhost", 1)
     settings = AgentSettings(
-        endpoints=("localhost:1",), token="", node=node, devices=(), config=AgentConfig(),
+        endpoints=("localhost:1",), access=Access(), node=node, devices=(), config=AgentConfig(),
         launch=Launch(env={}), log_dir=tmp_path, event_log=None,
     )  # fmt: skip
     driver = AgentDriver(settings, clock=SystemClock(), draws=random.Random(0))

@@ -1,0 +1,238 @@
+"""Certificates of a cluster of its own: an authority, and what it signs for each process.
+
+Rule: who a certificate is for stands in it, as the URI elastic://ROLE/NAME, and it can do nothing
+else: only the coordinator's may serve. Keys are made here, with mode 600, and are never printed.
+
+    DIR/ca.key                      the authority: keep it off the nodes
+    DIR/NAME/{ca.crt,tls.crt,tls.key}   what one process needs: its --tls-dir
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from elastic.coord.roles import Role, caller_uri
+from elastic.core.config import check_name
+from elastic.errors import ConfigError, UsageError
+from elastic.runtime.access import CA_FILE, CERT_FILE, KEY_FILE
+
+CA_KEY_FILE = "ca.key"
+COORDINATOR = "coordinator"
+CA_DAYS = 3650
+CERT_DAYS = 90
+DAYS_MAX = 36_500
+CLOCKS_DIFFER = datetime.timedelta(minutes=10)
+"""A certificate holds this long before it was made: other hosts' clocks may be behind."""
+CLIENT = (ExtendedKeyUsageOID.CLIENT_AUTH,)
+SERVER = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
+KeyUsages = tuple[x509.ObjectIdentifier, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A certificate to be signed.
+
+    Attributes:
+        name: of the node, user or program; a node attaches under it and under no other.
+        role: what it may do.
+        hosts: names and addresses at which it serves; only the coordinator does.
+        days: how long it holds.
+    """
+
+    name: str
+    role: Role
+    hosts: tuple[str, ...] = ()
+    days: float = CERT_DAYS
+
+
+def init_authority(
+    folder: Path, hosts: tuple[str, ...], now: datetime.datetime, days: float = CERT_DAYS
+) -> Path:
+    """Make an authority and the coordinator's certificate; returns that one's folder.
+
+    Raises:
+        UsageError: there is an authority already, or the folder cannot be written.
+    """
+    if (folder / CA_KEY_FILE).exists():
+        raise UsageError(
+            f"{folder / CA_KEY_FILE} exists: a new authority would lock out all that was issued; "
+            f"choose another folder, or renew the coordinator's certificate with 'elastic-coord "
+            f"certs issue {folder} --name {COORDINATOR} --role all --host ...'"
+        )
+    wanted = Wanted(name=COORDINATOR, role=Role.ALL, hosts=hosts, days=days)
+    sans = _sans(wanted)  # Refused before anything is written.
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name(
+        [x509.NameAttribute(NameOID.COMMON_NAME, f"elastic-torch authority {secrets.token_hex(4)}")]
+    )
+    cert = (
+        _begun(name, key.public_key(), now, CA_DAYS)
+        .issuer_name(name)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    _make_folder(folder)
+    _write(folder / CA_FILE, _pem(cert), 0o644)
+    _write(folder / CA_KEY_FILE, _pem_key(key), 0o600)
+    return _sign(folder, wanted, sans, now)
+
+
+def issue(folder: Path, wanted: Wanted, now: datetime.datetime) -> Path:
+    """Sign a certificate with a new key; returns its folder. An older one of the name is replaced.
+
+    Raises:
+        UsageError: there is no authority in the folder, or a name or host is none.
+    """
+    return _sign(folder, wanted, _sans(wanted), now)
+
+
+def _sign(
+    folder: Path, wanted: Wanted, sans: list[x509.GeneralName], now: datetime.datetime
+) -> Path:
+    ca, ca_key = _authority(folder)
+    if not 0 < wanted.days <= DAYS_MAX:
+        raise ConfigError(f"--days {wanted.days:g}: expected more than 0, at most {DAYS_MAX}")
+    if now + datetime.timedelta(days=wanted.days) > ca.not_valid_after_utc:
+        raise UsageError(
+            f"--days {wanted.days:g} is past the end of the authority itself, "
+            f"{ca.not_valid_after_utc:%Y-%m-%d}; ask for fewer, or make a new authority"
+        )
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, wanted.name[:64])])
+    cert = (
+        _begun(subject, key.public_key(), now, wanted.days)
+        .issuer_name(ca.subject)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs=False), critical=True)
+        .add_extension(
+            x509.ExtendedKeyUsage(SERVER if wanted.role is Role.ALL else CLIENT), critical=False
+        )
+        .add_extension(x509.SubjectAlternativeName(sans), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
+        )
+        .sign(ca_key, hashes.SHA256())
+    )
+    target = folder / wanted.name
+    _make_folder(target)
+    # Who reads between these two finds a pair that does not match, and reads again.
+    _write(target / KEY_FILE, _pem_key(key), 0o600)
+    _write(target / CERT_FILE, _pem(cert), 0o644)
+    _write(target / CA_FILE, _pem(ca), 0o644)
+    return target
+
+
+def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    try:
+        ca = x509.load_pem_x509_certificate((folder / CA_FILE).read_bytes())
+        key = serialization.load_pem_private_key((folder / CA_KEY_FILE).read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"no authority in {folder} ({error}); make one with 'elastic-coord certs init {folder}'"
+        ) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
+        raise UsageError(
+            f"{folder / CA_KEY_FILE} is not the key of {folder / CA_FILE}: expected the two files "
+            f"that 'elastic-coord certs init' wrote together"
+        )
+    return ca, key
+
+
+def _sans(wanted: Wanted) -> list[x509.GeneralName]:
+    check_name("certificate", wanted.name)
+    if wanted.hosts and wanted.role is not Role.ALL:
+        raise UsageError(
+            f"--host {wanted.hosts[0]} for role {wanted.role.value}: only a coordinator (role "
+            f"{Role.ALL.value}) is connected to by name"
+        )
+    if not wanted.hosts and wanted.role is Role.ALL:
+        raise UsageError(
+            "a coordinator's certificate without --host: name every host name and address under "
+            "which agents and users reach it"
+        )
+    names: list[x509.GeneralName] = [
+        x509.UniformResourceIdentifier(caller_uri(wanted.role, wanted.name))
+    ]
+    for host in wanted.hosts:
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host.strip("[]"))))
+        except ValueError:
+            names.append(_dns_name(host))
+    return names
+
+
+def _dns_name(host: str) -> x509.DNSName:
+    bare = host.removeprefix("*.")
+    if not bare or not all(
+        part and part.isascii() and part.replace("-", "").replace("_", "").isalnum()
+        for part in bare.split(".")
+    ):
+        raise UsageError(f"--host {host!r}: expected a host name or an IP address, without a port")
+    return x509.DNSName(host)
+
+
+def _begun(
+    subject: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime.datetime, days: float
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCKS_DIFFER)
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _key_usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs, content_commitment=False, key_encipherment=False,
+        data_encipherment=False, key_agreement=False, key_cert_sign=signs, crl_sign=signs,
+        encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def _pem(cert: x509.Certificate) -> bytes:
+    return cert.public_bytes(serialization.Encoding.PEM)
+
+
+def _pem_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"folder {folder} cannot be made: {error}") from error
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    """Replace a file by one that nobody else could open meanwhile."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        draft.unlink(missing_ok=True)
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error}") from error

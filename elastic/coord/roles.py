@@ -1,0 +1,146 @@
+"""Who may call what: roles, callers, and one table with every method that a coordinator serves.
+
+Rule: a method that is not in the table is refused to everybody. Who is not told from the others
+(no lock at the door) is let in as anyone, with all rights: then nobody else reaches the address.
+"""
+
+from __future__ import annotations
+
+import re
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+
+from elastic.core.config import NAME_PATTERN
+from elastic.errors import NotPermitted
+
+
+class Role(Enum):
+    """What a token or certificate is for."""
+
+    NODE = "node"
+    """Be an agent: take workers, report about them."""
+    SUBMIT = "submit"
+    """Run code on all nodes, stop jobs, drain nodes; and all that READ may."""
+    READ = "read"
+    """Look."""
+    ALL = "all"
+    """Everything: the single token, the coordinator's own certificate."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Who may call one method.
+
+    Attributes:
+        roles: any of these; None for everybody, also without credentials.
+        audited: each call leaves a line in the audit log; it changes something.
+        general: tools that know nothing of us call it: it needs no protocol version, and is
+            answered by a coordinator that does not lead, too.
+    """
+
+    roles: frozenset[Role] | None
+    audited: bool = False
+    general: bool = False
+
+
+_NODES = Rule(frozenset({Role.NODE, Role.ALL}))
+_CHANGES = Rule(frozenset({Role.SUBMIT, Role.ALL}), audited=True)
+_READS = Rule(frozenset({Role.READ, Role.SUBMIT, Role.ALL}))
+_PROBES = Rule(None, general=True)
+_DESCRIBES = Rule(frozenset(Role), general=True)
+
+RULES: dict[str, Rule] = {
+    "/elastic.v1.Agents/Attach": _NODES,
+    "/elastic.v1.Jobs/Submit": _CHANGES,
+    "/elastic.v1.Jobs/Stop": _CHANGES,
+    "/elastic.v1.Jobs/Checkpoint": _CHANGES,
+    "/elastic.v1.Jobs/Get": _READS,
+    "/elastic.v1.Jobs/List": _READS,
+    "/elastic.v1.Jobs/Watch": _READS,
+    "/elastic.v1.Jobs/Logs": _READS,
+    "/elastic.v1.Cluster/Status": _READS,
+    "/elastic.v1.Cluster/Drain": _CHANGES,
+    # A probe holds no secret: it learns whether this coordinator answers, and nothing else.
+    "/grpc.health.v1.Health/Check": _PROBES,
+    "/grpc.health.v1.Health/List": _PROBES,
+    "/grpc.health.v1.Health/Watch": _PROBES,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _DESCRIBES,
+}
+"""Every method of every service that is registered; tests/unit/test_roles.py holds it."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who makes a call.
+
+    Attributes:
+        role: what it may do.
+        name: of the token or certificate, "" when nobody said.
+        how: "token", "certificate" or "open door".
+        token_id: of the token that must stay valid while the call lasts, "" for none.
+        is_bound: a node of another name is refused.
+    """
+
+    role: Role
+    name: str = ""
+    how: str = "open door"
+    token_id: str = ""
+    is_bound: bool = False
+
+    def __str__(self) -> str:
+        """Return "token n1 (node)"."""
+        name = f" {self.name}" if self.name else ""
+        return f"{self.how}{name} ({self.role.value})"
+
+    def check_may_call(self, method: str) -> None:
+        """Let a call pass, or refuse it.
+
+        Raises:
+            NotPermitted: this caller's role may not call it.
+        """
+        rule = RULES.get(method)
+        if rule is None:
+            raise NotPermitted(f"{method} is no method of this coordinator that anybody may call")
+        if rule.roles is None or self.role in rule.roles:
+            return
+        wanted = " or ".join(role.value for role in Role if role in rule.roles)
+        raise NotPermitted(
+            f"{self} may not call {method.rpartition('/')[2]}: that needs the role {wanted}; ask "
+            f"for a token ('elastic-coord tokens create --role ...') or a certificate "
+            f"('elastic-coord certs issue --role ...') of that role"
+        )
+
+    def check_may_attach(self, node_id: str) -> None:
+        """Let an agent in under its own name only.
+
+        Raises:
+            NotPermitted: its token or certificate was made out to another node.
+        """
+        if self.role is not Role.NODE or not self.is_bound or self.name == node_id:
+            return
+        raise NotPermitted(
+            f"{self} was made out to node {self.name} and cannot be used as node {node_id}: start "
+            f"the agent with --node-id {self.name}, or give it a {self.how} of its own"
+        )
+
+
+ANYONE = Caller(Role.ALL)
+
+CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
+"""Who makes the call that this task serves; set by the guard."""
+
+_URI = re.compile(rf"elastic://([a-z]+)/({NAME_PATTERN.pattern})")
+
+
+def caller_uri(role: Role, name: str) -> str:
+    """Return what a certificate carries among its names, such as elastic://node/gpu-01."""
+    return f"elastic://{role.value}/{name}"
+
+
+def caller_of_uri(uri: str) -> Caller | None:
+    """Return whom such a URI names, None if it is none of ours."""
+    match = _URI.fullmatch(uri)
+    if match is None or match[1] not in {role.value for role in Role}:
+        return None
+    return Caller(Role(match[1]), match[2], "certificate", is_bound=True)

@@ -1,0 +1,142 @@
+"""Limits of the door: how much one caller, and all of them together, may ask of a coordinator.
+
+Rule: agents are not counted among the users, so that no number of users keeps an agent out.
+Whoever reaches a limit is told which, and may try again; nobody waits for room.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from elastic.core.config import NS_PER_S
+from elastic.errors import Busy
+from elastic.runtime.clock import Clock
+from elastic.runtime.rpc import CONNECTIONS_MAX
+
+log = logging.getLogger(__name__)
+
+CALLERS_REMEMBERED = 4096
+OWN_FILES = 512
+"""Open files that the coordinator itself may need beside its connections."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much is too much.
+
+    Attributes:
+        agents_max: agents' streams at once.
+        streams_max: users' streams at once (watch, logs), of all callers together.
+        streams_per_caller_max: the same of one caller.
+        requests_max: users' requests that are being answered, of all callers together.
+        requests_per_caller_max: the same of one caller.
+        rate_per_s, burst: requests and streams that one caller may begin: on average, and at once.
+        request_s_max: until the message of a request has come.
+        stall_s_max: a reader that takes nothing this long loses its stream; it may open another.
+    """
+
+    agents_max: int = 12_000
+    streams_max: int = 2000
+    streams_per_caller_max: int = 500
+    requests_max: int = 1000
+    requests_per_caller_max: int = 250
+    rate_per_s: float = 500.0
+    burst: float = 2000.0
+    request_s_max: float = 10.0
+    stall_s_max: float = 60.0
+
+
+class Door:
+    """Counts who is inside."""
+
+    def __init__(self, limits: Limits, clock: Clock) -> None:
+        """Begin empty."""
+        self._limits = limits
+        self._clock = clock
+        self._inside: Counter[str] = Counter()
+        self._inside_of: Counter[tuple[str, str]] = Counter()
+        self._budgets: OrderedDict[str, tuple[float, int]] = OrderedDict()
+
+    @contextmanager
+    def agent(self) -> Iterator[None]:
+        """Let an agent's stream in for the length of a `with` block.
+
+        Raises:
+            Busy: there are too many.
+        """
+        with self._counted("agents", "", self._limits.agents_max, self._limits.agents_max):
+            yield
+
+    @contextmanager
+    def user(self, who: str, *, streams: bool) -> Iterator[None]:
+        """Let a user's call in for the length of a `with` block.
+
+        Args:
+            who: the caller, by name or host.
+            streams: it is a stream, not a request.
+
+        Raises:
+            Busy: there are too many, or they come too fast.
+        """
+        limits = self._limits
+        self._spend(who)
+        if streams:
+            most, each = limits.streams_max, limits.streams_per_caller_max
+        else:
+            most, each = limits.requests_max, limits.requests_per_caller_max
+        with self._counted("streams" if streams else "requests", who, most, each):
+            yield
+
+    @contextmanager
+    def _counted(self, kind: str, who: str, most: int, each: int) -> Iterator[None]:
+        if self._inside[kind] >= most:
+            raise Busy(f"this coordinator holds {most} {kind} at once, its limit; try again later")
+        if self._inside_of[kind, who] >= each:
+            raise Busy(f"{who} has {each} {kind} open at once, the limit of one caller; close some")
+        self._inside[kind] += 1
+        self._inside_of[kind, who] += 1
+        try:
+            yield
+        finally:
+            self._inside[kind] -= 1
+            self._inside_of[kind, who] -= 1
+            if not self._inside_of[kind, who]:
+                del self._inside_of[kind, who]
+
+    def _spend(self, who: str) -> None:
+        """Take one call from a caller's budget, which fills up with time."""
+        limits, now_ns = self._limits, self._clock.monotonic_ns()
+        left, since_ns = self._budgets.pop(who, (limits.burst, now_ns))
+        left = min(limits.burst, left + (now_ns - since_ns) / NS_PER_S * limits.rate_per_s)
+        self._budgets[who] = (max(0.0, left - 1.0), now_ns)
+        if len(self._budgets) > CALLERS_REMEMBERED:
+            self._budgets.popitem(last=False)
+        if left < 1.0:
+            raise Busy(
+                f"{who} asks more than {limits.rate_per_s:g} times a second, the limit of one "
+                f"caller; ask less often"
+            )
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as it may; returns the connections that leaves room for.
+
+    The usual limit of 1,024 would let a thousand idle connections keep the coordinator from
+    opening its own files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS_MAX + OWN_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    if soft == resource.RLIM_INFINITY or soft >= CONNECTIONS_MAX + OWN_FILES:
+        return CONNECTIONS_MAX
+    log.info("open_files_limited limit=%d connections=%d", soft, max(64, soft - OWN_FILES))
+    return max(64, soft - OWN_FILES)

@@ -1,0 +1,91 @@
+"""The coordinator's side of TLS: its certificate, and whose certificates it takes.
+
+Rule: the files are looked at for each new connection, and read when they changed; one that cannot
+be used leaves the certificate as it was, and is said in the log. Connections that stand stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import grpc
+
+from elastic.errors import ConfigError
+from elastic.runtime.access import TlsFiles, TlsTexts
+
+log = logging.getLogger(__name__)
+
+
+class ServerTls:
+    """Certificates that are replaced while the server runs."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Read the files.
+
+        Raises:
+            ConfigError: one of them is no good, or there is no certificate to serve with.
+        """
+        if files.cert is None:
+            raise ConfigError(
+                "a coordinator with TLS needs a certificate: pass --tls-cert and --tls-key, or as "
+                "--tls-dir the folder that 'elastic-coord certs init' wrote"
+            )
+        self._files = files
+        self._seen = self._signature()
+        self._texts = files.read()
+        self._complaint = ""
+
+    @property
+    def asks_certificate(self) -> bool:
+        """Return whether clients must show a certificate of the authority."""
+        return self._files.ca is not None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return what a server's port is opened with."""
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._texts),
+            self._renewed,  # type: ignore[arg-type]  # None is "no change", says gRPC.
+            self.asks_certificate,
+        )
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return the new certificate if there is one; called by gRPC, in a thread of its own."""
+        seen = self._signature()
+        if seen == self._seen:
+            return None
+        try:
+            texts = self._files.read()
+        except ConfigError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                log.error("certificate_unusable error=%r", str(error))
+            return None
+        self._complaint, self._seen = "", seen
+        if texts == self._texts:
+            return None
+        self._texts = texts
+        log.info("certificate_renewed path=%s", self._files.cert)
+        return _configuration(texts)
+
+    def _signature(self) -> tuple[object, ...]:
+        return tuple(
+            _signature(path) for path in (self._files.cert, self._files.key, self._files.ca)
+        )
+
+
+def _configuration(texts: TlsTexts) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(texts.key, texts.cert)], root_certificates=texts.ca or None
+    )
+
+
+def _signature(path: Path | None) -> object:
+    """Return what differs when a file was replaced; a link of Kubernetes is followed."""
+    if path is None:
+        return None
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size

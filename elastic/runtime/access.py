@@ -1,0 +1,247 @@
+"""What a process shows to a coordinator, and how it knows the coordinator: a token, certificates.
+
+Rule: secrets come from files and are read again for each connection, so that a token or a
+certificate that was replaced is used without a restart. Nothing here is ever logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from elastic.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    import grpc
+
+log = logging.getLogger(__name__)
+
+CA_FILE = "ca.crt"
+CERT_FILE = "tls.crt"
+KEY_FILE = "tls.key"
+"""Names in a folder of `--tls-dir`; those of a Kubernetes secret for TLS."""
+FILE_BYTES_MAX = 64 * 1024
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class TlsTexts:
+    """What the files held at one moment, PEM; b"" for a file that was not named."""
+
+    cert: bytes
+    key: bytes
+    ca: bytes
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """Where certificates are.
+
+    Attributes:
+        cert, key: of this process, both or neither; None on a client that shows a token instead.
+        ca: who signs the other side. A client always has one. A server that has one asks each
+            client for a certificate of it; one that has none only proves who it is.
+    """
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse half of a pair."""
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError(
+                f"TLS certificate {self.cert} with key {self.key}: pass both, --tls-cert and "
+                f"--tls-key, or a folder with both as --tls-dir"
+            )
+
+    def read(self) -> TlsTexts:
+        """Return what the files hold now.
+
+        Raises:
+            ConfigError: a file is missing, is not PEM, or key and certificate do not belong
+                together (they are being replaced at this moment, or were mixed up).
+        """
+        texts = self._read_once()
+        if self.cert is not None and self.key is not None:
+            _check_pair(self.cert, self.key)
+        if self.ca is not None:
+            _check_ca(self.ca)
+        if texts != self._read_once():
+            raise ConfigError(f"TLS files {self.cert} and {self.key} are being replaced right now")
+        return texts
+
+    def _read_once(self) -> TlsTexts:
+        return TlsTexts(*(_pem(path) for path in (self.cert, self.key, self.ca)))
+
+
+@dataclass(frozen=True)
+class Access:
+    """All that a client needs to be let in.
+
+    Attributes:
+        token: join token, "" for none.
+        token_file: where the token is, read again for each connection; wins over `token`.
+        tls: certificates, None for connections in the clear.
+    """
+
+    token: str = field(default="", repr=False)
+    token_file: Path | None = None
+    tls: TlsFiles | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse certificates that do not say whom to trust."""
+        if self.tls is not None and self.tls.ca is None:
+            raise ConfigError(
+                "TLS without --tls-ca: whoever connects must know who signed the coordinator's "
+                "certificate; pass the ca.crt that 'elastic-coord certs init' wrote"
+            )
+
+    def current_token(self) -> str:
+        """Return the token as it stands now.
+
+        Raises:
+            UsageError: its file is no good.
+        """
+        return read_token_file(self.token_file) if self.token_file is not None else self.token
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """Return what a channel is made with, None for one in the clear; reads the files anew.
+
+        Raises:
+            ConfigError: a file is no good.
+        """
+        if self.tls is None:
+            return None
+        import grpc
+
+        texts = self.tls.read()
+        return grpc.ssl_channel_credentials(
+            root_certificates=texts.ca,
+            private_key=texts.key or None,
+            certificate_chain=texts.cert or None,
+        )
+
+
+def as_access(access: Access | str) -> Access:
+    """Return an access; a string is a bare token."""
+    return Access(access) if isinstance(access, str) else access
+
+
+def find_access(
+    token_file: str = "", *, folder: str = "", cert: str = "", key: str = "", ca: str = ""
+) -> Access:
+    """Return the access that flags name, after a look at every file; "" is a flag not given.
+
+    Args:
+        token_file: holds the join token.
+        folder: holds ca.crt, and tls.crt and tls.key if this process has a certificate.
+        cert: certificate, instead of the folder's tls.crt.
+        key: of the certificate, instead of the folder's tls.key.
+        ca: who signed the other side's certificate, instead of the folder's ca.crt.
+
+    Raises:
+        UsageError: a file is no good.
+    """
+    tls = find_tls(folder, cert=cert, key=key, ca=ca)
+    access = Access(token_file=Path(token_file).absolute() if token_file else None, tls=tls)
+    access.current_token()
+    if tls is not None:
+        tls.read()
+    return access
+
+
+def find_tls(folder: str = "", *, cert: str = "", key: str = "", ca: str = "") -> TlsFiles | None:
+    """Return the TLS files that flags name, None if no flag was given; see `find_access`."""
+    if not (folder or cert or key or ca):
+        return None
+    root = Path(folder).absolute()
+
+    def path(given: str, name: str) -> Path | None:
+        if given:
+            return Path(given).absolute()
+        return root / name if folder and (name == CA_FILE or _is_there(root)) else None
+
+    return TlsFiles(path(cert, CERT_FILE), path(key, KEY_FILE), path(ca, CA_FILE))
+
+
+def _is_there(root: Path) -> bool:
+    """Return whether a folder holds a certificate, or half of one: that is said later."""
+    return (root / CERT_FILE).exists() or (root / KEY_FILE).exists()
+
+
+def read_token_file(path: str | Path) -> str:
+    """Return the join token that a file holds, without the space around it.
+
+    Raises:
+        UsageError: the file cannot be read, is empty, or holds what no header can carry.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            token = file.read(FILE_BYTES_MAX).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"token file {path}: {error}; expected a readable text file") from error
+    if not token:
+        raise UsageError(f"token file {path} is empty; write a long random word into it")
+    if not token.isascii() or not token.isprintable() or any(c.isspace() for c in token):
+        raise UsageError(
+            f"token file {path}: expected one word of printable ASCII characters, nothing else"
+        )
+    warn_if_open(path)
+    return token
+
+
+_warned: set[str] = set()
+
+
+def warn_if_open(path: str | Path) -> None:
+    """Say once per process that others may read a secret."""
+    try:
+        mode = stat.S_IMODE(Path(path).stat().st_mode)
+    except OSError:
+        return
+    if mode & 0o077 and str(path) not in _warned:
+        _warned.add(str(path))
+        log.warning("secret_file_open path=%s mode=%04o advice=%r", path, mode, f"chmod 600 {path}")
+
+
+def _pem(path: Path | None) -> bytes:
+    if path is None:
+        return b""
+    try:
+        with path.open("rb") as file:
+            text = file.read(FILE_BYTES_MAX)
+    except OSError as error:
+        raise ConfigError(
+            f"TLS file {path}: {error.strerror}; expected what 'elastic-coord certs' wrote"
+        ) from error
+    if b"-----BEGIN " not in text:
+        raise ConfigError(f"TLS file {path}: expected PEM text, -----BEGIN ...")
+    return text
+
+
+def _check_pair(cert: Path, key: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        # Without this, OpenSSL asks the terminal for the password of an encrypted key.
+        context.load_cert_chain(cert, key, password=lambda: b"")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"TLS certificate {cert} with key {key}: {error}; expected a certificate and its own "
+            f"key, unencrypted"
+        ) from error
+    warn_if_open(key)
+
+
+def _check_ca(ca: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(ca)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"TLS authority {ca}: {error}; expected a certificate") from error
