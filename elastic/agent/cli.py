@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ from elastic.agent.devices import (
 )
 from elastic.agent.driver import AgentDriver, AgentSettings
 from elastic.agent.node_lock import hold_node
+from elastic.agent.notices.choosing import choose_sources
+from elastic.agent.notices.source import Notice, Source, time_left_s
+from elastic.agent.notices.watching import watch_all
 from elastic.agent.processes import ZYGOTE_COMMAND, Launch
 from elastic.core.config import AgentConfig, check_name
 from elastic.core.events.agent import ExitAgent
@@ -75,6 +79,8 @@ class Flags:
     tls_key: str
     tls_ca: str
     drain_timeout: float
+    notices: str
+    notice_file: str
     log_dir: str
     run_dir: str
     event_log: str
@@ -160,6 +166,20 @@ class Flags:
     "--drain-timeout", default=30.0, metavar="SECONDS", help="Time to leave after SIGTERM."
 )
 @click.option(
+    "--notices",
+    default="auto",
+    metavar="NAME,...",
+    help="Who may say that this machine is to be taken: aws, aws-rebalance, gcp, azure, slurm, "
+    "file:PATH, kubernetes:PATH; auto: what is found; or none.",
+)
+@click.option(
+    "--notice-file",
+    default="",
+    show_default=False,
+    metavar="PATH",
+    help="The same as file:PATH: when it appears, the node leaves.",
+)
+@click.option(
     "--log-dir",
     default="",
     show_default=False,
@@ -227,7 +247,7 @@ def run_agent(flags: Flags, env: Mapping[str, str]) -> int:
     with hold_node(choose_run_dir(flags), node.node_id, clock.unix_ns()) as incarnation:
         node = dataclasses.replace(node, incarnation=incarnation)
         settings = dataclasses.replace(settings, node=node)
-        ended = asyncio.run(live(settings, clock, flags.tether_fd))
+        ended = asyncio.run(live(settings, clock, flags.tether_fd, read_sources(flags, env)))
     log.info("agent_ended code=%d reason=%s", ended.code, quoted(ended.reason))
     return ended.code
 
@@ -287,6 +307,18 @@ def read_settings(flags: Flags, env: Mapping[str, str]) -> AgentSettings:
     )
 
 
+def read_sources(flags: Flags, env: Mapping[str, str]) -> tuple[Source, ...]:
+    """Return who may say that this machine is to be taken.
+
+    Raises:
+        ConfigError: --notices names something unknown.
+    """
+    text = ",".join([flags.notices, *([f"file:{flags.notice_file}"] if flags.notice_file else [])])
+    if flags.notices == "none" and flags.notice_file:
+        text = f"file:{flags.notice_file}"
+    return choose_sources(text, env)
+
+
 def worker_env(env: Mapping[str, str], devices: Devices, num_slots: int) -> dict[str, str]:
     """Return the environment that spares start with; what the user set stays as it is.
 
@@ -300,15 +332,34 @@ def worker_env(env: Mapping[str, str], devices: Devices, num_slots: int) -> dict
     return {**added, **env}
 
 
-async def live(settings: AgentSettings, clock: Clock, tether_fd: int) -> ExitAgent:
-    """Run the driver under the signals that drain it."""
+async def live(
+    settings: AgentSettings, clock: Clock, tether_fd: int, sources: tuple[Source, ...] = ()
+) -> ExitAgent:
+    """Run the driver under the signals and notices that drain it."""
     stopping = Stopping(settings.config.drain_timeout_s)
+    failure: ElasticError | None = None
     loop = asyncio.get_running_loop()
     if tether_fd >= 0:
         # Nobody writes to it: it becomes readable when the process at the other end is gone.
         loop.add_reader(tether_fd, stopping.on_cut, tether_fd)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.on_signal, number.name)
+    async with anyio.create_task_group() as watching:
+        watching.start_soon(watch_all, sources, stopping.on_notice)
+        try:
+            ended = await drive(settings, clock, stopping, notices=[each.name for each in sources])
+        except ElasticError as error:
+            failure = error  # Not out of the task group, which would wrap it.
+        watching.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return ended
+
+
+async def drive(
+    settings: AgentSettings, clock: Clock, stopping: Stopping, *, notices: list[str]
+) -> ExitAgent:
+    """Run the driver to its end, once this host's address is known."""
     host = settings.node.host or await find_host(settings.endpoints, stopping)
     if not host:
         return ExitAgent(EXIT_DRAINED, "told to leave before the first connection")
@@ -316,16 +367,20 @@ async def live(settings: AgentSettings, clock: Clock, tether_fd: int) -> ExitAge
     settings = dataclasses.replace(settings, node=node)
     driver = AgentDriver(settings, clock=clock, draws=random.Random())
     log.info(
-        "agent_started node=%s incarnation=%d host=%s workers=%d coord=%s logs=%s",
+        "agent_started node=%s incarnation=%d host=%s workers=%d coord=%s logs=%s notices=%s",
         node.node_id, node.incarnation, host, node.num_slots, ",".join(settings.endpoints),
-        settings.log_dir,
+        settings.log_dir, ",".join(notices) or "none",
     )  # fmt: skip
     stopping.attach(driver)
     return await driver.run()
 
 
 class Stopping:
-    """Signals that ask the agent to leave: the first within the drain timeout, the next at once."""
+    """What asks the agent to leave: a notice in its own time, a signal within the drain timeout.
+
+    A second signal ends it at once. A notice is none: a cloud sends its signal after it, and that
+    one must not cut short what the notice has begun.
+    """
 
     def __init__(self, drain_timeout_s: float) -> None:
         """Begin with none."""
@@ -346,13 +401,22 @@ class Stopping:
         self.came.set()
         self.on_signal("the tether was cut")
 
+    def on_notice(self, notice: Notice) -> None:
+        """Take a notice; runs on the event loop."""
+        left_s = time_left_s(notice, now_unix_s=time.time(), default_s=self._timeout_s)
+        self._leave(notice.reason, left_s)
+
     def on_signal(self, name: str) -> None:
         """Take a signal; runs on the event loop."""
         timeout_s = 0.0 if self.came.is_set() else self._timeout_s
         self.came.set()
-        self._asked = (name, timeout_s)
+        self._leave(name, timeout_s)
+
+    def _leave(self, reason: str, timeout_s: float) -> None:
         if self._driver is not None:
-            self._driver.drain(*self._asked)
+            self._driver.drain(reason, timeout_s)
+        elif self._asked is None or timeout_s < self._asked[1]:
+            self._asked = (reason, timeout_s)
 
 
 async def find_host(endpoints: tuple[str, ...], stopping: Stopping) -> str:

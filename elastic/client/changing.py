@@ -88,6 +88,10 @@ timeout_option = click.option(
     "--max-failures", default=0, help="How often the script may fail; -1 for ever. Lost nodes, "
     "kills and drains do not count.",
 )  # fmt: skip
+@click.option(
+    "--max-preemptions", default=-1, type=click.IntRange(min=-1), help="How many nodes may be "
+    "taken by notices and drains before the job fails; -1 for ever.",
+)  # fmt: skip
 @click.option("--num-to-keep", default=-1, help="Checkpoints that are kept; -1 for all.")
 @click.option(
     "--storage-path", default="~/elastic_results", metavar="PATH|URL",

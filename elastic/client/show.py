@@ -82,6 +82,7 @@ def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
         "max_workers": spec.max_workers,
         "failures": record.failures,
         "losses": record.losses,
+        "preemptions": record.preemptions,
         "checkpoints": len(record.checkpoints),
         "latest_checkpoint": record.checkpoints[-1].path if record.checkpoints else "",
         "run_path": spec.run_path,
@@ -185,6 +186,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
             "failures",
             f"{record.failures}, max_failures={spec.max_failures}" if record.failures else "",
         ),
+        ("preempted", _preempted(view)),
         ("lost", f"{record.losses} workers in a row" if record.losses else ""),
     ]
     for name, text in facts:
@@ -217,6 +219,15 @@ def failure_text(view: JobView) -> str:
     story = record.failure.traceback.rstrip()
     said = story or f"{record.failure.error_type}: {record.failure.message}"
     return f"{where}:\n{said}" if where else said
+
+
+def _preempted(view: JobView) -> str:
+    """Return how many nodes were taken by announced drains, and how many may be."""
+    taken, limit = view.record.preemptions, view.record.spec.preemption_limit
+    if not taken:
+        return ""
+    text = f"{taken} node{'s' if taken > 1 else ''} by announced drains"
+    return f"{text}, max_preemptions={limit - 1}" if limit else text
 
 
 def _bounds(view: JobView) -> str:

@@ -42,6 +42,7 @@ class Options:
     backend: str
     hang_timeout: float
     max_failures: int
+    max_preemptions: int = -1
     num_to_keep: int
     storage_path: str
     env: dict[str, str]
@@ -78,6 +79,7 @@ def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
         backend=options.backend,
         hang_timeout_s=options.hang_timeout,
         max_failures=options.max_failures,
+        preemption_limit=options.max_preemptions + 1,
         num_to_keep=options.num_to_keep,
         run_path=run_path_of(options.storage_path, name),
     )

@@ -62,6 +62,8 @@ class JobSpec:
             reduction, is killed; 0 for never. Longer than anything that one rank does alone while
             the others train on (an evaluation, a checkpoint written by hand).
         max_failures: how often user code may raise before the job fails; -1 for ever.
+        preemption_limit: the job fails once so many nodes were taken from its groups by announced
+            drains (a notice of the cloud, SIGTERM, an operator); 0 for never.
         run_path: the run directory, storage_path/name, as an fsspec path.
         project: label for accounting, free text.
         num_to_keep: checkpoints that are kept; -1 for all.
@@ -84,6 +86,7 @@ class JobSpec:
     collective_timeout_s: float = 1800.0
     hang_timeout_s: float = 30.0
     max_failures: int = 0
+    preemption_limit: int = 0
     run_path: str = ""
     project: str = ""
     num_to_keep: int = -1
@@ -122,6 +125,11 @@ class JobSpec:
         if self.max_failures < -1:
             raise ConfigError(
                 f"job {self.name}: max_failures={self.max_failures}: expected -1 (for ever) or more"
+            )
+        if self.preemption_limit < 0:
+            raise ConfigError(
+                f"job {self.name}: preemption_limit={self.preemption_limit}: expected 0 (none) or "
+                f"more"
             )
         if self.num_to_keep != -1 and self.num_to_keep < 1:
             raise ConfigError(

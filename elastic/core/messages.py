@@ -14,6 +14,7 @@ from elastic.core.world import (
     Assignment,
     Generation,
     JobId,
+    LeavingNode,
     Node,
     WorkerId,
     WorkerReport,
@@ -234,6 +235,24 @@ class SaveState:
 
 
 @dataclass(frozen=True)
+class Preemption:
+    """Nodes of your group were told to leave; told to every member, and again when it changes.
+
+    Attributes:
+        generation: of the group; another one is told anew, if nodes of it are still to leave.
+        timeout_ns: until the first of them is gone, from the moment of sending.
+        reason: of that one.
+        nodes: which they are, by id.
+    """
+
+    worker_id: WorkerId
+    generation: Generation
+    timeout_ns: int
+    reason: str
+    nodes: tuple[LeavingNode, ...]
+
+
+@dataclass(frozen=True)
 class ReportAck:
     """The report was taken (a checkpoint in it is durable), or refused for the reason given."""
 
@@ -296,6 +315,7 @@ CoordinatorMessage = (
     | Probe
     | DumpStacks
     | SaveState
+    | Preemption
 )
 
 
@@ -339,7 +359,7 @@ class Ping:
     number: int
 
 
-PipeToWorker = Assign | Announce | LeaveGroup | ReportAck | Stop | Ping | SaveState
+PipeToWorker = Assign | Announce | LeaveGroup | ReportAck | Stop | Ping | SaveState | Preemption
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,18 @@ class Group:
 
 
 @dataclass(frozen=True)
+class LeavingNode:
+    """A node that was told to leave, and the ranks of a group that go with it.
+
+    Attributes:
+        ranks: sorted; of the group whose members are told of it.
+    """
+
+    node_id: NodeId
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Assignment:
     """What one worker must know to join a group; its size does not grow with the group.
 

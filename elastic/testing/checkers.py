@@ -49,6 +49,7 @@ class Checkers:
     recorded: dict[tuple[JobId, str, Generation], None] = field(default_factory=dict)
     ended: dict[JobId, str] = field(default_factory=dict)
     returned: dict[tuple[JobId, Generation, int], None] = field(default_factory=dict)
+    preempted: dict[WorkerId, str] = field(default_factory=dict)
     steps: int = 0
     groups: int = 0
 
@@ -179,6 +180,10 @@ class Checkers:
     def train_returned(self, job_id: JobId, generation: Generation, rank: int) -> None:
         """A train function returned in a living process."""
         self.returned[job_id, generation, rank] = None
+
+    def told_of_preemption(self, worker_id: WorkerId, reason: str) -> None:
+        """A worker learned that nodes of its group leave."""
+        self.preempted[worker_id] = reason
 
     # ------------------------------------------------------------ accusations
 

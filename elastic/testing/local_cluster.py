@@ -142,6 +142,7 @@ class LocalCluster:
         self.agents[name] = self._spawn(
             name, "elastic.agent.cli", "--coord", self.address, "--node-id", name,
             "--workers", str(self.workers_per_node), "--spares", str(self.spares),
+            "--notices", "none",
             "--run-dir", str(self.directory / "run"), "--log-dir", str(self.directory / "logs"),
             *self._token_flags(), *args,
         )  # fmt: skip

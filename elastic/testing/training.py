@@ -28,6 +28,7 @@ from elastic.core.events.worker import (
     Started,
     StateSaved,
     StoreOpened,
+    TellPreemption,
     TrainLeft,
     TrainRaised,
     TrainReturned,
@@ -421,6 +422,8 @@ class SimProcess:
             self.wish = effect.generation
         elif isinstance(effect, WishSave):
             self.save_wish = effect
+        elif isinstance(effect, TellPreemption):
+            self.plane.checkers.told_of_preemption(self.worker_id, effect.reason)
         elif isinstance(effect, ExitWorker):
             self.die(ExitCause(ExitKind.CODE, effect.code))
         else:

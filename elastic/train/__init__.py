@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ScalingConfig,
     )
     from elastic.train.loop import epochs, get_logged, log, register, stepped
+    from elastic.train.preemption import PreemptionInfo, get_preemption_info
     from elastic.train.result import Result
     from elastic.train.session import (
         CheckpointUploadMode,
@@ -34,6 +35,7 @@ _HOME = {
     "CheckpointConfig": "config",
     "CheckpointUploadMode": "session",
     "FailureConfig": "config",
+    "PreemptionInfo": "preemption",
     "ReportedCheckpoint": "checkpoint",
     "Result": "result",
     "RunConfig": "config",
@@ -42,6 +44,7 @@ _HOME = {
     "get_all_reported_checkpoints": "session",
     "get_checkpoint": "session",
     "get_context": "session",
+    "get_preemption_info": "preemption",
     "epochs": "loop",
     "get_logged": "loop",
     "is_driver": "session",
@@ -57,6 +60,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointUploadMode",
     "FailureConfig",
+    "PreemptionInfo",
     "ReportedCheckpoint",
     "Result",
     "RunConfig",
@@ -67,6 +71,7 @@ __all__ = [
     "get_checkpoint",
     "get_context",
     "get_logged",
+    "get_preemption_info",
     "is_driver",
     "log",
     "register",

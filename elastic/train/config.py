@@ -103,6 +103,9 @@ class FailureConfig:
     Attributes:
         max_failures: how often user code may raise or crash before the run fails; -1 for ever.
             Lost machines, kills and drains are not charged to it (in Ray they are).
+        max_preemptions: how many nodes may be taken from the run by announced drains (notices of
+            the cloud, SIGTERM, `elastic drain`) before it fails; -1 for ever. A budget of its own:
+            what happens on a node that was to leave is charged to nothing else.
         recovery: how a worker that lives comes into the next group. "auto": the gentlest way
             that its code allows. "in_place": only under a loop over `train.epochs()`, which goes
             on; the run fails where that cannot be. "reenter": the train function is called again
@@ -114,12 +117,18 @@ class FailureConfig:
     max_failures: int = 0
     recovery: str = "auto"
     hang_timeout_s: float = 30.0
+    max_preemptions: int = -1
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         if not isinstance(self.max_failures, int) or self.max_failures < -1:
             raise ConfigError(
                 f"FailureConfig: max_failures={self.max_failures!r}: expected an int, "
+                f"-1 (for ever) or more"
+            )
+        if not isinstance(self.max_preemptions, int) or self.max_preemptions < -1:
+            raise ConfigError(
+                f"FailureConfig: max_preemptions={self.max_preemptions!r}: expected an int, "
                 f"-1 (for ever) or more"
             )
         if not 0 <= self.hang_timeout_s < float("inf"):

@@ -415,6 +415,7 @@ class TorchTrainer:
             backend=torch_config.backend or "auto",
             collective_timeout_s=torch_config.timeout_s,
             max_failures=self.run_config.failure_config.max_failures,
+            preemption_limit=self.run_config.failure_config.max_preemptions + 1,
             hang_timeout_s=self.run_config.failure_config.hang_timeout_s,
             run_path=self._run_path(name),
             num_to_keep=checkpoints.num_to_keep or -1,

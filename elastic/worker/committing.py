@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic.core.events.worker import UserReported, WorkerEvent
+from elastic.core.events.worker import TellPreemption, UserReported, WorkerEvent
 from elastic.core.messages import Progress
 from elastic.core.world import Generation, JobId
 from elastic.errors import StorageError
@@ -43,6 +43,10 @@ class Link(Protocol):
 
     def save_wish(self, generation: Generation) -> int:
         """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
+        ...
+
+    def preemption(self, generation: Generation, now_ns: int) -> TellPreemption | None:
+        """Return what is known of nodes that leave this generation's group, None if none do."""
         ...
 
     def expect_answer(self, generation: Generation, index: int) -> Answer:

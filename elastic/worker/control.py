@@ -30,6 +30,7 @@ from elastic.core.events.worker import (
     SendPipe,
     Setup,
     Started,
+    TellPreemption,
     WishBoundary,
     WishSave,
     WorkerEffect,
@@ -159,6 +160,8 @@ class ControlThread:
             self._exchange.set_wish(effect)
         elif isinstance(effect, WishSave):
             self._exchange.set_save_wish(effect)
+        elif isinstance(effect, TellPreemption):
+            self._exchange.set_preemption(effect)
         elif isinstance(effect, ResolveReport):
             self._exchange.resolve(effect)
         elif isinstance(effect, ExitWorker):

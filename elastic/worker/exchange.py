@@ -16,6 +16,7 @@ from elastic.core.events.worker import (
     FormGroup,
     ResolveReport,
     Setup,
+    TellPreemption,
     WishBoundary,
     WishSave,
     WorkerEvent,
@@ -65,6 +66,8 @@ class Exchange:
         self._lock = threading.Lock()
         self._wish: WishBoundary | None = None
         self._save_wish: WishSave | None = None
+        self._preemption: TellPreemption | None = None
+        self._is_preemption_seen = False
         self._aborted: Generation = NO_GENERATION
         self._answers: dict[tuple[Generation, int], Answer] = {}
 
@@ -124,6 +127,28 @@ class Exchange:
         """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
         wish = self._save_wish
         return wish.request if wish is not None and wish.generation == generation else 0
+
+    def set_preemption(self, told: TellPreemption) -> None:
+        """Let user code know of nodes that leave the group."""
+        with self._lock:
+            self._preemption, self._is_preemption_seen = told, False
+
+    def preemption(self, generation: Generation, now_ns: int) -> TellPreemption | None:
+        """Return what is known of nodes that leave this generation's group, None if none do.
+
+        A group that can do without them has often left them behind before user code asks: what
+        nobody has seen yet is told once in the next group too, unless its time is over.
+        """
+        with self._lock:
+            told = self._preemption
+            if told is None or generation < told.generation:
+                return None
+            is_old = self._is_preemption_seen or now_ns >= told.deadline_ns
+            if generation > told.generation and is_old:
+                self._preemption = None
+                return None
+            self._is_preemption_seen = True
+            return told
 
     def set_aborted(self, generation: Generation) -> None:
         """Remember that this group is over, before it is aborted."""

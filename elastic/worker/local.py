@@ -165,6 +165,10 @@ class NoCoordinator:
         """Return 0: nobody asks."""
         return 0
 
+    def preemption(self, generation: Generation, now_ns: int) -> None:
+        """Return None: nobody tells."""
+        del generation, now_ns
+
     def expect_answer(self, generation: Generation, index: int) -> Answer:
         """Return consent."""
         answer = Answer(accepted=True)

@@ -23,6 +23,7 @@ from elastic.core.messages import (
     DumpStacks,
     ForgetWorker,
     LeaveGroup,
+    Preemption,
     Probe,
     Refusal,
     Release,
@@ -83,6 +84,13 @@ def message_line(message: CoordinatorMessage) -> str:
         )
     if isinstance(message, SaveState):
         return f"save {message.worker_id} g{message.generation}: wish {message.request}"
+    if isinstance(message, Preemption):
+        left = " ".join(f"{node.node_id} (ranks {list(node.ranks)})" for node in message.nodes)
+        within = f"{message.timeout_ns / NS_PER_S:g}s"
+        return (
+            f"preemption {message.worker_id} g{message.generation} within {within}: {left}, "
+            f"{message.reason}"
+        )
     if isinstance(message, LeaveGroup):
         when = "at a boundary" if message.at_boundary else "at once"
         return f"leave {message.worker_id} g{message.generation} {when}: {message.reason}"

@@ -5,9 +5,15 @@ from __future__ import annotations
 import select
 import threading
 
-from elastic.core.events.worker import GroupFormed, ResolveReport, WishBoundary, WishSave
+from elastic.core.events.worker import (
+    GroupFormed,
+    ResolveReport,
+    TellPreemption,
+    WishBoundary,
+    WishSave,
+)
 from elastic.core.messages import Progress
-from elastic.core.world import WorkerId
+from elastic.core.world import LeavingNode, NodeId, WorkerId
 from elastic.worker.exchange import Exchange
 from elastic.worker.progress import INTERVAL_NS, StepCounter
 
@@ -89,3 +95,24 @@ def test_the_first_step_is_told_at_once_and_others_once_a_second() -> None:
     counter.note()
     assert [progress.steps for progress in told] == [1, 12]
     assert {progress.first_step_unix_ns for progress in told} == {1_005}
+
+
+def told(generation: int, deadline_ns: int = 100) -> TellPreemption:
+    return TellPreemption(generation, deadline_ns, "spot", (LeavingNode(NodeId("n2"), (1,)),))
+
+
+def test_nodes_that_leave_are_told_for_as_long_as_their_group_stands() -> None:
+    exchange = Exchange()
+    assert exchange.preemption(2, 0) is None
+    exchange.set_preemption(told(2))
+    assert exchange.preemption(1, 0) is None, "an older group knows nothing of it"
+    assert [exchange.preemption(2, now) for now in (0, 500)] == [told(2), told(2)]
+    assert exchange.preemption(3, 0) is None, "it has been seen, and that group is over"
+
+
+def test_what_nobody_has_seen_is_told_once_in_the_next_group() -> None:
+    exchange = Exchange()
+    exchange.set_preemption(told(2))
+    assert [exchange.preemption(3, 0) for _ in range(2)] == [told(2), None]
+    exchange.set_preemption(told(4))
+    assert exchange.preemption(5, 100) is None, "its time is over"

@@ -33,6 +33,7 @@ class JobRecord:
         generation: of the newest group; never falls, also when there is no group now.
         failures: how often user code raised so far.
         losses: how many workers were lost in a row without a healthy period.
+        preemptions: how many nodes an announced drain took from its groups so far.
         checkpoints: recorded and kept, oldest first.
         reason: why it waits, or how it ended.
         failure, failed_worker: the first failure of the last attempt, shown once and last.
@@ -47,6 +48,7 @@ class JobRecord:
     group: Group | None = None
     failures: int = 0
     losses: int = 0
+    preemptions: int = 0
     checkpoints: tuple[CheckpointRecord, ...] = ()
     reason: str = ""
     failure: Failure | None = None

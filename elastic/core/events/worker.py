@@ -14,6 +14,7 @@ from elastic.core.world import (
     Assignment,
     Failure,
     Generation,
+    LeavingNode,
 )
 
 
@@ -246,6 +247,22 @@ class WishSave:
 
 
 @dataclass(frozen=True)
+class TellPreemption:
+    """Let user code know that nodes of this generation's group are to leave; answered by nothing.
+
+    Attributes:
+        deadline_ns: when the first of them is gone, on this machine's monotonic clock.
+        reason: of that one.
+        nodes: which they are, with the ranks that go with them.
+    """
+
+    generation: Generation
+    deadline_ns: int
+    reason: str
+    nodes: tuple[LeavingNode, ...]
+
+
+@dataclass(frozen=True)
 class ResolveReport:
     """Tell the waiting `train.report` call whether its checkpoint was recorded."""
 
@@ -272,6 +289,7 @@ WorkerEffect = (
     | InterruptTrain
     | WishBoundary
     | WishSave
+    | TellPreemption
     | ResolveReport
     | ExitWorker
     | Note

@@ -19,6 +19,7 @@ from elastic.core.messages import (
     DumpStacks,
     ForgetWorker,
     LeaveGroup,
+    Preemption,
     Probe,
     ProbeAck,
     Refusal,
@@ -62,7 +63,7 @@ def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
             books.workers.forget(worker)
     elif isinstance(message, Announce):
         _forward(books, message.assignment.worker_id, message)
-    elif isinstance(message, (LeaveGroup, SaveState)):
+    elif isinstance(message, (LeaveGroup, SaveState, Preemption)):
         _forward(books, message.worker_id, message)
     elif isinstance(message, ReportAck):
         books.reports.ack(message)
@@ -123,7 +124,9 @@ def _stop(books: AgentBooks, message: StopWorker) -> None:
 
 
 def _forward(
-    books: AgentBooks, worker_id: WorkerId, message: Announce | LeaveGroup | ReportAck | SaveState
+    books: AgentBooks,
+    worker_id: WorkerId,
+    message: Announce | LeaveGroup | ReportAck | SaveState | Preemption,
 ) -> None:
     """Pass on what is meant for one worker; one without a process hears it later."""
     worker = books.workers.get(worker_id)

@@ -19,7 +19,13 @@ from elastic.core.events.coordinator import (
 from elastic.core.machine import reports, suspicion
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
-from elastic.core.machine.settle import announcement, end_job, remind_of_save, tell
+from elastic.core.machine.settle import (
+    announcement,
+    end_job,
+    remind_of_leavers,
+    remind_of_save,
+    tell,
+)
 from elastic.core.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -125,6 +131,7 @@ def _enter(cluster: Cluster, event: AgentConnected) -> NodeState:
     elif not state.unconfirmed and state.node.incarnation != node.incarnation:
         lose_node_workers(cluster, state, "its agent was started anew")
         state.draining, state.released, state.leave_by_ns = False, False, None
+        state.announced = ""
     if state.session is not None:
         cluster.do(CloseSession(state.session, "replaced by a newer connection"))
     state.node = node
@@ -175,11 +182,13 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
     if is_member and report.generation < job.generation:
         tell(cluster, worker, announcement(job, report.worker_id))
         remind_of_save(cluster, job, worker)
+        remind_of_leavers(cluster, job, worker)
     elif is_member:
         if job.asked:
             leave = LeaveGroup(report.worker_id, job.generation, True, "planned change")
             tell(cluster, worker, leave)
         remind_of_save(cluster, job, worker)
+        remind_of_leavers(cluster, job, worker)
     elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
         leave = LeaveGroup(report.worker_id, report.generation, False, "the group is over")
         tell(cluster, worker, leave)
@@ -233,10 +242,14 @@ def start_drain(cluster: Cluster, state: NodeState, reason: str, timeout_ns: int
     """The node is about to leave: its workers go at a boundary, or at the deadline."""
     leave_by_ns = cluster.now_ns + timeout_ns
     if state.draining and state.leave_by_ns is not None:
-        state.leave_by_ns = min(state.leave_by_ns, leave_by_ns)
+        if leave_by_ns < state.leave_by_ns:
+            state.leave_by_ns = leave_by_ns
+            _tell_groups(cluster, state)
         cluster.touch_active()
         return
     state.draining, state.leave_by_ns = True, leave_by_ns
+    state.announced = reason or "told to leave"
+    _tell_groups(cluster, state)
     if state.is_live():
         state.move(NodePhase.DRAINING, cluster.now_ns, reason)
     cluster.book.settle(state)
@@ -247,6 +260,16 @@ def start_drain(cluster: Cluster, state: NodeState, reason: str, timeout_ns: int
         reason=reason,
         timeout_s=f"{timeout_ns / 1e9:g}",
     )
+
+
+def _tell_groups(cluster: Cluster, state: NodeState) -> None:
+    """Let every member of every group with workers on this node know that it is to leave."""
+    for job in cluster.active():
+        members = job.member_ids() if job.is_open else ()
+        if any(worker_id in state.held for worker_id in members):
+            for worker_id in members:
+                if worker_id in job.workers:
+                    remind_of_leavers(cluster, job, job.workers[worker_id])
 
 
 def settle_nodes(cluster: Cluster) -> None:
@@ -377,7 +400,15 @@ def lose_worker(
     if worker.stop_cause is not None:
         cause, failure = worker.stop_cause, None
     failure = failure or (worker.report.failure if worker.stop_cause is None else None)
-    decision = failure_policy.judge_exit(job.spec, job.history, cause, failure, cluster.config)
+    node = cluster.book.nodes.get(worker.node_id)
+    decision = failure_policy.judge_exit(
+        job.spec,
+        job.history,
+        cause,
+        failure,
+        cluster.config,
+        announced=node.announced if node else "",
+    )
     judgement = decision.value
     is_users = judgement.history.failures > job.history.failures
     if _is_charged_already(job, worker.report.generation, judgement):

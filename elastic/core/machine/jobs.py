@@ -79,6 +79,9 @@ class JobState:
             user code and for a lost worker; each is charged once.
         save_request: number of the newest wish for a checkpoint that did not come true yet, 0 for
             none.
+        preemptions: how many nodes an announced drain took from its groups; a budget of its own.
+        saved_before_ns: when a checkpoint was last wished for because nodes leave that the group
+            cannot do without, None while there are none.
         hung: members that are about to be killed as hung, and since when their stacks are written.
         seated: the places of a group, worked out once.
     """
@@ -111,6 +114,8 @@ class JobState:
     hung: dict[WorkerId, int] = field(default_factory=dict)
     seated: tuple[Group, tuple[Place, ...]] | None = None
     save_request: int = 0
+    preemptions: int = 0
+    saved_before_ns: int | None = None
 
     @property
     def job_id(self) -> JobId:
@@ -195,6 +200,7 @@ class JobState:
             group=self.group,
             failures=self.history.failures,
             losses=self.history.losses,
+            preemptions=self.preemptions,
             checkpoints=self.checkpoints,
             reason=self.reason,
             failure=self.failure,
@@ -234,6 +240,7 @@ def restore(record: JobRecord, now_ns: int) -> JobState:
         failure_generation=charged if record.failures else NO_GENERATION,
         loss_generation=charged if record.losses else NO_GENERATION,
         history=History(record.failures, record.losses),
+        preemptions=record.preemptions,
         checkpoints=record.checkpoints,
         reason=record.reason,
         failure=record.failure,

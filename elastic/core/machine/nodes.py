@@ -27,6 +27,8 @@ class NodeState:
         unconfirmed: known only from the journal; its agent has not come back yet.
         reports_due: reports that its agent announced in its hello and that have not come yet.
         heard_ns: when its agent last said anything.
+        announced: why it was to leave, "" if nobody said so in this life of its agent; stays when
+            the node is gone, because what was lost with it is charged to nobody.
         released: its agent was told that it may end.
         last_serial: of the workers started here, in any life of the agent.
     """
@@ -39,6 +41,7 @@ class NodeState:
     lost_at_ns: int | None = None
     leave_by_ns: int | None = None
     draining: bool = False
+    announced: str = ""
     reports_due: int = 0
     heard_ns: int = 0
     released: bool = False

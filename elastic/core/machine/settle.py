@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist, SendAgent
+from elastic.core.machine import leaving
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.messages import (
     Announce,
@@ -56,6 +57,7 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
         check(False, f"job {job.job_id} does not come to rest: {job.reason}")
     if job.has_ended():
         return
+    _save_before_they_leave(cluster, job)
     _stop_leavers(cluster, job)
     _stop_surplus(cluster, job)
     if _start_workers(cluster, job):
@@ -102,6 +104,13 @@ def remind_of_save(cluster: Cluster, job: JobState, worker: WorkerState) -> None
         tell(cluster, worker, SaveState(worker_id, job.generation, job.save_request))
 
 
+def remind_of_leavers(cluster: Cluster, job: JobState, worker: WorkerState) -> None:
+    """Tell a member of the newest group which nodes of it are to leave, if there are any."""
+    told = leaving.preemption(cluster, job, worker.report.worker_id)
+    if told is not None:
+        tell(cluster, worker, told)
+
+
 def announcement(job: JobState, worker_id: WorkerId) -> Announce:
     """Return what this member must know of the newest group."""
     group = job.group
@@ -141,12 +150,18 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
     if plan.act is Act.FORM:
         if plan.cause == "broken" and _fails_by_break(cluster, job):
             return False
+        if leaving.exhausts_budget(cluster, job, plan.members):
+            end_job(cluster, job, JobPhase.FAILED, job.reason)
+            return False
         _form(cluster, job, plan, decision.reason)
         return True
     if plan.act is Act.ASK:
         _ask(cluster, job, plan, decision.reason)
         return True
     if plan.act is Act.SUSPEND:
+        if leaving.exhausts_budget(cluster, job, ()):
+            end_job(cluster, job, JobPhase.FAILED, job.reason)
+            return False
         _suspend(cluster, job, plan, decision.reason)
         return True
     job.waits_for = decision.reason if plan.act is Act.WAIT else ""
@@ -156,7 +171,12 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
 
 
 def _fails_by_break(cluster: Cluster, job: JobState) -> bool:
-    """Charge a group that broke without a loss; return whether the job has ended for it."""
+    """Charge a group that broke without a loss; return whether the job has ended for it.
+
+    While one of its nodes is on its way out, that is what broke it.
+    """
+    if leaving.nodes_of(cluster, job):
+        return False
     decision = failure.judge_break(job.history, cluster.config)
     job.history = decision.value.history
     if decision.value.job_fails:
@@ -189,6 +209,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
         worker.steps = 0
         tell(cluster, worker, announcement(job, place.worker_id))
         remind_of_save(cluster, job, worker)
+        remind_of_leavers(cluster, job, worker)
     for worker_id in sorted(before - set(plan.members)):
         if worker_id in job.workers:
             leave = LeaveGroup(worker_id, job.generation - 1, False, reason)
@@ -293,6 +314,22 @@ def _patience_s(cluster: Cluster, job: JobState, worker: WorkerState) -> float:
         stood_ns = cluster.now_ns - (sight.still_since_ns or 0)
         return min(limit_s, hang_s) if stood_ns >= ns(hang_s) else limit_s
     return limit_s
+
+
+def _save_before_they_leave(cluster: Cluster, job: JobState) -> None:
+    """Wish for a checkpoint in time, if the group cannot do without the nodes that leave."""
+    decision = leaving.save_is_due(cluster, job)
+    _wake(job, decision.wake_ns)
+    if not decision.value:
+        return
+    job.saved_before_ns = cluster.now_ns
+    _wake(job, leaving.save_is_due(cluster, job).wake_ns)
+    cluster.num_saves += 1
+    job.save_request = cluster.first_save + cluster.num_saves
+    for worker_id in job.member_ids():
+        if worker_id in job.workers:
+            remind_of_save(cluster, job, job.workers[worker_id])
+    cluster.note("checkpoint_wished", job.job_id, request=job.save_request, reason=decision.reason)
 
 
 # ---------------------------------------------------------------- workers

@@ -26,6 +26,7 @@ from elastic.core.events.worker import (
     Started,
     StateSaved,
     StoreOpened,
+    TellPreemption,
     TrainLeft,
     TrainRaised,
     TrainReturned,
@@ -46,6 +47,7 @@ from elastic.core.messages import (
     Ping,
     PipeToWorker,
     Pong,
+    Preemption,
     Pulse,
     ReportAck,
     Reported,
@@ -180,6 +182,8 @@ class WorkerMachine:
             self._announced(message.assignment)
         elif isinstance(message, SaveState):
             self._save_ordered(message)
+        elif isinstance(message, Preemption):
+            self._preemption_told(message)
         else:
             self._leave_ordered(message)
 
@@ -231,6 +235,12 @@ class WorkerMachine:
         if self._is_mine(order.worker_id) and order.generation == self._newest:
             self._save = order
             self._wish_save()
+
+    def _preemption_told(self, told: Preemption) -> None:
+        """Let user code know of nodes that leave its group; of an older group it is old news."""
+        if self._is_mine(told.worker_id) and told.generation == self._newest:
+            deadline_ns = self._now_ns + told.timeout_ns
+            self._out.append(TellPreemption(told.generation, deadline_ns, told.reason, told.nodes))
 
     def _stop_ordered(self, stop: Stop) -> None:
         """End, after the main thread left its group; at once if it is in none."""

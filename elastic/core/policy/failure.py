@@ -2,8 +2,9 @@
 
 Rule: what user code does (raises, exits with a code, crashes natively) is charged to
 `max_failures`; what happens to a machine (a kill, a lost node, a hang) is not, but a row of such
-losses without any progress ends the job instead of burning the cluster for ever. A drain is
-neither.
+losses without any progress ends the job instead of burning the cluster for ever. What happens on a
+node that was told to leave is neither, however the node then ends: that has a budget of its own
+(`policy.preemption`).
 
 A hang is charged as a loss although user code may be its cause: nobody can tell a deadlock from a
 dead link or a stuck driver, and a run with `max_failures=0` should outlive those. One that comes
@@ -63,6 +64,8 @@ def judge_exit(
     cause: ExitCause,
     failure: Failure | None,
     config: CoordinatorConfig,
+    *,
+    announced: str = "",
 ) -> Decision[Judgement]:
     """Decide what a worker's exit means for its job.
 
@@ -72,9 +75,14 @@ def judge_exit(
         cause: how the process ended; an exit that we ordered costs nothing.
         failure: what user code raised, None if the process just ended.
         config: back-off and crash-loop limit.
+        announced: why its node was to leave, "" if it was not. What a machine does to a worker on
+            its way out cannot be told from a crash; an exception that user code raised can.
     """
     if cause.kind is ExitKind.STOPPED:
         return Decision(Judgement(False, history), "stopped by order")
+    if announced and failure is None:
+        what = f"{describe(cause)} on a node that was to leave ({announced})"
+        return Decision(Judgement(False, history), what)
     if failure is not None or is_users_fault(cause):
         return _judge_failure(spec, history, cause, failure)
     losses = history.losses + 1

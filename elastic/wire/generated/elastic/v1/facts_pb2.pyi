@@ -208,6 +208,14 @@ class Group(_message.Message):
     reason: str
     def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class LeavingNode(_message.Message):
+    __slots__ = ("node_id", "ranks")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, node_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Assignment(_message.Message):
     __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "checkpoint", "cause")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -267,7 +275,7 @@ class CheckpointRecord(_message.Message):
     def __init__(self, path: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., metrics: _Optional[str] = ...) -> None: ...
 
 class JobSpec(_message.Message):
-    __slots__ = ("job_id", "name", "entry", "min_workers", "max_workers", "workers_per_replica", "resources_per_worker", "strategy", "accelerator_type", "label_selector", "backend", "collective_timeout_s", "max_failures", "run_path", "project", "num_to_keep", "score_attribute", "score_order", "hang_timeout_s", "resume_from")
+    __slots__ = ("job_id", "name", "entry", "min_workers", "max_workers", "workers_per_replica", "resources_per_worker", "strategy", "accelerator_type", "label_selector", "backend", "collective_timeout_s", "max_failures", "run_path", "project", "num_to_keep", "score_attribute", "score_order", "hang_timeout_s", "resume_from", "preemption_limit")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
@@ -288,6 +296,7 @@ class JobSpec(_message.Message):
     SCORE_ORDER_FIELD_NUMBER: _ClassVar[int]
     HANG_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTION_LIMIT_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     name: str
     entry: Entry
@@ -308,4 +317,5 @@ class JobSpec(_message.Message):
     score_order: str
     hang_timeout_s: float
     resume_from: str
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., workers_per_replica: _Optional[int] = ..., resources_per_worker: _Optional[_Union[Resources, _Mapping]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., accelerator_type: _Optional[str] = ..., label_selector: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., backend: _Optional[str] = ..., collective_timeout_s: _Optional[float] = ..., max_failures: _Optional[int] = ..., run_path: _Optional[str] = ..., project: _Optional[str] = ..., num_to_keep: _Optional[int] = ..., score_attribute: _Optional[str] = ..., score_order: _Optional[str] = ..., hang_timeout_s: _Optional[float] = ..., resume_from: _Optional[str] = ...) -> None: ...
+    preemption_limit: int
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., workers_per_replica: _Optional[int] = ..., resources_per_worker: _Optional[_Union[Resources, _Mapping]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., accelerator_type: _Optional[str] = ..., label_selector: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., backend: _Optional[str] = ..., collective_timeout_s: _Optional[float] = ..., max_failures: _Optional[int] = ..., run_path: _Optional[str] = ..., project: _Optional[str] = ..., num_to_keep: _Optional[int] = ..., score_attribute: _Optional[str] = ..., score_order: _Optional[str] = ..., hang_timeout_s: _Optional[float] = ..., resume_from: _Optional[str] = ..., preemption_limit: _Optional[int] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from elastic.wire.generated.elastic.v1 import facts_pb2 as elastic_dot_v1_dot_facts__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65lastic/v1/worker.proto\x12\nelastic.v1\x1a\x16\x65lastic/v1/facts.proto\"\xb3\x02\n\x0cPipeToWorker\x12$\n\x06\x61ssign\x18\x01 \x01(\x0b\x32\x12.elastic.v1.AssignH\x00\x12(\n\x08\x61nnounce\x18\x02 \x01(\x0b\x32\x14.elastic.v1.AnnounceH\x00\x12-\n\x0bleave_group\x18\x03 \x01(\x0b\x32\x16.elastic.v1.LeaveGroupH\x00\x12+\n\nreport_ack\x18\x04 \x01(\x0b\x32\x15.elastic.v1.ReportAckH\x00\x12 \n\x04stop\x18\x05 \x01(\x0b\x32\x10.elastic.v1.StopH\x00\x12 \n\x04ping\x18\x06 \x01(\x0b\x32\x10.elastic.v1.PingH\x00\x12+\n\nsave_state\x18\x07 \x01(\x0b\x32\x15.elastic.v1.SaveStateH\x00\x42\x06\n\x04\x62ody\"\x84\x02\n\x0bPipeToAgent\x12 \n\x04warm\x18\x01 \x01(\x0b\x32\x10.elastic.v1.WarmH\x00\x12\x31\n\rworker_update\x18\x02 \x01(\x0b\x32\x18.elastic.v1.WorkerUpdateH\x00\x12(\n\x08reported\x18\x03 \x01(\x0b\x32\x14.elastic.v1.ReportedH\x00\x12(\n\x08progress\x18\x04 \x01(\x0b\x32\x14.elastic.v1.ProgressH\x00\x12 \n\x04pong\x18\x05 \x01(\x0b\x32\x10.elastic.v1.PongH\x00\x12\"\n\x05pulse\x18\x06 \x01(\x0b\x32\x11.elastic.v1.PulseH\x00\x42\x06\n\x04\x62ody\"\x90\x01\n\x06\x41ssign\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.elastic.v1.JobSpec\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x04 \x03(\t\x12\x0f\n\x07log_dir\x18\x05 \x01(\t\x12\r\n\x05\x61head\x18\x06 \x01(\x08\x12\x11\n\tsnapshots\x18\x07 \x03(\t\"6\n\x08\x41nnounce\x12*\n\nassignment\x18\x01 \x01(\x0b\x32\x16.elastic.v1.Assignment\"X\n\nLeaveGroup\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0b\x61t_boundary\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\"C\n\tSaveState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0f\n\x07request\x18\x03 \x01(\x03\"c\n\tReportAck\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\"(\n\x04Stop\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08grace_ns\x18\x02 \x01(\x03\"\x16\n\x04Ping\x12\x0e\n\x06number\x18\x01 \x01(\x03\"\x13\n\x04Warm\x12\x0b\n\x03pid\x18\x01 \x01(\x05\"\x16\n\x04Pong\x12\x0e\n\x06number\x18\x01 \x01(\x03\"8\n\x0cWorkerUpdate\x12(\n\x06report\x18\x01 \x01(\x0b\x32\x18.elastic.v1.WorkerReport\"\x81\x01\n\x06Report\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\r\n\x05index\x18\x04 \x01(\x03\x12\x0c\n\x04rank\x18\x05 \x01(\x05\x12\x0f\n\x07metrics\x18\x06 \x01(\t\x12\x12\n\ncheckpoint\x18\x07 \x01(\t\".\n\x08Reported\x12\"\n\x06report\x18\x01 \x01(\x0b\x32\x12.elastic.v1.Report\"\\\n\x08Progress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05steps\x18\x03 \x01(\x03\x12\x1a\n\x12\x66irst_step_unix_ns\x18\x04 \x01(\x03\"q\n\x05Pulse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\nwaiting_ns\x18\x03 \x01(\x03\x12\x10\n\x08still_ns\x18\x04 \x01(\x03\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0c\n\x04step\x18\x06 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65lastic/v1/worker.proto\x12\nelastic.v1\x1a\x16\x65lastic/v1/facts.proto\"\xe1\x02\n\x0cPipeToWorker\x12$\n\x06\x61ssign\x18\x01 \x01(\x0b\x32\x12.elastic.v1.AssignH\x00\x12(\n\x08\x61nnounce\x18\x02 \x01(\x0b\x32\x14.elastic.v1.AnnounceH\x00\x12-\n\x0bleave_group\x18\x03 \x01(\x0b\x32\x16.elastic.v1.LeaveGroupH\x00\x12+\n\nreport_ack\x18\x04 \x01(\x0b\x32\x15.elastic.v1.ReportAckH\x00\x12 \n\x04stop\x18\x05 \x01(\x0b\x32\x10.elastic.v1.StopH\x00\x12 \n\x04ping\x18\x06 \x01(\x0b\x32\x10.elastic.v1.PingH\x00\x12+\n\nsave_state\x18\x07 \x01(\x0b\x32\x15.elastic.v1.SaveStateH\x00\x12,\n\npreemption\x18( \x01(\x0b\x32\x16.elastic.v1.PreemptionH\x00\x42\x06\n\x04\x62ody\"\x84\x02\n\x0bPipeToAgent\x12 \n\x04warm\x18\x01 \x01(\x0b\x32\x10.elastic.v1.WarmH\x00\x12\x31\n\rworker_update\x18\x02 \x01(\x0b\x32\x18.elastic.v1.WorkerUpdateH\x00\x12(\n\x08reported\x18\x03 \x01(\x0b\x32\x14.elastic.v1.ReportedH\x00\x12(\n\x08progress\x18\x04 \x01(\x0b\x32\x14.elastic.v1.ProgressH\x00\x12 \n\x04pong\x18\x05 \x01(\x0b\x32\x10.elastic.v1.PongH\x00\x12\"\n\x05pulse\x18\x06 \x01(\x0b\x32\x11.elastic.v1.PulseH\x00\x42\x06\n\x04\x62ody\"\x90\x01\n\x06\x41ssign\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.elastic.v1.JobSpec\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x04 \x03(\t\x12\x0f\n\x07log_dir\x18\x05 \x01(\t\x12\r\n\x05\x61head\x18\x06 \x01(\x08\x12\x11\n\tsnapshots\x18\x07 \x03(\t\"6\n\x08\x41nnounce\x12*\n\nassignment\x18\x01 \x01(\x0b\x32\x16.elastic.v1.Assignment\"X\n\nLeaveGroup\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0b\x61t_boundary\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\"C\n\tSaveState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0f\n\x07request\x18\x03 \x01(\x03\"\x7f\n\nPreemption\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\ntimeout_ns\x18\x03 \x01(\x03\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12&\n\x05nodes\x18\x05 \x03(\x0b\x32\x17.elastic.v1.LeavingNode\"c\n\tReportAck\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\"(\n\x04Stop\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08grace_ns\x18\x02 \x01(\x03\"\x16\n\x04Ping\x12\x0e\n\x06number\x18\x01 \x01(\x03\"\x13\n\x04Warm\x12\x0b\n\x03pid\x18\x01 \x01(\x05\"\x16\n\x04Pong\x12\x0e\n\x06number\x18\x01 \x01(\x03\"8\n\x0cWorkerUpdate\x12(\n\x06report\x18\x01 \x01(\x0b\x32\x18.elastic.v1.WorkerReport\"\x81\x01\n\x06Report\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\r\n\x05index\x18\x04 \x01(\x03\x12\x0c\n\x04rank\x18\x05 \x01(\x05\x12\x0f\n\x07metrics\x18\x06 \x01(\t\x12\x12\n\ncheckpoint\x18\x07 \x01(\t\".\n\x08Reported\x12\"\n\x06report\x18\x01 \x01(\x0b\x32\x12.elastic.v1.Report\"\\\n\x08Progress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05steps\x18\x03 \x01(\x03\x12\x1a\n\x12\x66irst_step_unix_ns\x18\x04 \x01(\x03\"q\n\x05Pulse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\nwaiting_ns\x18\x03 \x01(\x03\x12\x10\n\x08still_ns\x18\x04 \x01(\x03\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0c\n\x04step\x18\x06 \x01(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,35 +33,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'elastic.wire.generated.elas
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PIPETOWORKER']._serialized_start=64
-  _globals['_PIPETOWORKER']._serialized_end=371
-  _globals['_PIPETOAGENT']._serialized_start=374
-  _globals['_PIPETOAGENT']._serialized_end=634
-  _globals['_ASSIGN']._serialized_start=637
-  _globals['_ASSIGN']._serialized_end=781
-  _globals['_ANNOUNCE']._serialized_start=783
-  _globals['_ANNOUNCE']._serialized_end=837
-  _globals['_LEAVEGROUP']._serialized_start=839
-  _globals['_LEAVEGROUP']._serialized_end=927
-  _globals['_SAVESTATE']._serialized_start=929
-  _globals['_SAVESTATE']._serialized_end=996
-  _globals['_REPORTACK']._serialized_start=998
-  _globals['_REPORTACK']._serialized_end=1097
-  _globals['_STOP']._serialized_start=1099
-  _globals['_STOP']._serialized_end=1139
-  _globals['_PING']._serialized_start=1141
-  _globals['_PING']._serialized_end=1163
-  _globals['_WARM']._serialized_start=1165
-  _globals['_WARM']._serialized_end=1184
-  _globals['_PONG']._serialized_start=1186
-  _globals['_PONG']._serialized_end=1208
-  _globals['_WORKERUPDATE']._serialized_start=1210
-  _globals['_WORKERUPDATE']._serialized_end=1266
-  _globals['_REPORT']._serialized_start=1269
-  _globals['_REPORT']._serialized_end=1398
-  _globals['_REPORTED']._serialized_start=1400
-  _globals['_REPORTED']._serialized_end=1446
-  _globals['_PROGRESS']._serialized_start=1448
-  _globals['_PROGRESS']._serialized_end=1540
-  _globals['_PULSE']._serialized_start=1542
-  _globals['_PULSE']._serialized_end=1655
+  _globals['_PIPETOWORKER']._serialized_end=417
+  _globals['_PIPETOAGENT']._serialized_start=420
+  _globals['_PIPETOAGENT']._serialized_end=680
+  _globals['_ASSIGN']._serialized_start=683
+  _globals['_ASSIGN']._serialized_end=827
+  _globals['_ANNOUNCE']._serialized_start=829
+  _globals['_ANNOUNCE']._serialized_end=883
+  _globals['_LEAVEGROUP']._serialized_start=885
+  _globals['_LEAVEGROUP']._serialized_end=973
+  _globals['_SAVESTATE']._serialized_start=975
+  _globals['_SAVESTATE']._serialized_end=1042
+  _globals['_PREEMPTION']._serialized_start=1044
+  _globals['_PREEMPTION']._serialized_end=1171
+  _globals['_REPORTACK']._serialized_start=1173
+  _globals['_REPORTACK']._serialized_end=1272
+  _globals['_STOP']._serialized_start=1274
+  _globals['_STOP']._serialized_end=1314
+  _globals['_PING']._serialized_start=1316
+  _globals['_PING']._serialized_end=1338
+  _globals['_WARM']._serialized_start=1340
+  _globals['_WARM']._serialized_end=1359
+  _globals['_PONG']._serialized_start=1361
+  _globals['_PONG']._serialized_end=1383
+  _globals['_WORKERUPDATE']._serialized_start=1385
+  _globals['_WORKERUPDATE']._serialized_end=1441
+  _globals['_REPORT']._serialized_start=1444
+  _globals['_REPORT']._serialized_end=1573
+  _globals['_REPORTED']._serialized_start=1575
+  _globals['_REPORTED']._serialized_end=1621
+  _globals['_PROGRESS']._serialized_start=1623
+  _globals['_PROGRESS']._serialized_end=1715
+  _globals['_PULSE']._serialized_start=1717
+  _globals['_PULSE']._serialized_end=1830
 # @@protoc_insertion_point(module_scope)

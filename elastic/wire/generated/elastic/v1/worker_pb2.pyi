@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PipeToWorker(_message.Message):
-    __slots__ = ("assign", "announce", "leave_group", "report_ack", "stop", "ping", "save_state")
+    __slots__ = ("assign", "announce", "leave_group", "report_ack", "stop", "ping", "save_state", "preemption")
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class PipeToWorker(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     SAVE_STATE_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTION_FIELD_NUMBER: _ClassVar[int]
     assign: Assign
     announce: Announce
     leave_group: LeaveGroup
@@ -22,7 +23,8 @@ class PipeToWorker(_message.Message):
     stop: Stop
     ping: Ping
     save_state: SaveState
-    def __init__(self, assign: _Optional[_Union[Assign, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., leave_group: _Optional[_Union[LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ...) -> None: ...
+    preemption: Preemption
+    def __init__(self, assign: _Optional[_Union[Assign, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., leave_group: _Optional[_Union[LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ..., preemption: _Optional[_Union[Preemption, _Mapping]] = ...) -> None: ...
 
 class PipeToAgent(_message.Message):
     __slots__ = ("warm", "worker_update", "reported", "progress", "pong", "pulse")
@@ -85,6 +87,20 @@ class SaveState(_message.Message):
     generation: int
     request: int
     def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., request: _Optional[int] = ...) -> None: ...
+
+class Preemption(_message.Message):
+    __slots__ = ("worker_id", "generation", "timeout_ns", "reason", "nodes")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    generation: int
+    timeout_ns: int
+    reason: str
+    nodes: _containers.RepeatedCompositeFieldContainer[_facts_pb2.LeavingNode]
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., timeout_ns: _Optional[int] = ..., reason: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[_facts_pb2.LeavingNode, _Mapping]]] = ...) -> None: ...
 
 class ReportAck(_message.Message):
     __slots__ = ("worker_id", "generation", "index", "accepted", "reason")

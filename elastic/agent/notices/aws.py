@@ -1,0 +1,120 @@
+"""Spot interruption notices of AWS, by the instance metadata service, version 2.
+
+A spot instance is told two minutes before it is stopped or terminated; a recommendation to
+rebalance comes earlier, when that has become likely, and names no time. It is a source of its
+own, because it is advice: `--notices aws,aws-rebalance` leaves at once, `aws` alone waits for the
+notice.
+
+Source: the user guide of Amazon EC2, "Spot Instance interruption notices" and "Instance metadata".
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from dataclasses import dataclass, field
+
+import anyio
+
+from elastic.agent.notices.metadata import Endpoint
+from elastic.agent.notices.source import Notice, Tell
+
+ADDRESS = "169.254.169.254"
+TOKEN_PATH = "/latest/api/token"
+ACTION_PATH = "/latest/meta-data/spot/instance-action"
+REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
+TOKEN_LIFE_S = 21600
+POLL_S = 5.0
+"""AWS itself recommends so often."""
+OK, UNAUTHORISED = 200, (401, 403)
+
+
+@dataclass
+class _Session:
+    """A session token and when it must be renewed; asked for only when a question needs it."""
+
+    endpoint: Endpoint
+    token: str = ""
+    renew_at_s: float = 0.0
+
+    async def get(self, path: str) -> str | None:
+        """Return the text at a path, None if there is none, or nobody answers."""
+        if not self.token or time.monotonic() >= self.renew_at_s:
+            headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_LIFE_S)}
+            answer = await self.endpoint.ask(TOKEN_PATH, method="PUT", headers=headers)
+            if answer is None or answer.status != OK or not answer.text.isascii():
+                return None
+            self.token = "".join(answer.text.split())[:4096]
+            self.renew_at_s = time.monotonic() + TOKEN_LIFE_S / 2
+        answer = await self.endpoint.ask(path, headers={"X-aws-ec2-metadata-token": self.token})
+        if answer is not None and answer.status in UNAUTHORISED:
+            self.token = ""
+        return answer.text if answer is not None and answer.status == OK else None
+
+
+@dataclass(frozen=True)
+class Aws:
+    """Interruptions of a spot instance.
+
+    Attributes:
+        is_rebalance: watch for the recommendation to rebalance instead.
+        poll_s: between two questions.
+    """
+
+    endpoint: Endpoint
+    is_rebalance: bool = False
+    poll_s: float = POLL_S
+    _said: set[str] = field(default_factory=set, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Return what --notices calls it."""
+        return "aws-rebalance" if self.is_rebalance else "aws"
+
+    async def watch(self, tell: Tell) -> None:
+        """Tell of each new notice, until cancelled."""
+        session = _Session(self.endpoint)
+        path = REBALANCE_PATH if self.is_rebalance else ACTION_PATH
+        while True:
+            text = await session.get(path)
+            notice = _rebalance(text) if self.is_rebalance else _action(text)
+            if text and notice and text not in self._said:
+                self._said.add(text)
+                tell(notice)
+            await anyio.sleep(self.poll_s)
+
+
+def _action(text: str | None) -> Notice | None:
+    """Read {"action": "terminate", "time": "2017-09-18T08:22:00Z"}; None for anything else."""
+    said = _object(text)
+    action, moment = said.get("action"), _unix_s(said.get("time"))
+    if action not in ("terminate", "stop", "hibernate") or moment is None:
+        return None
+    return Notice(f"AWS spot instance-action {action}", deadline_unix_s=moment)
+
+
+def _rebalance(text: str | None) -> Notice | None:
+    """Read {"noticeTime": "2020-10-27T08:22:00Z"}; None for anything else."""
+    if _unix_s(_object(text).get("noticeTime")) is None:
+        return None
+    return Notice("AWS rebalance recommendation")
+
+
+def _object(text: str | None) -> dict[str, object]:
+    try:
+        said = json.loads(text or "null")
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _unix_s(text: object) -> float | None:
+    """Read a moment such as 2017-09-18T08:22:00Z, which is UTC whether it says so or not."""
+    if not isinstance(text, str):
+        return None
+    try:
+        moment = datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.timezone.utc)).timestamp()

@@ -1,0 +1,94 @@
+"""Preemption of a Google Cloud machine, by its metadata server.
+
+A spot machine is told 30 seconds before it ends. A machine that cannot be moved while it runs (one
+with GPUs) is told of maintenance that ends it, an hour before as a rule; one that is moved live
+notices nothing, and is left alone.
+
+The server answers when a value changes, or after a time that the question names: so a notice is
+seen at once, at one question a minute. An answer without `Metadata-Flavor: Google` is somebody
+else's.
+
+Source: the documentation of Compute Engine, "Preemptible VM instances" and "About VM metadata".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import anyio
+
+from elastic.agent.notices.metadata import TIMEOUT_S, Endpoint
+from elastic.agent.notices.source import Notice, Tell
+
+ADDRESS = "metadata.google.internal"
+ROOT = "/computeMetadata/v1/instance"
+WAIT_S = 60
+RETRY_S = 5.0
+PREEMPTION_S = 30.0
+MAINTENANCE_S = 3600.0
+FLAVOR = {"Metadata-Flavor": "Google"}
+OK = 200
+
+
+@dataclass(frozen=True)
+class Gcp:
+    """Preemption and maintenance of one machine.
+
+    Attributes:
+        wait_s: how long the server may hold a question whose answer does not change.
+        retry_s: after a question without an answer.
+    """
+
+    endpoint: Endpoint
+    wait_s: int = WAIT_S
+    retry_s: float = RETRY_S
+
+    @property
+    def name(self) -> str:
+        """Return what --notices calls it."""
+        return "gcp"
+
+    async def watch(self, tell: Tell) -> None:
+        """Tell of each new notice, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            for key in ("preempted", "maintenance-event"):
+                tasks.start_soon(self._follow, key, tell)
+
+    async def _follow(self, key: str, tell: Tell) -> None:
+        """Ask for one value again and again; each change is looked at once."""
+        etag, last = "", ""
+        while True:
+            path = f"{ROOT}/{key}"
+            if etag:
+                wait = f"wait_for_change=true&timeout_sec={self.wait_s}&last_etag={quote(etag)}"
+                path = f"{path}?{wait}"
+            timeout_s = TIMEOUT_S + (self.wait_s if etag else 0)
+            answer = await self.endpoint.ask(path, headers=FLAVOR, timeout_s=timeout_s)
+            is_good = (
+                answer is not None
+                and answer.status == OK
+                and answer.headers.get("metadata-flavor", "").lower() == "google"
+            )
+            if answer is None or not is_good:
+                etag = ""
+                await anyio.sleep(self.retry_s)
+                continue
+            before, etag = etag, answer.headers.get("etag", "")
+            value = answer.text.strip().upper()
+            if value != last:
+                last = value
+                notice = _notice(key, value)
+                if notice is not None:
+                    tell(notice)
+            elif not etag or etag != before:
+                # It did not hold the question although nothing changed: do not spin.
+                await anyio.sleep(self.retry_s)
+
+
+def _notice(key: str, value: str) -> Notice | None:
+    if key == "preempted" and value == "TRUE":
+        return Notice("GCP preempts this machine", within_s=PREEMPTION_S)
+    if key == "maintenance-event" and value == "TERMINATE_ON_HOST_MAINTENANCE":
+        return Notice("GCP host maintenance ends this machine", within_s=MAINTENANCE_S)
+    return None

@@ -1,0 +1,44 @@
+"""All sources of notices of one agent, watched until it ends.
+
+Rule: a source that fails is begun again later, and says so once; the agent goes on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import anyio
+
+from elastic.agent.notices.source import Notice, Source, Tell
+from elastic.runtime.eventlog import quoted
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 30.0
+
+
+async def watch_all(sources: Sequence[Source], tell: Tell) -> None:
+    """Watch every source until cancelled; `tell` is called on this event loop."""
+    async with anyio.create_task_group() as tasks:
+        for source in sources:
+            tasks.start_soon(_watch, source, tell)
+
+
+async def _watch(source: Source, tell: Tell) -> None:
+    said = ""
+
+    def pass_on(notice: Notice) -> None:
+        log.warning("preemption_notice source=%s reason=%s", source.name, quoted(notice.reason))
+        tell(notice)
+
+    while True:
+        try:
+            await source.watch(pass_on)
+            text = "it ended"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        if text != said:
+            said = text
+            log.error("notices_failed source=%s error=%s", source.name, quoted(text))
+        await anyio.sleep(AGAIN_S)

@@ -1,0 +1,80 @@
+"""Nodes that were told to leave: which groups they belong to, what that costs, what is saved first.
+
+Rule: this module reads the books and asks policies; only the budget of a job is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine.nodes import NodeState
+from elastic.core.messages import Preemption
+from elastic.core.policy import membership
+from elastic.core.policy import preemption as policy
+from elastic.core.policy.decision import Decision
+from elastic.core.world import LeavingNode, WorkerId
+
+
+def nodes_of(cluster: Cluster, job: JobState) -> list[NodeState]:
+    """Return the nodes of the newest group that are to leave and still there, by id."""
+    if not job.is_open or job.group is None:
+        return []
+    names = sorted({member.node_id for member in job.group.members})
+    known = (cluster.book.nodes.get(name) for name in names)
+    return [state for state in known if state is not None and state.draining]
+
+
+def preemption(cluster: Cluster, job: JobState, worker_id: WorkerId) -> Preemption | None:
+    """Return what a member of the newest group must know of nodes that leave, None if none do."""
+    nodes = nodes_of(cluster, job)
+    if not nodes or job.group is None:
+        return None
+    first = min(nodes, key=lambda state: (state.leave_by_ns or 0, state.node.node_id))
+    leaving = tuple(
+        LeavingNode(
+            state.node.node_id,
+            tuple(m.rank for m in job.group.members if m.node_id == state.node.node_id),
+        )
+        for state in nodes
+    )
+    left_ns = max(0, (first.leave_by_ns or 0) - cluster.now_ns)
+    return Preemption(worker_id, job.generation, left_ns, first.announced, leaving)
+
+
+def exhausts_budget(cluster: Cluster, job: JobState, staying: Iterable[WorkerId]) -> bool:
+    """Count the nodes that a drain takes from the open group; return whether that is one too many.
+
+    Counted when the group is replaced, so that the count is durable with the next group.
+    """
+    if not job.is_open or job.group is None:
+        return False
+    kept = frozenset(staying)
+    gone = sorted({m.node_id for m in job.group.members if m.worker_id not in kept})
+    taken = [
+        name
+        for name in gone
+        if (state := cluster.book.nodes.get(name)) is not None and state.announced
+    ]
+    if not taken:
+        return False
+    job.preemptions += len(taken)
+    cluster.note("preempted", job.job_id, nodes=",".join(taken), preemptions=job.preemptions)
+    decision = policy.judge_budget(job.spec, job.preemptions)
+    if decision.value:
+        job.reason = decision.reason
+    return decision.value
+
+
+def save_is_due(cluster: Cluster, job: JobState) -> Decision[bool]:
+    """Ask whether a checkpoint must be taken now because of nodes that leave."""
+    nodes = nodes_of(cluster, job)
+    if not nodes or not job.spec.run_path:
+        job.saved_before_ns = None
+        return Decision(False, "no node of the group leaves")
+    candidates = {w: job.candidate(w, cluster.book) for w in sorted(job.workers)}
+    can_go_on = bool(membership.choose(job.spec, job.current(), candidates, interrupting=True))
+    leave_by_ns = min(state.leave_by_ns or 0 for state in nodes)
+    return policy.save_before(
+        leave_by_ns, last_ns=job.saved_before_ns, now_ns=cluster.now_ns, can_go_on=can_go_on
+    )

@@ -1,0 +1,60 @@
+"""Announced losses: what they cost a job, and what is saved before they happen.
+
+Rule: a node that says that it will leave is no failure, however it then ends: its losses are
+charged to `preemption_limit` alone.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import JobSpec, ns
+from elastic.core.policy.decision import Decision
+
+SAVE_RESERVE_S = 3.0
+"""A checkpoint that is begun later than this before the end would not be there in time."""
+
+
+def judge_budget(spec: JobSpec, preemptions: int) -> Decision[bool]:
+    """Decide whether a job ends because too many nodes were taken from it.
+
+    Args:
+        spec: preemption_limit is its budget.
+        preemptions: nodes taken so far, with the newest.
+    """
+    limit = spec.preemption_limit
+    if not limit or preemptions < limit:
+        return Decision(False, f"{preemptions} preempted nodes")
+    return Decision(
+        True,
+        f"{preemptions} nodes of its groups were preempted, max_preemptions={limit - 1}: raise it "
+        f"(-1: for ever), or run on nodes that stay",
+    )
+
+
+def save_before(
+    leave_by_ns: int, *, last_ns: int | None, now_ns: int, can_go_on: bool
+) -> Decision[bool]:
+    """Decide whether a checkpoint is taken now because nodes are about to leave.
+
+    While enough others are there the state is handed on in memory, and nothing needs to be saved.
+    Otherwise at once, for nobody knows whether the machine keeps its word, and again whenever half
+    of the time that was left then is over: training goes on until the end, and what it does after
+    the last checkpoint is done again if no survivor has it.
+
+    Args:
+        leave_by_ns: when the first of the nodes is gone.
+        last_ns: when a checkpoint was last asked for because of them, None for never.
+        now_ns: on the same clock.
+        can_go_on: a group can be formed without these nodes now.
+    """
+    if can_go_on:
+        return Decision(False, "the group can do without the nodes that leave")
+    if last_ns is None:
+        left_s = max(0, leave_by_ns - now_ns) / 1e9
+        return Decision(True, f"too few workers stay when nodes leave in {left_s:.0f} s")
+    due_ns = last_ns + max(0, leave_by_ns - last_ns) // 2
+    if leave_by_ns - due_ns < ns(SAVE_RESERVE_S):
+        return Decision(False, "no time for another checkpoint before the nodes leave")
+    if now_ns >= due_ns:
+        left_s = max(0, leave_by_ns - now_ns) / 1e9
+        return Decision(True, f"once more before nodes leave in {left_s:.0f} s")
+    return Decision(False, "saved; once more when half of the time is over", due_ns)
