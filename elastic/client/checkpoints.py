@@ -34,7 +34,7 @@ from elastic.client.wording import (
     waiting_line,
 )
 from elastic.core.view import JobView
-from elastic.core.world import CheckpointRecord
+from elastic.core.world import CheckpointRecord, CheckpointStatus
 from elastic.errors import Refused, StorageError, Unavailable
 from elastic.runtime.clock import SystemClock
 from elastic.storage.files import Files
@@ -43,6 +43,12 @@ from elastic.storage.verify import Verdict, checkpoints_at
 from elastic.storage.verify import verify as verify_one
 
 POLL_S = 0.1
+VALIDATION = {
+    CheckpointStatus.PENDING_VALIDATION.value: "to be validated",
+    CheckpointStatus.VALIDATED.value: "validated",
+    CheckpointStatus.VALIDATION_TIMEOUT.value: "validation took too long",
+    CheckpointStatus.VALIDATION_FAILED.value: "validation failed",
+}
 PLACE = ("epoch", "step")
 """Metrics that say where in the run a checkpoint was taken."""
 
@@ -109,10 +115,9 @@ def checkpoint(target: Target, job: str, timeout_s: float, output: str) -> None:
     with target.connect() as client:
         view = client.get(job)
         job_id = view.record.spec.job_id
-        known = {one.path for one in view.record.checkpoints}
-        client.checkpoint(job_id)
+        wish = client.checkpoint(job_id)
         click.echo(f"job {view.record.spec.name} takes a checkpoint", err=True)
-        path = _wait_recorded(client, job_id, known, began + timeout_s)
+        path = _wait_recorded(client, job_id, wish, began + timeout_s)
     _wait_committed(path, began + timeout_s)
     seconds = time.monotonic() - began
     if output == "json":
@@ -122,8 +127,8 @@ def checkpoint(target: Target, job: str, timeout_s: float, output: str) -> None:
         click.echo(f"after {seconds:.1f} s", err=True)
 
 
-def _wait_recorded(client: Client, job_id: str, known: set[str], deadline: float) -> str:
-    """Return the path of an automatic checkpoint that was not known before.
+def _wait_recorded(client: Client, job_id: str, wish: int, deadline: float) -> str:
+    """Return the path of an automatic checkpoint that was taken after a wish.
 
     Raises:
         Refused: the job has ended without one.
@@ -133,7 +138,8 @@ def _wait_recorded(client: Client, job_id: str, known: set[str], deadline: float
     while True:
         try:
             if is_lost:
-                client.checkpoint(job_id)  # A coordinator that was started anew knows no wishes.
+                # A coordinator that was started anew knows no wishes.
+                wish = client.checkpoint(job_id)
                 is_lost = False
             view = client.get(job_id)
         except Unavailable:
@@ -142,7 +148,8 @@ def _wait_recorded(client: Client, job_id: str, known: set[str], deadline: float
             is_lost = True
             time.sleep(POLL_S)
             continue
-        new = [c.path for c in view.record.checkpoints if c.automatic and c.path not in known]
+        # A greater number is a newer wish: somebody else's will do.
+        new = [c.path for c in view.record.checkpoints if c.automatic and c.request >= wish]
         if new:
             return new[-1]
         if has_ended(view):
@@ -194,6 +201,7 @@ def _row(record: CheckpointRecord) -> dict[str, Any]:
         "name": record.path.rpartition("/")[2],
         "path": record.path,
         "kind": "automatic" if record.automatic else "reported",
+        "status": record.status.value,
         "generation": record.generation,
         "index": record.index,
         "epoch": metrics.get("epoch"),
@@ -217,6 +225,9 @@ def _print_checkpoints(rows: Sequence[dict[str, Any]], console: Console) -> None
     for row in rows:
         age_s, size = row["age_s"], row["bytes"]
         rest = {name: value for name, value in row["metrics"].items() if name not in PLACE}
+        told = escape(metrics_line(rest))
+        if row["status"] != CheckpointStatus.COMMITTED.value:
+            told = f"{told} [{VALIDATION[row['status']]}]".strip()
         shown.add_row(
             escape(row["path"]),
             row["kind"],
@@ -224,7 +235,7 @@ def _print_checkpoints(rows: Sequence[dict[str, Any]], console: Console) -> None
             *("-" if row[name] is None else escape(str(row[name])) for name in PLACE),
             "-" if age_s is None else duration(round(age_s * 1e9)),
             "-" if size is None else num_bytes(size),
-            escape(metrics_line(rest)) or "-",
+            told or "-",
         )
     console.print(shown)
 

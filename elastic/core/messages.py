@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from elastic.core.config import JobSpec
 from elastic.core.world import (
     Assignment,
+    CheckpointStatus,
     Generation,
     JobId,
     LeavingNode,
     Node,
+    RefusalCode,
     WorkerId,
     WorkerReport,
 )
@@ -33,6 +35,9 @@ class Report:
         rank: the worker's rank when it reported.
         metrics: JSON object.
         checkpoint: path of a complete, uploaded checkpoint directory, "" for none.
+        status: of that checkpoint. One whose validation is over was reported before; this then
+            says what came of it, with all its metrics.
+        request: number of the newest wish for a checkpoint that it was taken after, 0 for none.
     """
 
     worker_id: WorkerId
@@ -42,6 +47,8 @@ class Report:
     rank: int
     metrics: str
     checkpoint: str = ""
+    status: CheckpointStatus = CheckpointStatus.COMMITTED
+    request: int = 0
 
 
 # ---------------------------------------------------------------- agent -> coordinator
@@ -261,6 +268,7 @@ class ReportAck:
     index: int
     accepted: bool
     reason: str = ""
+    code: RefusalCode = RefusalCode.NONE
 
 
 @dataclass(frozen=True)

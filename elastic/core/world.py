@@ -317,6 +317,39 @@ class Entry:
     env: tuple[tuple[str, str], ...] = ()
 
 
+class CheckpointStatus(Enum):
+    """How far a reported checkpoint is; automatic ones are never validated."""
+
+    COMMITTED = "COMMITTED"
+    """It counts, and nobody asked for more."""
+    PENDING_VALIDATION = "PENDING_VALIDATION"
+    """It counts, and is to be validated: until then it is not deleted."""
+    VALIDATED = "VALIDATED"
+    """What its validation found out stands among its metrics."""
+    VALIDATION_TIMEOUT = "VALIDATION_TIMEOUT"
+    VALIDATION_FAILED = "VALIDATION_FAILED"
+
+
+VALIDATION_OVER = (
+    CheckpointStatus.VALIDATED,
+    CheckpointStatus.VALIDATION_TIMEOUT,
+    CheckpointStatus.VALIDATION_FAILED,
+)
+"""A checkpoint enters one of these once, and stays there."""
+
+
+class RefusalCode(Enum):
+    """Why the coordinator does not take a report, for programs."""
+
+    NONE = "none"
+    """It does."""
+    JOB_UNKNOWN = "job_unknown"
+    JOB_ENDED = "job_ended"
+    GENERATION_OVER = "generation_over"
+    """The next group may have it taken."""
+    NO_MEMBER = "no_member"
+
+
 @dataclass(frozen=True)
 class CheckpointRecord:
     """A checkpoint that the coordinator has recorded: it counts, whatever happens next.
@@ -326,13 +359,17 @@ class CheckpointRecord:
         generation: of the group that wrote it.
         index: which report of its generation brought it, from 0. Automatic checkpoints are no
             reports of the script: they are numbered from `FIRST_AUTOMATIC` on.
-        metrics: JSON object: what was reported with it.
+        metrics: JSON object: what was reported with it, and what its validation found out.
+        status: how far its validation is.
+        request: number of the newest wish for a checkpoint that it was taken after, 0 for none.
     """
 
     path: str
     generation: Generation
     index: int
     metrics: str = "{}"
+    status: CheckpointStatus = CheckpointStatus.COMMITTED
+    request: int = 0
 
     @property
     def automatic(self) -> bool:
@@ -341,13 +378,20 @@ class CheckpointRecord:
 
 
 FIRST_AUTOMATIC = 1 << 32
+FIRST_VALIDATION = 1 << 40
+"""What a validation found out is told under a number of its own, from here on."""
 SNAPSHOT_SLOTS = 2
 """What a node keeps of a job in memory: the newest snapshot, and the one that is being written."""
 
 
 def is_automatic(index: int) -> bool:
     """Return whether this is the number of an automatic checkpoint, not of a report."""
-    return index >= FIRST_AUTOMATIC
+    return FIRST_AUTOMATIC <= index < FIRST_VALIDATION
+
+
+def is_of_script(index: int) -> bool:
+    """Return whether this is the number of a report of the script."""
+    return index < FIRST_AUTOMATIC
 
 
 class JobPhase(Enum):

@@ -12,12 +12,15 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from elastic.core.world import is_automatic
+from elastic.core.world import CheckpointStatus, is_automatic
 
 MARKER = "_COMMITTED"
 RECORDED = "_RECORDED"
+VALIDATED = "_VALIDATED"
 DAMAGED = "_DAMAGED"
 """Stands in place of the marker once a checkpoint was found damaged: why."""
+OURS = (MARKER, RECORDED, VALIDATED, DAMAGED)
+"""Files that make a directory a committed checkpoint; a copy of one is not committed itself."""
 METADATA = ".metadata.json"
 """What users write beside a checkpoint's files, also after the commit: not held against it."""
 FORMAT = 2
@@ -69,6 +72,8 @@ class Marker:
         unix_ns: when it was committed.
         metrics: JSON object: what was reported with it.
         files: sorted by path.
+        validation: how it is to be validated, JSON, "" if it is not; see `validation.Wish`.
+        status: how far that is, and with it the metrics; not in the file, which never changes.
     """
 
     job_id: str
@@ -78,6 +83,8 @@ class Marker:
     unix_ns: int
     metrics: str
     files: tuple[StoredFile, ...]
+    validation: str = ""
+    status: CheckpointStatus = CheckpointStatus.COMMITTED
 
     @property
     def automatic(self) -> bool:
@@ -97,6 +104,9 @@ class Marker:
         """Return the text of the file."""
         files = {file.path: [file.size, file.crc32] for file in self.files}
         fields = {**vars(self), "metrics": json.loads(self.metrics), "files": files}
+        del fields["status"]
+        if not self.validation:
+            del fields["validation"]  # An older reader knows no such thing.
         body = {"format": FORMAT, **fields}
         return json.dumps({**body, "crc32": _checksum(body)}, indent=1)
 

@@ -7,6 +7,7 @@
     RUN/checkpoints/NAME/        files of one checkpoint
     RUN/checkpoints/NAME/_COMMITTED    written last: a directory without it does not exist
     RUN/checkpoints/NAME/_RECORDED     the coordinator has it in its records, as far as we heard
+    RUN/checkpoints/NAME/_VALIDATED    what its validation found out (see `validation`)
 
 Rule: every failure of the storage below becomes a `StorageError` that names the path and the
 reason.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,12 @@ from elastic.core.world import CheckpointRecord
 from elastic.errors import StorageError
 from elastic.storage.faults import reason_of
 from elastic.storage.files import Files
-from elastic.storage.marker import DAMAGED, MARKER, RECORDED, Marker, StoredFile
+from elastic.storage.marker import DAMAGED, MARKER, OURS, RECORDED, Marker, StoredFile
 from elastic.storage.metrics import MetricsLog, read_metrics
 from elastic.storage.outputs import CHUNK_BYTES, Output
 from elastic.storage.patience import PATIENCE_S
 from elastic.storage.run_record import read_run
+from elastic.storage.validation import completed
 
 CHECKPOINTS = "checkpoints"
 
@@ -113,7 +116,7 @@ class RunDirectory:
             for path in sorted(p for p in source.rglob("*") if p.is_file()):
                 current = str(path)
                 relative = path.relative_to(source).as_posix()
-                if relative in (MARKER, RECORDED, DAMAGED):
+                if relative in OURS:
                     continue  # The directory is a copy of an older checkpoint.
                 if claim(relative):
                     files.append(_copied(path, target, relative))
@@ -142,7 +145,7 @@ class RunDirectory:
             stored = [
                 target.checksum(file.path) if claim(file.path) else file
                 for file in target.tree()
-                if file.path not in (MARKER, RECORDED, DAMAGED)
+                if file.path not in OURS
             ]
         if not stored:
             raise StorageError(f"there are no files in {target.path}: write them before the report")
@@ -217,14 +220,45 @@ class RunDirectory:
         Raises:
             StorageError: the directory cannot be listed.
         """
-        known = {path.split("/")[1] for path in self.files.list(f"{CHECKPOINTS}/*/{RECORDED}")}
-        jobs = self.jobs()
+        known, jobs = self._noted(), self.jobs()
         earlier = set(jobs[: jobs.index(job_id)]) if job_id in jobs else set()
         return [
             (name, marker)
             for name, marker in self.reported()
             if (marker.job_id == job_id and name in known) or marker.job_id in earlier
         ]
+
+    def counting(self, job_id: str, generation: int, newest: str) -> list[tuple[str, Marker]]:
+        """Return name and marker of all reported checkpoints but those that cannot be recorded.
+
+        What a generation committed when it was over already, as far as the coordinator knew, is
+        left out: the run has gone on from an older one. Of a generation that is over, those count
+        that are noted as recorded, and those before them.
+
+        Args:
+            job_id: of the present attempt.
+            generation: the present one: all that it has committed count.
+            newest: name of the checkpoint that it began with, "" for none of this run.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        known, found = self._noted(), self.reported()
+        reached = {generation: math.inf}
+        for name, marker in found:
+            if marker.job_id == job_id and (name in known or name == newest):
+                reached[marker.generation] = max(
+                    marker.index, reached.get(marker.generation, marker.index)
+                )
+        return [
+            (name, marker)
+            for name, marker in found
+            if marker.job_id != job_id or marker.index <= reached.get(marker.generation, -1)
+        ]
+
+    def _noted(self) -> set[str]:
+        """Return the names of what is noted as recorded."""
+        return {path.split("/")[1] for path in self.files.list(f"{CHECKPOINTS}/*/{RECORDED}")}
 
     def reported(self) -> list[tuple[str, Marker]]:
         """Return name and marker of what all attempts reported and committed, oldest first.
@@ -283,7 +317,9 @@ class RunDirectory:
     def record(self, name: str, marker: Marker) -> CheckpointRecord:
         """Return a checkpoint as the coordinator knows it."""
         path = self.checkpoint_path(name)
-        return CheckpointRecord(path, marker.generation, marker.index, marker.metrics)
+        return CheckpointRecord(
+            path, marker.generation, marker.index, marker.metrics, marker.status
+        )
 
     def newest_checkpoint(self) -> str:
         """Return the path of the reported checkpoint that was committed last, "" for none.
@@ -304,23 +340,35 @@ class RunDirectory:
         self.checkpoint(name).delete(MARKER)
 
     def markers(self) -> list[tuple[str, Marker]]:
-        """Return name and marker of every checkpoint whose marker can be read.
+        """Return name and marker of every checkpoint whose marker can be read; see `marker`.
 
         Raises:
             StorageError: the directory cannot be read.
         """
         found = []
-        for name in self.files.list(f"{CHECKPOINTS}/*"):
-            try:
-                marker = Marker.from_json(self.files.read(f"{name}/{MARKER}").decode())
-            except ValueError:
-                continue  # Torn.
-            except StorageError as error:
-                if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
-                    continue  # Not committed, or pruned by another member since we listed it.
-                raise
-            found.append((name.split("/")[1], marker))
+        for name in self.names():
+            marker = self.marker(name)
+            if marker is not None:
+                found.append((name, marker))
         return found
+
+    def marker(self, name: str) -> Marker | None:
+        """Return a checkpoint's marker, None if it has none that can be read.
+
+        With what its validation found out, as far as that is known.
+
+        Raises:
+            StorageError: storage cannot be read.
+        """
+        files = self.checkpoint(name)
+        try:
+            return completed(files, Marker.from_json(files.read(MARKER).decode()))
+        except ValueError:
+            return None  # Torn.
+        except StorageError as error:
+            if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+                return None  # Not committed, or pruned by another member since we listed it.
+            raise
 
 
 def _copied(path: Path, target: Files, relative: str) -> StoredFile:

@@ -10,7 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic.train.checkpoint import Checkpoint, ReportedCheckpoint
+    from elastic.train.checkpoint import (
+        Checkpoint,
+        ReportedCheckpoint,
+        ReportedCheckpointStatus,
+    )
     from elastic.train.config import (
         CheckpointConfig,
         FailureConfig,
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from elastic.train.preemption import PreemptionInfo, get_preemption_info
     from elastic.train.result import Result
     from elastic.train.session import (
+        CheckpointConsistencyMode,
         CheckpointUploadMode,
         TrainContext,
         get_all_reported_checkpoints,
@@ -29,18 +34,23 @@ if TYPE_CHECKING:
         is_driver,
         report,
     )
+    from elastic.train.validation import ValidationConfig, ValidationTaskConfig
 
 _HOME = {
     "Checkpoint": "checkpoint",
     "CheckpointConfig": "config",
+    "CheckpointConsistencyMode": "session",
     "CheckpointUploadMode": "session",
     "FailureConfig": "config",
     "PreemptionInfo": "preemption",
     "ReportedCheckpoint": "checkpoint",
+    "ReportedCheckpointStatus": "checkpoint",
     "Result": "result",
     "RunConfig": "config",
     "ScalingConfig": "config",
     "TrainContext": "session",
+    "ValidationConfig": "validation",
+    "ValidationTaskConfig": "validation",
     "get_all_reported_checkpoints": "session",
     "get_checkpoint": "session",
     "get_context": "session",
@@ -58,14 +68,18 @@ _SUBMODULES = ("collective", "torch")
 __all__ = [
     "Checkpoint",
     "CheckpointConfig",
+    "CheckpointConsistencyMode",
     "CheckpointUploadMode",
     "FailureConfig",
     "PreemptionInfo",
     "ReportedCheckpoint",
+    "ReportedCheckpointStatus",
     "Result",
     "RunConfig",
     "ScalingConfig",
     "TrainContext",
+    "ValidationConfig",
+    "ValidationTaskConfig",
     "epochs",
     "get_all_reported_checkpoints",
     "get_checkpoint",

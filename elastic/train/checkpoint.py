@@ -20,14 +20,15 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from elastic.core.world import CheckpointStatus
 from elastic.errors import StorageError, UsageError
 from elastic.storage.files import Files
-from elastic.storage.marker import DAMAGED, MARKER, METADATA, RECORDED
+from elastic.storage.marker import METADATA, OURS
 from elastic.storage.soundness import read_marker, verify
 from elastic.train.dict_checkpoint import read_dict, write_dict
 
-OURS = (MARKER, RECORDED, DAMAGED)
-"""Files that make a directory a committed checkpoint; a copy of one is not committed itself."""
+ReportedCheckpointStatus = CheckpointStatus
+"""Ray Train's name for it."""
 
 
 class Checkpoint:
@@ -257,8 +258,10 @@ class ReportedCheckpoint:
 
     Attributes:
         checkpoint: where it is.
-        metrics: what was reported with it.
+        metrics: what was reported with it, and what its validation found out.
+        status: whether it was validated.
     """
 
     checkpoint: Checkpoint
     metrics: dict[str, Any]
+    status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED

@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.policy import retention
-from elastic.core.world import CheckpointRecord
+from elastic.core.world import CheckpointRecord, CheckpointStatus
 from elastic.errors import ElasticError, TrainingFailed, UsageError
 from elastic.storage.files import Files
 from elastic.storage.metrics import has_metrics
@@ -25,7 +25,8 @@ class Result:
 
     Attributes:
         metrics: what rank 0 reported last, None if it never did; with or without a checkpoint
-            (Ray keeps only metrics that come with one).
+            (Ray keeps only metrics that come with one), and with what a validation of that
+            checkpoint found out.
         checkpoint: the newest reported one; of a run that reported none, the newest that was taken
             automatically; None if there is neither.
         path: the run directory.
@@ -161,6 +162,15 @@ def kept_of(job: JobRecord) -> tuple[CheckpointRecord, ...]:
     return (*(record for record in job.checkpoints if record.automatic), *kept)
 
 
+def _came_with(report: dict[str, Any], record: CheckpointRecord) -> bool:
+    """Return whether a validated checkpoint came with this report."""
+    same = (report["generation"], report["index"]) == (record.generation, record.index)
+    known = json.loads(record.metrics).keys()
+    return (
+        same and record.status is CheckpointStatus.VALIDATED and report["metrics"].keys() <= known
+    )
+
+
 def result_of(
     run_path: str,
     checkpoints: tuple[CheckpointRecord, ...],
@@ -177,9 +187,13 @@ def result_of(
     """
     history = read_history(run_path) if run_path else []
     kept = [(Checkpoint(c.path), json.loads(c.metrics)) for c in checkpoints if not c.automatic]
+    metrics = history[-1]["metrics"] if history else None
+    reported = [record for record in checkpoints if not record.automatic]
+    if metrics is not None and reported and _came_with(history[-1], reported[-1]):
+        metrics = {**metrics, **kept[-1][1]}
     found = [c for c, _ in kept] or [Checkpoint(c.path) for c in checkpoints if c.automatic]
     return Result(
-        metrics=history[-1]["metrics"] if history else None,
+        metrics=metrics,
         checkpoint=found[-1] if found else None,
         path=run_path,
         best_checkpoints=kept,

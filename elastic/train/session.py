@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.streams import Data
 from elastic.errors import UsageError
+from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
-from elastic.train.checkpoint import Checkpoint, ReportedCheckpoint
+from elastic.train.checkpoint import (
+    Checkpoint,
+    ReportedCheckpoint,
+    ReportedCheckpointStatus,
+)
 from elastic.train.uploading import UploadFunction, bring
 from elastic.worker import context as worker_context
 from elastic.worker.context import WorkerContext
 from elastic.worker.delivery import CheckpointUploadMode
+from elastic.worker.exchange import WAIT_SLICE_S
 
 if TYPE_CHECKING:
+    from elastic.train.validation import ValidationTaskConfig
     from elastic.worker.step import StepEngine
+
+log = logging.getLogger(__name__)
+
+VALIDATION_LOOK_S = 0.5
+"""How often a rank that waits for validations asks storage."""
 
 
 def require_context(what: str) -> WorkerContext:
@@ -91,6 +106,7 @@ def report(
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
     delete_local_checkpoint_after_upload: bool | None = None,
     checkpoint_upload_fn: UploadFunction | None = None,
+    validation: bool | ValidationTaskConfig = False,
 ) -> None:
     """Keep metrics, and a checkpoint if one is given.
 
@@ -116,10 +132,16 @@ def report(
         delete_local_checkpoint_after_upload: by default with ASYNC only.
         checkpoint_upload_fn: your own way of uploading: called with the checkpoint and the name of
             its directory, returns the checkpoint where it lies then, in RUN/checkpoints.
+        validation: True, or a `ValidationTaskConfig`: the trainer's `validation_config` says what
+            is called with the checkpoint, in a process beside training. What it returns is added
+            to the checkpoint's metrics; until then retention leaves the checkpoint alone. If it
+            raises, dies or takes too long, that is told and recorded, and training goes on. The
+            train function ends once all are over; whoever goes on with a run takes up what is not.
 
     Raises:
         UsageError: outside a train function, metrics that JSON cannot say, or a checkpoint that
-            is none, is not where NO_UPLOAD expects it, or is brought differently by the ranks.
+            is none, is not where NO_UPLOAD expects it, or is brought differently by the ranks; a
+            validation without a checkpoint, or without a validation function.
         StorageError: the checkpoint could not be stored; the run directory keeps the last one.
     """
     context = require_place("train.report")
@@ -129,6 +151,7 @@ def report(
             return
         metrics = {**engine.logbook.take_averages(), **_checked(metrics)}
     text = to_json(metrics)
+    wish = _wished(context, checkpoint, validation)
     if checkpoint is None:
         context.report(text, None, name=checkpoint_dir_name)
         return
@@ -137,8 +160,36 @@ def report(
         checkpoint_upload_mode,
         delete_local=delete_local_checkpoint_after_upload,
         upload=checkpoint_upload_fn,
+        validation=wish,
     )
     context.report(text, brought, name=checkpoint_dir_name)
+
+
+def _wished(
+    context: WorkerContext,
+    checkpoint: Checkpoint | None,
+    validation: bool | ValidationTaskConfig,
+) -> str:
+    """Return how a checkpoint is to be validated, "" if it is not.
+
+    Raises:
+        UsageError: there is no checkpoint, or no function to do so.
+    """
+    if validation is False:
+        return ""
+    from elastic.train.validation import wish_of
+
+    if checkpoint is None:
+        raise UsageError(
+            "train.report: validation without a checkpoint: there is nothing to validate; pass "
+            "checkpoint=..., or leave validation out"
+        )
+    if context.validator is not None and not context.validator.is_on:
+        raise UsageError(
+            "train.report: validation without a validation function: give the trainer one, "
+            "TorchTrainer(..., validation_config=train.ValidationConfig(fn=...))"
+        )
+    return wish_of(validation)
 
 
 def to_json(metrics: Mapping[str, Any]) -> str:
@@ -202,24 +253,79 @@ def get_checkpoint() -> Checkpoint | None:
     return Checkpoint(path) if path else _begins_from
 
 
-def get_all_reported_checkpoints() -> list[ReportedCheckpoint]:
+class CheckpointConsistencyMode(Enum):
+    """What `get_all_reported_checkpoints` waits for."""
+
+    COMMITTED = "COMMITTED"
+    """Until what this rank has reported counts: an upload in the background."""
+    VALIDATED = "VALIDATED"
+    """Until validations are over, too."""
+
+
+def get_all_reported_checkpoints(
+    consistency_mode: CheckpointConsistencyMode = CheckpointConsistencyMode.VALIDATED,
+    timeout_s: float | None = None,
+) -> list[ReportedCheckpoint]:
     """Return all reported checkpoints of this run that count and are kept, oldest first.
 
-    Those of earlier attempts in the same run directory are among them. Read from storage, without
-    waiting for other ranks: one that a rank has reported is seen by that rank at once.
+    Those of earlier attempts in the same run directory are among them; one that was written when
+    its group was over already, and that the coordinator has not recorded, is not. Read from
+    storage, without waiting for other ranks: one that a rank has reported is seen by that rank at
+    once.
+
+    Args:
+        consistency_mode: what is waited for; without validations that is hardly ever anything.
+        timeout_s: after so many seconds the list is returned as it is, with a line in the log;
+            each one's status says whether it was validated. None: wait for as long as it takes.
 
     Raises:
-        UsageError: outside a train function.
+        UsageError: outside a train function, or consistency_mode is something else.
         StorageError: the run directory cannot be read.
     """
-    path = require_context("train.get_all_reported_checkpoints").run_path
-    if not path:
+    context = require_place("train.get_all_reported_checkpoints")
+    if not isinstance(consistency_mode, CheckpointConsistencyMode):
+        raise UsageError(
+            f"train.get_all_reported_checkpoints: consistency_mode={consistency_mode!r}: expected "
+            f"CheckpointConsistencyMode.COMMITTED or CheckpointConsistencyMode.VALIDATED"
+        )
+    if not context.run_path:
         return []
-    run = RunDirectory(path)
-    return [
-        ReportedCheckpoint(Checkpoint(run.checkpoint_path(name)), json.loads(marker.metrics))
-        for name, marker in run.reported()
-    ]
+    run = RunDirectory(context.run_path)
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while context.the_reporter().is_uploading() and time.monotonic() < deadline:
+        _pass_time(context, WAIT_SLICE_S)
+    waits = context.validator is not None and context.validator.is_on
+    while True:
+        found = [
+            ReportedCheckpoint(
+                Checkpoint(run.checkpoint_path(name)), json.loads(marker.metrics), marker.status
+            )
+            for name, marker in _counting(context, run)
+        ]
+        pending = [c for c in found if c.status is ReportedCheckpointStatus.PENDING_VALIDATION]
+        if not pending or not waits or consistency_mode is CheckpointConsistencyMode.COMMITTED:
+            return found
+        if time.monotonic() >= deadline:
+            log.warning("validations_awaited pending=%d seconds=%g", len(pending), timeout_s)
+            return found
+        _pass_time(context, VALIDATION_LOOK_S)
+
+
+def _counting(context: WorkerContext, run: RunDirectory) -> list[tuple[str, Marker]]:
+    """Return the reported checkpoints that the coordinator has recorded, or may still record."""
+    newest = context.newest_checkpoint
+    name = newest.rpartition("/")[2]
+    ours = name if newest == run.checkpoint_path(name) else ""
+    return run.counting(context.job_id, context.generation, ours)
+
+
+def _pass_time(context: WorkerContext, seconds: float) -> None:
+    """Wait a little, in slices that an interrupt can end; who waits on purpose is not hung."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if context.activity.beats:  # At 0 nobody judges it.
+            context.activity.beats += 1
+        time.sleep(WAIT_SLICE_S)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
 from elastic.train.result import Result, committed_in, kept_of, result_of
 from elastic.train.session import beginning_from
 from elastic.train.stored import pack_trainer, read_trainer
+from elastic.train.validation import ValidationConfig
 from elastic.worker import context as worker_context
 from elastic.worker.entry import takes_config
 
@@ -71,6 +72,7 @@ class TorchTrainer:
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
+        validation_config: ValidationConfig | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
     ) -> None:
         """Describe the run; nothing is started.
@@ -83,6 +85,7 @@ class TorchTrainer:
             scaling_config: how many workers, with what.
             run_config: name, place and policies.
             torch_config: backend and its timeout.
+            validation_config: what validates checkpoints that are reported with `validation=`.
             resume_from_checkpoint: what `train.get_checkpoint` gives in a new run until it has
                 one of its own; from any run, readable by all nodes.
 
@@ -101,6 +104,9 @@ class TorchTrainer:
         self.scaling_config = _checked("scaling_config", scaling_config, ScalingConfig)
         self.run_config = _checked("run_config", run_config, RunConfig)
         self.torch_config = _checked("torch_config", torch_config, TorchConfig)
+        if validation_config is not None:
+            _checked("validation_config", validation_config, ValidationConfig)
+        self.validation_config = validation_config
         if resume_from_checkpoint is not None and not isinstance(
             resume_from_checkpoint, Checkpoint
         ):
@@ -120,6 +126,7 @@ class TorchTrainer:
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
+        validation_config: ValidationConfig | None = None,
     ) -> TorchTrainer:
         """Return the trainer of a run that did not succeed; its `fit` goes on with the run.
 
@@ -134,6 +141,7 @@ class TorchTrainer:
             scaling_config: another number of workers will do.
             run_config: its name and storage_path are those of `path` in any case.
             torch_config: backend and its timeout.
+            validation_config: what validates checkpoints.
 
         Raises:
             UsageError: there is no run, it has succeeded, or no trainer is stored that can be read.
@@ -154,6 +162,7 @@ class TorchTrainer:
             "scaling_config": scaling_config,
             "run_config": run_config,
             "torch_config": torch_config,
+            "validation_config": validation_config,
         }
         parts = {**stored, **{key: value for key, value in passed.items() if value is not None}}
         parent, _, name = files.path.rpartition("/")
@@ -206,6 +215,8 @@ class TorchTrainer:
 
         if context.engine is not None:
             context.engine.configure(self._options())
+        if context.validator is not None:
+            context.validator.configure(self._options()["validation"])
         with beginning_from(self.resume_from_checkpoint):
             value = call_with_config(self.train_loop_per_worker, self.train_loop_config)
         returned = result_json(value)
@@ -289,6 +300,7 @@ class TorchTrainer:
                 "scaling_config": self.scaling_config,
                 "run_config": self.run_config,
                 "torch_config": self.torch_config,
+                "validation_config": self.validation_config,
             }
         )
 
@@ -384,6 +396,7 @@ class TorchTrainer:
             "async_save": checkpoints.async_save,
             "consistency": self.torch_config.consistency,
             "recovery": self.run_config.failure_config.recovery,
+            "validation": self.validation_config.plan() if self.validation_config else None,
         }
 
     def _spec(self, name: str) -> JobSpec:

@@ -20,6 +20,7 @@ def bring(
     *,
     delete_local: bool | None,
     upload: UploadFunction | None,
+    validation: str = "",
 ) -> Brought:
     """Return what this rank brings to a checkpoint.
 
@@ -28,6 +29,7 @@ def bring(
         mode: see `train.report`.
         delete_local: whether its directory goes afterwards; None: with ASYNC.
         upload: the user's own way, None for ours.
+        validation: how it is to be validated, "" if it is not.
 
     Raises:
         UsageError: something is of another kind, or two arguments contradict each other.
@@ -50,7 +52,7 @@ def bring(
                 f"train.report: {what} with checkpoint_upload_mode=NO_UPLOAD: nothing is uploaded, "
                 f"what the checkpoint points at is all there is; leave it out"
             )
-        return Brought(checkpoint.url, mode)
+        return Brought(checkpoint.url, mode, validation=validation)
     goes = mode is CheckpointUploadMode.ASYNC if delete_local is None else delete_local
     if upload is not None:
         return Brought(
@@ -60,11 +62,13 @@ def bring(
             release=partial(
                 _let_go, checkpoint, checkpoint.path if goes and checkpoint.is_local else ""
             ),
+            validation=validation,
         )
     if not checkpoint.is_local:
         checkpoint, goes = Checkpoint.temporary(checkpoint.to_directory()), False
     path = checkpoint.path
-    return Brought(path, mode, release=partial(_let_go, checkpoint, path if goes else ""))
+    release = partial(_let_go, checkpoint, path if goes else "")
+    return Brought(path, mode, release=release, validation=validation)
 
 
 def _uploaded(upload: UploadFunction, checkpoint: Checkpoint, name: str) -> str:

@@ -2,7 +2,8 @@
 
 Rule: a dataclass and its message have the same fields under the same names and of matching kinds.
 The two are compared when a `Codec` is made, so a field that only one side has stops the import,
-not a cluster. Reading trusts nothing: what does not fit is refused by name with `PeerError`.
+not a cluster. Reading trusts nothing: what does not fit is refused by name with `PeerError`. A
+field that an older peer does not know has the dataclass's default.
 """
 
 from __future__ import annotations
@@ -164,7 +165,14 @@ def _port(
     if value.fill is not None:
         return _message_port(field, known, value, optional=len(options) == 2)
     check(len(options) == 1, f"{field.full_name}: only a message can be absent")
+    if isinstance(known.default, Enum):
+        value = dataclasses.replace(value, from_wire=_or(known.default, value.from_wire))
     return _scalar_port(field, known.name, value)
+
+
+def _or(default: Enum, from_wire: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Read an enum that an older peer did not write as the dataclass's default."""
+    return lambda number: from_wire(number) if number else default
 
 
 def _scalar_port(field: FieldDescriptor, known: str, value: Value) -> Port:

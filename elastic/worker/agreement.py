@@ -32,6 +32,9 @@ POLL_S_MIN = 0.0005
 POLL_S_MAX = 0.01
 WARN_INTERVAL_S = 30.0
 
+LOOK_INTERVAL_NS = 50_000_000
+"""How often a member that waits in a report looks whether its peers are still connected."""
+
 Index = int | str
 """Which report: its number in this generation, or its place in the run."""
 
@@ -285,6 +288,25 @@ class Agreement:
             "rank must call train.report equally often, with or without a checkpoint",
             index, what, waited_s, votes, self._world_size, index,
         )  # fmt: skip
+
+
+def peers_watch(hung_up: Callable[[], bool]) -> Callable[[], None]:
+    """Return what a member that waits in a report calls now and then.
+
+    Args:
+        hung_up: whether a peer has left the group.
+    """
+    look_at_ns = 0
+
+    def look() -> None:
+        nonlocal look_at_ns
+        now_ns = time.monotonic_ns()
+        if now_ns >= look_at_ns:
+            look_at_ns = now_ns + LOOK_INTERVAL_NS
+            if hung_up():
+                raise GroupError("a member left the group while others wait in train.report")
+
+    return look
 
 
 def _key(index: Index, what: str) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from elastic.core.events.worker import TellPreemption, UserReported, WorkerEvent
 from elastic.core.messages import Progress
-from elastic.core.world import Generation, JobId
+from elastic.core.world import CheckpointStatus, Generation, JobId
 from elastic.errors import StorageError
 from elastic.runtime.clock import Clock
 from elastic.storage.marker import UNKNOWN, Marker, StoredFile
@@ -74,6 +75,7 @@ class Round:
         metrics: of the report, JSON.
         leaves: every member leaves the group with it, if it is recorded.
         owns_files: we have written what is in its directory, and may delete it.
+        validation: how it is to be validated, JSON, "" if it is not.
     """
 
     key: Index
@@ -81,6 +83,7 @@ class Round:
     metrics: str
     leaves: bool = False
     owns_files: bool = True
+    validation: str = ""
 
 
 class Committer:
@@ -98,20 +101,29 @@ class Committer:
         link: Link,
         clock: Clock,
         pruner: Pruner | None,
+        on_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin a generation; see `Reporter`."""
         self.place, self.run = place, run
         self._link, self._clock, self._pruner = link, clock, pruner
+        self._on_commit = on_commit
         self._newest_posted = -1
         self._lock = threading.Lock()
         self._unanswered: Answer | None = None
 
-    def post(self, index: int, metrics: str, checkpoint: str = "") -> None:
+    def post(
+        self,
+        index: int,
+        metrics: str,
+        checkpoint: str = "",
+        status: CheckpointStatus = CheckpointStatus.COMMITTED,
+    ) -> None:
         """Tell the coordinator of a report; done once for each."""
         place = self.place
         with self._lock:  # An upload in the background tells of an older report.
             self._newest_posted = max(self._newest_posted, index)
-        self._link.post(UserReported(place.generation, place.rank, metrics, checkpoint, index))
+        report = UserReported(place.generation, place.rank, metrics, checkpoint, index, status)
+        self._link.post(report)
 
     def has_posted(self, index: int) -> bool:
         """Return whether the report of this number, the newest one, was told."""
@@ -146,7 +158,11 @@ class Committer:
             self.post(turn.index, turn.metrics)
             return Outcome(error=str(error))
         answer = self._link.expect_answer(self.place.generation, turn.index)
-        self.post(turn.index, turn.metrics, path)
+        status = CheckpointStatus.COMMITTED
+        if turn.validation:
+            status = CheckpointStatus.PENDING_VALIDATION
+        self.post(turn.index, turn.metrics, path, status)
+        self._on_commit()
         outcome = Outcome(path=path, leaves=turn.leaves and self._is_recorded(answer, path))
         if self._pruner is not None:
             self._pruner.committed(parts[0].name, answer)
@@ -179,7 +195,10 @@ class Committer:
             unix_ns=self._clock.unix_ns(),
             metrics=turn.metrics,
             files=_files_of(parts),
+            validation=turn.validation,
         )
+        if self._pruner is not None:
+            self._pruner.commits()
         return run.commit(name, marker)
 
     def _is_recorded(self, answer: Answer, path: str) -> bool:

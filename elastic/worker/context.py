@@ -19,6 +19,7 @@ from elastic.worker.mesh import Reach
 from elastic.worker.progress import StepCounter
 from elastic.worker.reporting import Link, Reporter
 from elastic.worker.saving import Saver
+from elastic.worker.validating import Validator
 
 if TYPE_CHECKING:
     from elastic.worker.step import StepEngine
@@ -46,6 +47,8 @@ class WorkerContext:
         activity: what the control thread can see of the training loop.
         is_local: there is no agent; the train function runs in the user's own process.
         saver: takes automatic checkpoints, over all calls of the train function.
+        validator: has reported checkpoints validated, over all calls of the train function; None
+            without a run directory.
         engine: of this call's training loop.
         join: puts a worker that runs ahead of its group into it, and returns the context there;
             None for one that has its place. Until then rank and world size say nothing.
@@ -76,6 +79,7 @@ class WorkerContext:
     link: Link = field(repr=False)
     activity: Activity = field(default_factory=Activity, repr=False)
     saver: Saver | None = field(default=None, repr=False)
+    validator: Validator | None = field(default=None, repr=False)
     engine: StepEngine | None = field(default=None, repr=False)
     join: Callable[[], WorkerContext] | None = field(default=None, repr=False)
     shielded: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)

@@ -57,12 +57,15 @@ class Brought:
         upload: the user's own way: takes the checkpoint's name, and returns the path of its
             directory in the run directory, with the files in it.
         release: called once the files are not needed any more.
+        validation: how the checkpoint is to be validated, JSON, "" if it is not; that of the
+            member that commits it counts.
     """
 
     path: str
     mode: CheckpointUploadMode = CheckpointUploadMode.SYNC
     upload: Callable[[str], str] | None = None
     release: Callable[[], None] = lambda: None
+    validation: str = ""
 
     @property
     def way(self) -> str:

@@ -22,7 +22,7 @@ from elastic.core.events.worker import (
     WorkerEvent,
 )
 from elastic.core.messages import Progress
-from elastic.core.world import NO_GENERATION, Generation
+from elastic.core.world import NO_GENERATION, Generation, RefusalCode
 from elastic.worker.activity import Activity
 
 Order = Setup | FormGroup | EnterTrain
@@ -37,12 +37,13 @@ class Answer:
     """What the coordinator says to one report.
 
     Attributes:
-        accepted, reason: valid once `ready` is set.
+        accepted, reason, code: valid once `ready` is set.
     """
 
     ready: threading.Event = field(default_factory=threading.Event)
     accepted: bool = False
     reason: str = ""
+    code: RefusalCode = RefusalCode.NONE
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the answer at most so long; return whether it is there."""
@@ -164,4 +165,5 @@ class Exchange:
             answer = self._answers.pop((effect.generation, effect.index), None)
         if answer is not None:
             answer.accepted, answer.reason = effect.accepted, effect.reason
+            answer.code = effect.code
             answer.ready.set()

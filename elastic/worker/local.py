@@ -48,6 +48,7 @@ from elastic.worker.reporting import Place, Reporter
 from elastic.worker.saving import Saver
 from elastic.worker.seeding import FIRST_SEED, seed_everything
 from elastic.worker.step import StepEngine
+from elastic.worker.validating import Validator
 from elastic.worker.writing import Writer
 
 FACTS_KEY = "facts"
@@ -121,6 +122,8 @@ def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
         context.the_reporter().finish()
         if context.saver is not None:
             context.saver.finish()
+        if context.validator is not None:
+            context.validator.finish(lambda: False)
         cast("NoCoordinator", context.link).tell()
     kept: tuple[CheckpointRecord, ...] = ()
     if run.run_path:
@@ -221,6 +224,8 @@ def local_context(run: LocalRun) -> Iterator[WorkerContext]:
                 context.the_reporter().flush()
                 if context.saver is not None:
                     context.saver.close()
+                if context.validator is not None:
+                    context.validator.close()
         finally:
             engine.close()
             set_current(None)
@@ -316,6 +321,11 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
             directory, place.job_id, line=link, clock=clock, num_to_keep=run.num_to_keep
         )
     saver = Saver((), writer)
+    spec = _retention(run, place.job_id)
+    validator = Validator(directory, spec, link) if directory is not None else None
+    if validator is not None:
+        validator.configure(run.options.get("validation"))
+        validator.enter(generation, rank, newest)
     worker_id = WorkerId(f"local/{rank}")
     return WorkerContext(
         job_id=place.job_id,
@@ -344,11 +354,13 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
             link=link,
             clock=clock,
             newest_checkpoint=newest,
-            pruner=Pruner(directory, _retention(run, place.job_id), newest) if directory else None,
+            pruner=Pruner(directory, spec, newest) if directory else None,
+            on_commit=validator.look if validator is not None else lambda: None,
         ),
         step_counter=StepCounter(worker_id, generation, tell=link.post, clock=clock),
         link=link,
         saver=saver,
+        validator=validator,
     )
 
 

@@ -3,12 +3,14 @@
 Rule: a checkpoint is deleted only when the coordinator has recorded a newer one, because until
 then it is what a recovery would read. Which ones go is the retention policy's word, asked about
 those that are known to be recorded: one that was committed and never recorded (its generation was
-over) must not push out one that the coordinator counts on.
+over) must not push out one that the coordinator counts on. That one is recorded is noted in
+storage: of each generation at least the last, before the next one commits any.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 
 from elastic.core.config import JobSpec
 from elastic.core.policy import retention
@@ -19,6 +21,7 @@ from elastic.worker.exchange import Answer
 
 log = logging.getLogger(__name__)
 
+_deleting = threading.Lock()
 LAST_ANSWER_S = 5.0
 """How long the end of a train function waits for the last checkpoint to be recorded."""
 
@@ -41,6 +44,18 @@ class Pruner:
         self._spec = spec
         self._unanswered: list[tuple[str, Answer]] = []
 
+    def commits(self) -> None:
+        """A checkpoint is about to be committed: note that the one before our time is recorded.
+
+        Once there are newer ones, nobody else would know.
+
+        Raises:
+            StorageError: the note cannot be written.
+        """
+        if self._baseline and self._run.is_committed(self._baseline):
+            self._run.mark_recorded(self._baseline)
+        self._baseline = ""
+
     def committed(self, name: str, answer: Answer) -> None:
         """Take note of a new checkpoint, and delete what the ones before it made superfluous."""
         if self._spec.num_to_keep == -1:
@@ -60,23 +75,26 @@ class Pruner:
         recorded = [name for name, answer in answered if answer.accepted]
         if not recorded:
             return
-        baseline = [self._baseline] if self._baseline else []
         try:
-            for name in (*baseline, *recorded):
+            for name in recorded:
                 if self._run.is_committed(name):
                     self._run.mark_recorded(name)
-            self._baseline = ""
-            self._delete_superfluous()
+            delete_superfluous(self._run, self._spec)
         except StorageError as error:
             # The next one tries again; the room it takes up is no reason to stop training.
             log.warning("prune_failed path=%s error=%r", self._run.path, str(error))
 
-    def _delete_superfluous(self) -> None:
-        """Delete what the policy drops among the recorded ones."""
-        spec = self._spec
+
+def delete_superfluous(run: RunDirectory, spec: JobSpec) -> None:
+    """Delete what the policy drops among the recorded ones.
+
+    Raises:
+        StorageError: storage cannot be read, or something cannot be deleted.
+    """
+    with _deleting:  # What a validation has found out is another thread's reason to do this.
         records = [
-            CheckpointRecord(name, marker.generation, marker.index, marker.metrics)
-            for name, marker in self._run.recorded(spec.job_id)
+            CheckpointRecord(name, marker.generation, marker.index, marker.metrics, marker.status)
+            for name, marker in run.recorded(spec.job_id)
         ]
         kept = retention.keep(
             records,
@@ -86,4 +104,4 @@ class Pruner:
         )
         for record in records:
             if record not in kept:
-                self._run.remove(record.path)
+                run.remove(record.path)

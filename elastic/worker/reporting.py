@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,6 +65,7 @@ class Reporter:
         clock: Clock,
         newest_checkpoint: str = "",
         pruner: Pruner | None = None,
+        on_commit: Callable[[], None] = lambda: None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin a generation.
@@ -76,6 +78,7 @@ class Reporter:
             clock: for the time of day in files.
             newest_checkpoint: path of the one that this generation begins with.
             pruner: deletes checkpoints that are not to be kept, None to keep all.
+            on_commit: called when a checkpoint of ours counts, by the thread that committed it.
             is_over: whether the group is to be left at once.
         """
         self.reports_since = 0
@@ -86,9 +89,10 @@ class Reporter:
         self._agreement = agreement
         self._link = link
         self._clock = clock
-        self._committer = Committer(place, run, link=link, clock=clock, pruner=pruner)
+        self._committer = Committer(
+            place, run, link=link, clock=clock, pruner=pruner, on_commit=on_commit
+        )
         self._aside: Agreement | None = None
-        self._is_over = is_over
         self._is_over = is_over
         self._index = 0
         self._background: Background | None = None
@@ -138,7 +142,8 @@ class Reporter:
         if waits:
             patience_s = WISH_PATIENCE_S if brought is None else None
             tally = self._agreement.wait_closed(index, patience_s=patience_s)
-        turn = Round(index, index, metrics, leaves=tally.leaves())
+        wish = brought.validation if brought is not None else ""
+        turn = Round(index, index, metrics, leaves=tally.leaves(), validation=wish)
         if tally.with_checkpoint == 0:
             self._committer.post(index, metrics)
         elif brought is None:
@@ -189,7 +194,7 @@ class Reporter:
                 self._committer.post(index, metrics)
             else:
                 tally = self._agreement.wait_closed(where)
-                turn = Round(where, index, metrics)
+                turn = Round(where, index, metrics, validation=brought.validation)
                 self._complete(turn, name, brought, tally.with_checkpoint)
         except (GroupError, dist.DistError) as error:
             if not self._committer.has_posted(index):
@@ -199,6 +204,10 @@ class Reporter:
                 brought.release()
         if problem:
             raise problem
+
+    def is_uploading(self) -> bool:
+        """Return whether a checkpoint of ours is being uploaded in the background."""
+        return self._background is not None and not self._background.is_over()
 
     def position(self) -> str:
         """Return where in the run we are, in words that are the same after a fresh start.
@@ -333,7 +342,7 @@ class Reporter:
             self._take(outcome)
             return
         owns_files = brought.upload is None and brought.mode is not CheckpointUploadMode.NO_UPLOAD
-        turn = Round(_later(turn.key), turn.index, turn.metrics, turn.leaves, owns_files)
+        turn = replace(turn, key=_later(turn.key), owns_files=owns_files)
         delivery = Delivery(turn, name, brought, members)
         if brought.mode is CheckpointUploadMode.ASYNC and not turn.leaves:
             if self._aside is None:

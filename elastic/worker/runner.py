@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -41,7 +40,7 @@ from elastic.errors import GroupError, InvariantViolation, UsageError
 from elastic.runtime.clock import Clock
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import entry, environment, outcome
-from elastic.worker.agreement import Agreement
+from elastic.worker.agreement import Agreement, peers_watch
 from elastic.worker.ahead import joining_on_demand
 from elastic.worker.context import WorkerContext, current, set_current
 from elastic.worker.control import flush_output
@@ -57,12 +56,11 @@ from elastic.worker.saving import Saver
 from elastic.worker.seeding import FIRST_SEED, seed_everything
 from elastic.worker.shared_storage import SharedStorage
 from elastic.worker.step import StepEngine
+from elastic.worker.validating import Validator
 from elastic.worker.writing import Writer
 
 log = logging.getLogger(__name__)
 
-LOOK_INTERVAL_NS = 50_000_000
-"""How often a member that waits in a report looks whether its peers are still connected."""
 BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
 """With accelerators: tensors may be on either side, and gloo's connections show a lost peer."""
 
@@ -101,6 +99,7 @@ class Runner:
         self._run_directory: RunDirectory | None = None
         self._shared = SharedStorage(None)
         self._saver: Saver | None = None
+        self._validator: Validator | None = None
         # Of the call of the train function that runs now; `rejoin` moves it to other groups.
         self._called: entry.Call | None = None
         self._assignment: Assignment | None = None
@@ -135,6 +134,8 @@ class Runner:
             self._run_directory = RunDirectory(spec.run_path) if spec.run_path else None
             self._shared = SharedStorage(self._run_directory)
             self._saver = Saver(assign.snapshots, self._writer(assign))
+            if self._run_directory is not None:
+                self._validator = Validator(self._run_directory, spec, self._exchange)
             self._prepare = entry.load(spec.entry)
         except BaseException as error:
             # Also what a module of the user's does while it is imported, such as sys.exit.
@@ -250,6 +251,8 @@ class Runner:
             engine = StepEngine(self, carry=self._carry)
             self._engine, self._carry = engine, None
             engine.configure(call.options)
+            if self._validator is not None:
+                self._validator.configure(call.options.get("validation"))
             context = self._enter(assign, assignment)
             # Weights that a train function draws are then the same in every run of it.
             seed_everything(FIRST_SEED)
@@ -270,6 +273,8 @@ class Runner:
         result = call.run()
         if self._saver is not None:
             self._saver.finish()
+        if self._validator is not None:
+            self._validator.finish(lambda: self._is_over(self._place.generation))
         return result
 
     def _enter(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
@@ -282,6 +287,8 @@ class Runner:
                 self._reporter.close()
             self._reporter = self._make_reporter(assign, assignment)
             self._check_storage(assignment)
+            if self._validator is not None:
+                self._validator.enter(assignment.generation, assignment.rank, assignment.checkpoint)
         context = self._context(assign, assignment)
         if self._engine is not None:
             self._engine.enter(context)
@@ -416,13 +423,14 @@ class Runner:
                 self._groups.store,
                 assignment.rank,
                 world_size=assignment.world_size,
-                watch=self._peers_watch(),
+                watch=peers_watch(self._groups.peer_hung_up),
             ),
             is_over=lambda: self._is_over(place.generation),
             link=self._exchange,
             clock=self._clock,
             newest_checkpoint=assignment.checkpoint,
             pruner=self._pruner(assign, assignment),
+            on_commit=self._validator.look if self._validator is not None else lambda: None,
         )
 
     def _is_over(self, generation: int) -> bool:
@@ -431,20 +439,6 @@ class Runner:
         if activity.beats:  # At 0 nobody judges it.
             activity.beats += 1
         return self.is_called_back(generation)
-
-    def _peers_watch(self) -> Callable[[], None]:
-        """Return what a member that waits in a report calls now and then."""
-        look_at_ns = 0
-
-        def look() -> None:
-            nonlocal look_at_ns
-            now_ns = time.monotonic_ns()
-            if now_ns >= look_at_ns:
-                look_at_ns = now_ns + LOOK_INTERVAL_NS
-                if self._groups.peer_hung_up():
-                    raise GroupError("a member left the group while others wait in train.report")
-
-        return look
 
     def _context(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
         spec = assign.spec
@@ -478,6 +472,7 @@ class Runner:
             link=self._exchange,
             activity=self._exchange.activity,
             saver=self._saver,
+            validator=self._validator,
             engine=self._engine,
             join=self.join if assignment is None else None,
             shielded=self._interrupter.shielded,

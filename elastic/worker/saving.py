@@ -246,6 +246,7 @@ class Saver:
                 about=dict(about or {}),
                 aliases=tuple(aliases),
                 done=done,
+                request=request,
             )
         )
         return done

@@ -21,7 +21,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from elastic.core.events.worker import StateSaved
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.retention import superfluous_automatic
 from elastic.core.policy.shares import cut
-from elastic.core.world import FIRST_AUTOMATIC, JobId
+from elastic.core.world import FIRST_AUTOMATIC, JobId, RefusalCode
 from elastic.errors import StorageError
 from elastic.runtime.clock import Clock
 from elastic.storage.marker import Marker
@@ -90,6 +90,7 @@ class Snapshot:
         about: values for people.
         aliases: other names of shared parameters, by model.
         done: set once it is durable, or given up.
+        request: number of the newest wish for a checkpoint that it was taken after.
     """
 
     generation: int
@@ -103,6 +104,7 @@ class Snapshot:
     about: Mapping[str, Any]
     aliases: tuple[Mapping[str, str], ...]
     done: threading.Event
+    request: int = 0
 
     @property
     def name(self) -> str:
@@ -309,7 +311,10 @@ class Writer:
         about = {"epoch": cursor.epoch, "step": cursor.step, "steps": snapshot.mark.steps}
         metrics = json.dumps({**_in_json(snapshot.about), **about})
         index = FIRST_AUTOMATIC + snapshot.mark.number
-        self._get_consent(index, metrics, self._run.checkpoint_path(name))
+        path = self._run.checkpoint_path(name)
+        self._get_consent(
+            lambda generation: StateSaved(generation, index, metrics, path, snapshot.request)
+        )
         marker = Marker(
             job_id=self._job_id,
             generation=snapshot.generation,
@@ -321,29 +326,32 @@ class Writer:
         )
         return self._run.commit(name, marker)
 
-    def _get_consent(self, index: int, metrics: str, path: str) -> None:
+    def _get_consent(self, saved_in: Callable[[int], StateSaved]) -> None:
         """Wait until the coordinator has recorded the checkpoint, in whatever generation we are.
+
+        Args:
+            saved_in: returns what it is to be told in a generation.
 
         Raises:
             GivenUp: it refuses.
         """
         reason = "no generation has formed since"
         for _ in _looks(CONSENT_S):
-            generation = self.generation
-            answer = self._line.expect_answer(generation, index)
-            self._line.post(StateSaved(generation, index, metrics, path))
+            saved = saved_in(self.generation)
+            answer = self._line.expect_answer(saved.generation, saved.index)
+            self._line.post(saved)
             began = time.monotonic()
             while not answer.wait(1.0):
                 if time.monotonic() - began > SLOW_S:
                     began = time.monotonic()
                     log.warning(
                         "checkpoint_waits path=%s: the coordinator has not answered for %.0f s",
-                        path, SLOW_S,
+                        saved.checkpoint, SLOW_S,
                     )  # fmt: skip
             if answer.accepted:
                 return
             reason = answer.reason
-            if "ended" in reason:
+            if answer.code in (RefusalCode.JOB_ENDED, RefusalCode.JOB_UNKNOWN):
                 break
         raise GivenUp(f"the coordinator refuses it: {reason}")
 

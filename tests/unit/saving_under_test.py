@@ -12,7 +12,7 @@ from torch import nn
 
 from elastic.core.events.worker import StateSaved
 from elastic.core.policy.cursor import Cursor
-from elastic.core.world import JobId
+from elastic.core.world import JobId, RefusalCode
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.exchange import Answer
@@ -28,6 +28,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.refuses = ""
+        self.code = RefusalCode.GENERATION_OVER
         self.told: list[StateSaved] = []
         self._answers: dict[tuple[int, int], Answer] = {}
 
@@ -38,6 +39,7 @@ class Coordinator:
         self.told.append(item)
         answer = self._answers.pop((item.generation, item.index))
         answer.accepted, answer.reason = not self.refuses, self.refuses
+        answer.code = self.code if self.refuses else RefusalCode.NONE
         answer.ready.set()
 
 

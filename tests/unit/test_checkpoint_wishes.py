@@ -41,11 +41,22 @@ def test_a_wish_is_told_to_the_next_group_until_a_checkpoint_came() -> None:
     coordinator.exits("n2/1")
     assert saves(coordinator) == [("n1/1", 2, 1)]
     coordinator.training("n1/1")
-    save(coordinator, "n1/1", 5)
+    save(coordinator, "n1/1", 5, request=1)
     coordinator.broken("n1/1")
     coordinator.advance(1)
     assert coordinator.members("a").startswith("g3")
     assert saves(coordinator) == []
+
+
+@pytest.mark.parametrize("request_number", [0, 1])
+def test_a_checkpoint_that_was_taken_before_the_wish_does_not_serve_it(request_number: int) -> None:
+    coordinator = running(run_path="/run", nodes=2)
+    coordinator.checkpoint("a")
+    assert coordinator.checkpoint("a").text == "2"
+    save(coordinator, "n1/1", 5, request=request_number)
+    assert [one.request for one in coordinator.job("a").record.checkpoints] == [request_number]
+    coordinator.exits("n2/1")
+    assert saves(coordinator) == [("n1/1", 2, 2)]
 
 
 def test_a_report_of_the_script_serves_no_wish() -> None:

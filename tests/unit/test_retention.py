@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from elastic.core.policy.retention import keep
-from elastic.core.world import FIRST_AUTOMATIC, CheckpointRecord
+from elastic.core.world import FIRST_AUTOMATIC, CheckpointRecord, CheckpointStatus
 
 
 def records(*metrics: Any) -> list[CheckpointRecord]:
@@ -124,3 +125,27 @@ def test_automatic_ones_are_counted_apart(kinds: str, count: int, left: str) -> 
 
 def test_automatic_ones_are_never_kept_for_their_score() -> None:
     assert kept(mixed("ararara"), 2, "loss", "min") == "1456"
+
+
+# ------------------------------------------------------------------------------ validation
+
+
+def pending(*numbers: int, of: list[CheckpointRecord]) -> list[CheckpointRecord]:
+    """The same records, and some of them are to be validated."""
+    status = CheckpointStatus.PENDING_VALIDATION
+    return [replace(r, status=status) if r.index in numbers else r for r in of]
+
+
+def test_what_is_to_be_validated_is_kept_and_takes_no_place() -> None:
+    found = pending(0, 2, of=records(5, 4, 3, 2, 1, 0))
+    assert kept(found, 2) == "0245"
+    assert kept(found, 1) == "025"
+
+
+def test_a_score_that_only_validation_brings_decides_once_it_is_there() -> None:
+    found = pending(1, 2, of=records(*["{}"] * 4))
+    assert kept(found, 2, "score") == "0123"
+    validated = replace(found[1], status=CheckpointStatus.VALIDATED, metrics='{"score": 9}')
+    assert kept([found[0], validated, *found[2:]], 2, "score") == "123"
+    failed = replace(found[2], status=CheckpointStatus.VALIDATION_FAILED)
+    assert kept([found[0], validated, failed, found[3]], 2, "score") == "13"

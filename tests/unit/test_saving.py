@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from elastic.core.world import is_automatic
+from elastic.core.world import RefusalCode, is_automatic
 from elastic.storage.marker import MARKER
 from elastic.worker import keeping, writing
 from elastic.worker.keeping import read_checkpoint
@@ -74,7 +74,8 @@ def test_stock_pytorch_reads_it(tmp_path: Path) -> None:
 
 def test_the_coordinator_is_asked_before_it_counts(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.coordinator.refuses = "job j1 has ended: stopped"
+    run.coordinator.refuses = "no more of this, please"  # The words are for people.
+    run.coordinator.code = RefusalCode.JOB_ENDED
     run.save()
     assert run.committed() == []
     run.coordinator.refuses = ""

@@ -12,9 +12,11 @@ from elastic.core.messages import (
 )
 from elastic.core.world import (
     Assignment,
+    CheckpointStatus,
     Failure,
     Generation,
     LeavingNode,
+    RefusalCode,
 )
 
 
@@ -114,6 +116,7 @@ class UserReported:
     Attributes:
         index: which report of its generation it is, from 0; `NEXT_INDEX` for the one after the
             last that was counted. One whose upload took longer is told after later ones.
+        status: of the checkpoint.
     """
 
     generation: Generation
@@ -121,6 +124,7 @@ class UserReported:
     metrics: str
     checkpoint: str
     index: int = NEXT_INDEX
+    status: CheckpointStatus = CheckpointStatus.COMMITTED
 
 
 @dataclass(frozen=True)
@@ -132,12 +136,33 @@ class StateSaved:
         index: number of the checkpoint, from `FIRST_AUTOMATIC`.
         metrics: JSON object: where in the run it was taken.
         checkpoint: its path.
+        request: number of the newest wish that it was taken after, 0 for none.
     """
 
     generation: Generation
     index: int
     metrics: str
     checkpoint: str
+    request: int = 0
+
+
+@dataclass(frozen=True)
+class Validated:
+    """The validation of a reported checkpoint is over, and what came of it is in storage.
+
+    Attributes:
+        generation: that this worker is in now.
+        index: number of this word, from `FIRST_VALIDATION`.
+        metrics: JSON object: all of the checkpoint's.
+        checkpoint: its path.
+        status: how it went.
+    """
+
+    generation: Generation
+    index: int
+    metrics: str
+    checkpoint: str
+    status: CheckpointStatus
 
 
 @dataclass(frozen=True)
@@ -170,6 +195,7 @@ WorkerEvent = (
     | TrainLeft
     | UserReported
     | StateSaved
+    | Validated
     | Looked
     | Tick
 )
@@ -270,6 +296,7 @@ class ResolveReport:
     index: int
     accepted: bool
     reason: str
+    code: RefusalCode = RefusalCode.NONE
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 Rule: a report of a generation that is over is refused; what carries a checkpoint is durable before
 it is acknowledged. An automatic checkpoint is the step engine's: it is recorded, and nobody but
-those who ask for checkpoints hears of it.
+those who ask for checkpoints hears of it. What a validation found out is taken once.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from elastic.core.events.coordinator import Persist, SendAgent
 from elastic.core.machine import saves
@@ -13,26 +15,35 @@ from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.settle import forgive
 from elastic.core.messages import Progress, Report, ReportAck
 from elastic.core.policy import retention
-from elastic.core.world import CheckpointRecord, SessionId, is_automatic
+from elastic.core.world import (
+    VALIDATION_OVER,
+    CheckpointRecord,
+    CheckpointStatus,
+    RefusalCode,
+    SessionId,
+    is_of_script,
+)
 
 
 def take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
     """Record a report, durable if it carries a checkpoint; refuse one from an old generation."""
     job = cluster.jobs.get(report.job_id)
-    refusal = _refuse_report(job, report)
+    code, refusal = _refuse_report(job, report)
     if job is None or refusal:
-        ack = ReportAck(report.worker_id, report.generation, report.index, False, refusal)
+        ack = ReportAck(report.worker_id, report.generation, report.index, False, refusal, code)
         cluster.do(SendAgent(session, ack))
         if report.checkpoint:
             cluster.note(
                 "checkpoint_refused", report.job_id, path=report.checkpoint, reason=refusal
             )
         return
-    is_users = report.rank == 0 and not is_automatic(report.index)
+    is_users = report.rank == 0 and is_of_script(report.index)
     if is_users:
         job.metrics = report.metrics
     forgive(job)
-    if report.checkpoint:
+    if report.status in VALIDATION_OVER:
+        _take_validation(cluster, job, report)
+    elif report.checkpoint:
         _record(cluster, job, report)
     cluster.do(
         SendAgent(session, ReportAck(report.worker_id, report.generation, report.index, True))
@@ -49,35 +60,63 @@ def take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
 
 def _record(cluster: Cluster, job: JobState, report: Report) -> None:
     """Keep a checkpoint, durable, and those that the policy keeps beside it."""
-    record = CheckpointRecord(report.checkpoint, report.generation, report.index, report.metrics)
+    record = CheckpointRecord(
+        report.checkpoint,
+        report.generation,
+        report.index,
+        report.metrics,
+        report.status,
+        report.request,
+    )
     if any((c.generation, c.index) == (record.generation, record.index) for c in job.checkpoints):
         return
     # In order of reports, not of arrival: one that is told again, or late, is not the newest.
-    job.checkpoints = retention.keep(
-        sorted((*job.checkpoints, record), key=lambda c: (c.generation, c.index)),
-        num_to_keep=job.spec.num_to_keep,
-        score_attribute=job.spec.score_attribute,
-        score_order=job.spec.score_order,
-    )
+    _keep(job, sorted((*job.checkpoints, record), key=lambda c: (c.generation, c.index)))
     if record in job.checkpoints:
         cluster.do(Persist((job.record(),)))
         cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)
         if record.automatic:
-            saves.served(job)
+            saves.served(job, record.request)
 
 
-def _refuse_report(job: JobState | None, report: Report) -> str:
+def _take_validation(cluster: Cluster, job: JobState, report: Report) -> None:
+    """Put what a validation found out into its record; the first word stands."""
+    pending = CheckpointStatus.PENDING_VALIDATION
+    known = [c for c in job.checkpoints if c.path == report.checkpoint and c.status is pending]
+    if not known:
+        return
+    settled = replace(known[0], metrics=report.metrics, status=report.status)
+    _keep(job, [settled if c is known[0] else c for c in job.checkpoints])
+    cluster.do(Persist((job.record(),)))
+    cluster.note(
+        "checkpoint_validated", job.job_id, path=report.checkpoint, status=report.status.value
+    )
+
+
+def _keep(job: JobState, records: list[CheckpointRecord]) -> None:
+    """Keep of these, oldest first, what the policy keeps."""
+    job.checkpoints = retention.keep(
+        records,
+        num_to_keep=job.spec.num_to_keep,
+        score_attribute=job.spec.score_attribute,
+        score_order=job.spec.score_order,
+    )
+
+
+def _refuse_report(job: JobState | None, report: Report) -> tuple[RefusalCode, str]:
     """Return why a report does not count, "" if it does."""
     if job is None:
-        return f"job {report.job_id} is not known here"
+        return RefusalCode.JOB_UNKNOWN, f"job {report.job_id} is not known here"
     if job.has_ended():
-        return f"job {job.job_id} has ended: {job.phase.value}"
+        return RefusalCode.JOB_ENDED, f"job {job.job_id} has ended: {job.phase.value}"
     if report.generation != job.generation or not job.is_open:
         state = "is suspended" if report.generation == job.generation else "is over"
-        return f"generation {report.generation} {state}, the job is at {job.generation}"
+        text = f"generation {report.generation} {state}, the job is at {job.generation}"
+        return RefusalCode.GENERATION_OVER, text
     if not job.is_member(report.worker_id):
-        return f"worker {report.worker_id} is not a member of generation {job.generation}"
-    return ""
+        text = f"worker {report.worker_id} is not a member of generation {job.generation}"
+        return RefusalCode.NO_MEMBER, text
+    return RefusalCode.NONE, ""
 
 
 def take_progress(cluster: Cluster, progress: Progress) -> None:

@@ -48,6 +48,7 @@ def _refuse(job: JobState) -> str:
     return ""
 
 
-def served(job: JobState) -> None:
-    """An automatic checkpoint is recorded: nobody waits for one any more."""
-    job.save_request = 0
+def served(job: JobState, request: int) -> None:
+    """An automatic checkpoint is recorded that was taken after this wish; a newer one stands."""
+    if request >= job.save_request:
+        job.save_request = 0

@@ -31,6 +31,7 @@ from elastic.core.events.worker import (
     TrainRaised,
     TrainReturned,
     UserReported,
+    Validated,
     WishBoundary,
     WishSave,
     WorkerEffect,
@@ -61,6 +62,7 @@ from elastic.core.world import (
     Assignment,
     Failure,
     Generation,
+    RefusalCode,
     WorkerPhase,
     WorkerReport,
 )
@@ -162,8 +164,8 @@ class WorkerMachine:
                 self._left_train(event)
         elif isinstance(event, UserReported) and self._is_at(MainPhase.TRAINING, event.generation):
             self._reported(event)
-        elif isinstance(event, StateSaved):
-            self._saved(event)
+        elif isinstance(event, (StateSaved, Validated)):
+            self._found_out(event)
         elif isinstance(event, Looked) and self._main is MainPhase.TRAINING:
             self._looked(event)
 
@@ -338,15 +340,23 @@ class WorkerMachine:
             raise InvariantViolation("a report came from a process that has no job")
         self._out.append(SendPipe(Reported(self._reports.reported(event, assign))))
 
-    def _saved(self, event: StateSaved) -> None:
-        """Tell of an automatic checkpoint; between two groups nobody could consent to it."""
+    def _found_out(self, event: StateSaved | Validated) -> None:
+        """Tell of an automatic checkpoint, or of what a validation came to.
+
+        Between two groups nobody could consent to it.
+        """
         assign = self._assign
-        if assign is not None and self._is_at(MainPhase.TRAINING, event.generation):
-            report = self._reports.saved(event, assign, self._assignment().rank)
-            self._out.append(SendPipe(Reported(report)))
-        else:
+        if assign is None or not self._is_at(MainPhase.TRAINING, event.generation):
             reason = f"generation {event.generation} does not train"
-            self._out.append(ResolveReport(event.generation, event.index, False, reason))
+            code = RefusalCode.GENERATION_OVER
+            self._out.append(ResolveReport(event.generation, event.index, False, reason, code))
+            return
+        rank = self._assignment().rank
+        if isinstance(event, StateSaved):
+            report = self._reports.saved(event, assign, rank)
+        else:
+            report = self._reports.validated(event, assign, rank)
+        self._out.append(SendPipe(Reported(report)))
 
     def _looked(self, event: Looked) -> None:
         found = self._pulses.look(event, self._now_ns)

@@ -6,9 +6,15 @@ except for those whose thread was interrupted for that very reason.
 
 from __future__ import annotations
 
-from elastic.core.events.worker import NEXT_INDEX, ResolveReport, StateSaved, UserReported
+from elastic.core.events.worker import (
+    NEXT_INDEX,
+    ResolveReport,
+    StateSaved,
+    UserReported,
+    Validated,
+)
 from elastic.core.messages import Assign, Report, ReportAck
-from elastic.core.world import Generation, is_automatic
+from elastic.core.world import CheckpointStatus, Generation, RefusalCode, is_of_script
 
 
 class ReportBook:
@@ -24,28 +30,40 @@ class ReportBook:
         index = event.index
         if index == NEXT_INDEX:
             index, self._count = self._count, self._count + 1
-        return self._sent(event, assign, index, event.rank)
+        return self._sent(event, assign, index, event.rank, status=event.status)
 
     def saved(self, event: StateSaved, assign: Assign, rank: int) -> Report:
         """Take an automatic checkpoint, which has its number."""
-        return self._sent(event, assign, event.index, rank)
+        return self._sent(event, assign, event.index, rank, request=event.request)
+
+    def validated(self, event: Validated, assign: Assign, rank: int) -> Report:
+        """Take what a validation found out, which has its number."""
+        return self._sent(event, assign, event.index, rank, status=event.status)
 
     def acked(self, ack: ReportAck) -> list[ResolveReport]:
         """Return the answer that the waiting thread is to have; nothing the second time."""
         if ack.index not in self._unanswered:
             return []
         del self._unanswered[ack.index]
-        return [ResolveReport(ack.generation, ack.index, ack.accepted, ack.reason)]
+        return [ResolveReport(ack.generation, ack.index, ack.accepted, ack.reason, ack.code)]
 
     def turn_over(self, generation: Generation) -> list[ResolveReport]:
         """Begin anew for the next generation; returns answers for those who ask again."""
         reason = f"generation {generation} is over"
-        left = [index for index in self._unanswered if is_automatic(index)]
+        left = [index for index in self._unanswered if not is_of_script(index)]
         self._count, self._unanswered = 0, {}
-        return [ResolveReport(generation, index, False, reason) for index in left]
+        code = RefusalCode.GENERATION_OVER
+        return [ResolveReport(generation, index, False, reason, code) for index in left]
 
     def _sent(
-        self, event: UserReported | StateSaved, assign: Assign, index: int, rank: int
+        self,
+        event: UserReported | StateSaved | Validated,
+        assign: Assign,
+        index: int,
+        rank: int,
+        *,
+        status: CheckpointStatus = CheckpointStatus.COMMITTED,
+        request: int = 0,
     ) -> Report:
         self._unanswered[index] = None
         return Report(
@@ -56,4 +74,6 @@ class ReportBook:
             rank=rank,
             metrics=event.metrics,
             checkpoint=event.checkpoint,
+            status=status,
+            request=request,
         )

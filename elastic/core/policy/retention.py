@@ -1,4 +1,8 @@
-"""Which checkpoints are kept: the newest always, then the best, or the newest ones."""
+"""Which checkpoints are kept: the newest always, then the best, or the newest ones.
+
+Rule: one that is to be validated is kept until that is over, and takes nobody's place meanwhile:
+how good it is may be what its validation finds out.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 
-from elastic.core.world import CheckpointRecord
+from elastic.core.world import CheckpointRecord, CheckpointStatus
 
 AUTOMATIC_KEPT = 2
 """Automatic checkpoints that are kept at least: the newest may turn out to be damaged."""
@@ -33,7 +37,8 @@ def keep(
         score_order: "max" or "min" is best.
 
     Guarantees:
-        The newest of each kind is always kept: it is what a recovery reads (test_retention).
+        The newest of each kind is always kept: it is what a recovery reads (test_retention). So
+        is every one whose validation is not over.
     """
     automatic = [record.path for record in records if record.automatic]
     dropped = set(superfluous_automatic(automatic, num_to_keep))
@@ -57,15 +62,13 @@ def _best(
     if num_to_keep == -1 or len(records) <= num_to_keep:
         return tuple(records)
     newest = len(records) - 1
+    pending = {i for i, r in enumerate(records) if r.status is CheckpointStatus.PENDING_VALIDATION}
+    order = [i for i in range(newest - 1, -1, -1) if i not in pending]
     if score_attribute:
-        order = sorted(
-            range(newest),
-            key=lambda i: (_score(records[i], score_attribute, score_order), i),
-            reverse=True,
+        order.sort(
+            key=lambda i: (_score(records[i], score_attribute, score_order), i), reverse=True
         )
-    else:
-        order = list(range(newest - 1, -1, -1))
-    kept = {newest, *order[: num_to_keep - 1]}
+    kept = {newest, *pending, *order[: num_to_keep - 1]}
     return tuple(record for i, record in enumerate(records) if i in kept)
 
 

@@ -51,6 +51,15 @@ class EntryKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENTRY_KIND_SCRIPT: _ClassVar[EntryKind]
     ENTRY_KIND_MODULE: _ClassVar[EntryKind]
 
+class CheckpointStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CHECKPOINT_STATUS_UNSPECIFIED: _ClassVar[CheckpointStatus]
+    CHECKPOINT_STATUS_COMMITTED: _ClassVar[CheckpointStatus]
+    CHECKPOINT_STATUS_PENDING_VALIDATION: _ClassVar[CheckpointStatus]
+    CHECKPOINT_STATUS_VALIDATED: _ClassVar[CheckpointStatus]
+    CHECKPOINT_STATUS_VALIDATION_TIMEOUT: _ClassVar[CheckpointStatus]
+    CHECKPOINT_STATUS_VALIDATION_FAILED: _ClassVar[CheckpointStatus]
+
 class JobPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     JOB_PHASE_UNSPECIFIED: _ClassVar[JobPhase]
@@ -90,6 +99,12 @@ ENTRY_KIND_UNSPECIFIED: EntryKind
 ENTRY_KIND_FUNCTION: EntryKind
 ENTRY_KIND_SCRIPT: EntryKind
 ENTRY_KIND_MODULE: EntryKind
+CHECKPOINT_STATUS_UNSPECIFIED: CheckpointStatus
+CHECKPOINT_STATUS_COMMITTED: CheckpointStatus
+CHECKPOINT_STATUS_PENDING_VALIDATION: CheckpointStatus
+CHECKPOINT_STATUS_VALIDATED: CheckpointStatus
+CHECKPOINT_STATUS_VALIDATION_TIMEOUT: CheckpointStatus
+CHECKPOINT_STATUS_VALIDATION_FAILED: CheckpointStatus
 JOB_PHASE_UNSPECIFIED: JobPhase
 JOB_PHASE_PENDING: JobPhase
 JOB_PHASE_RUNNING: JobPhase
@@ -263,16 +278,20 @@ class Entry(_message.Message):
     def __init__(self, kind: _Optional[_Union[EntryKind, str]] = ..., target: _Optional[str] = ..., args: _Optional[_Iterable[str]] = ..., payload: _Optional[bytes] = ..., working_dir: _Optional[str] = ..., python_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ...) -> None: ...
 
 class CheckpointRecord(_message.Message):
-    __slots__ = ("path", "generation", "index", "metrics")
+    __slots__ = ("path", "generation", "index", "metrics", "status", "request")
     PATH_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     path: str
     generation: int
     index: int
     metrics: str
-    def __init__(self, path: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., metrics: _Optional[str] = ...) -> None: ...
+    status: CheckpointStatus
+    request: int
+    def __init__(self, path: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., metrics: _Optional[str] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., request: _Optional[int] = ...) -> None: ...
 
 class JobSpec(_message.Message):
     __slots__ = ("job_id", "name", "entry", "min_workers", "max_workers", "workers_per_replica", "resources_per_worker", "strategy", "accelerator_type", "label_selector", "backend", "collective_timeout_s", "max_failures", "run_path", "project", "num_to_keep", "score_attribute", "score_order", "hang_timeout_s", "resume_from", "preemption_limit")

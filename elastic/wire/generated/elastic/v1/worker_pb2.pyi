@@ -1,10 +1,26 @@
 from elastic.wire.generated.elastic.v1 import facts_pb2 as _facts_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSAL_CODE_UNSPECIFIED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_NONE: _ClassVar[RefusalCode]
+    REFUSAL_CODE_JOB_UNKNOWN: _ClassVar[RefusalCode]
+    REFUSAL_CODE_JOB_ENDED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_GENERATION_OVER: _ClassVar[RefusalCode]
+    REFUSAL_CODE_NO_MEMBER: _ClassVar[RefusalCode]
+REFUSAL_CODE_UNSPECIFIED: RefusalCode
+REFUSAL_CODE_NONE: RefusalCode
+REFUSAL_CODE_JOB_UNKNOWN: RefusalCode
+REFUSAL_CODE_JOB_ENDED: RefusalCode
+REFUSAL_CODE_GENERATION_OVER: RefusalCode
+REFUSAL_CODE_NO_MEMBER: RefusalCode
 
 class PipeToWorker(_message.Message):
     __slots__ = ("assign", "announce", "leave_group", "report_ack", "stop", "ping", "save_state", "preemption")
@@ -103,18 +119,20 @@ class Preemption(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., timeout_ns: _Optional[int] = ..., reason: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[_facts_pb2.LeavingNode, _Mapping]]] = ...) -> None: ...
 
 class ReportAck(_message.Message):
-    __slots__ = ("worker_id", "generation", "index", "accepted", "reason")
+    __slots__ = ("worker_id", "generation", "index", "accepted", "reason", "code")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     generation: int
     index: int
     accepted: bool
     reason: str
-    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ...) -> None: ...
+    code: RefusalCode
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ..., code: _Optional[_Union[RefusalCode, str]] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("reason", "grace_ns")
@@ -149,7 +167,7 @@ class WorkerUpdate(_message.Message):
     def __init__(self, report: _Optional[_Union[_facts_pb2.WorkerReport, _Mapping]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("worker_id", "job_id", "generation", "index", "rank", "metrics", "checkpoint")
+    __slots__ = ("worker_id", "job_id", "generation", "index", "rank", "metrics", "checkpoint", "status", "request")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +175,8 @@ class Report(_message.Message):
     RANK_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     job_id: str
     generation: int
@@ -164,7 +184,9 @@ class Report(_message.Message):
     rank: int
     metrics: str
     checkpoint: str
-    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., rank: _Optional[int] = ..., metrics: _Optional[str] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    status: _facts_pb2.CheckpointStatus
+    request: int
+    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., rank: _Optional[int] = ..., metrics: _Optional[str] = ..., checkpoint: _Optional[str] = ..., status: _Optional[_Union[_facts_pb2.CheckpointStatus, str]] = ..., request: _Optional[int] = ...) -> None: ...
 
 class Reported(_message.Message):
     __slots__ = ("report",)

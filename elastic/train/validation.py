@@ -1,0 +1,138 @@
+"""Validation of reported checkpoints, under Ray Train's names: what is called, with what, how long.
+
+Rule: what a report says of its validation is kept beside the checkpoint, for whoever goes on with
+the run; so it is what JSON can say. The function itself comes with the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from elastic.errors import ConfigError, UsageError
+from elastic.storage.validation import Wish
+from elastic.train.checkpoint import Checkpoint
+from elastic.train.session import to_json
+from elastic.worker.validating import ValidationPlan
+
+ValidationFunction = Callable[..., Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ValidationTaskConfig:
+    """How one checkpoint is validated.
+
+    Attributes:
+        fn_kwargs: keywords for the validation function. Those of a report come before those of the
+            trainer, and must be what JSON can say.
+        timeout_s: after so many seconds it is given up; None for as long as it takes.
+    """
+
+    fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.fn_kwargs is None:
+            object.__setattr__(self, "fn_kwargs", {})
+        if not isinstance(self.fn_kwargs, Mapping) or not all(
+            isinstance(name, str) for name in self.fn_kwargs
+        ):
+            raise ConfigError(
+                f"ValidationTaskConfig: fn_kwargs={self.fn_kwargs!r}: expected keywords, such as "
+                f'{{"split": "test"}}'
+            )
+        t = self.timeout_s
+        is_number = isinstance(t, (int, float)) and not isinstance(t, bool)
+        if t is not None and not (is_number and 0 < t < float("inf")):
+            raise ConfigError(
+                f"ValidationTaskConfig: timeout_s={t!r}: expected None (never) or seconds > 0"
+            )
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """What validates checkpoints that are reported with `validation=`.
+
+    Attributes:
+        fn: called with the checkpoint and keywords, returns a dict of metrics. It runs in a
+            process of its own beside training, on the node of rank 0 and with its accelerator, if
+            it has one: both share its memory. It belongs to no group. What it prints is in the
+            output of rank 0.
+        task_config: keywords and time limit, where a report says nothing of its own.
+        max_in_flight: how many validations run at once (in Ray: always one).
+    """
+
+    fn: ValidationFunction
+    task_config: ValidationTaskConfig = field(default_factory=ValidationTaskConfig)
+    max_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.task_config is None:
+            object.__setattr__(self, "task_config", ValidationTaskConfig())
+        if not callable(self.fn):
+            raise ConfigError(
+                f"ValidationConfig: fn is a {type(self.fn).__name__}, expected a function that "
+                f"takes a checkpoint and returns a dict of metrics"
+            )
+        if not isinstance(self.task_config, ValidationTaskConfig):
+            raise ConfigError(
+                f"ValidationConfig: task_config is a {type(self.task_config).__name__}, expected "
+                f"a ValidationTaskConfig"
+            )
+        n = self.max_in_flight
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise ConfigError(f"ValidationConfig: max_in_flight={n!r}: expected an int >= 1")
+
+    def plan(self) -> ValidationPlan:
+        """Return this as a worker knows it."""
+        task = self.task_config
+        call = partial(validate, self.fn)
+        return ValidationPlan(call, dict(task.fn_kwargs), task.timeout_s, self.max_in_flight)
+
+
+def validate(fn: ValidationFunction, path: str, fn_kwargs: Mapping[str, Any]) -> str:
+    """Call a validation function; returns its metrics as JSON.
+
+    Raises:
+        UsageError: it returned something else.
+        Exception: whatever it raised.
+    """
+    found = fn(Checkpoint(path), **fn_kwargs)
+    if not isinstance(found, Mapping):
+        raise UsageError(
+            f"the validation function returned a {type(found).__name__}, expected a dict of "
+            f'metrics such as {{"accuracy": 0.9}}'
+        )
+    return to_json(found)
+
+
+def wish_of(validation: bool | ValidationTaskConfig) -> str:
+    """Return what `train.report(validation=...)` wishes, as it is kept; "" for nothing.
+
+    Raises:
+        UsageError: it is of another kind, or its keywords are more than JSON can say.
+    """
+    if validation is False:
+        return ""
+    task = ValidationTaskConfig() if validation is True else validation
+    if not isinstance(task, ValidationTaskConfig):
+        raise UsageError(
+            f"train.report: validation is a {type(validation).__name__}, expected True, False or a "
+            f"ValidationTaskConfig"
+        )
+    wish = Wish(dict(task.fn_kwargs), task.timeout_s)
+    try:
+        text = wish.to_json()
+        if Wish.from_json(text) != wish:
+            raise TypeError("something would come back as something else, such as a tuple")
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"train.report: fn_kwargs of validation are kept beside the checkpoint as JSON, which "
+            f"cannot say them ({error}); give what is more than text, numbers, lists and dicts in "
+            f"ValidationConfig(task_config=...)"
+        ) from error
+    return text
