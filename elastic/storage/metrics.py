@@ -10,21 +10,31 @@ named after its first line's time of day, is rewritten every `FLUSH_S` at most, 
 the next one at `PART_BYTES_MAX`. So what a report costs does not grow with the run, and a process
 of an earlier generation that wakes up late writes into its own parts only.
 
-Rule: a part has one writer; a kill loses the lines of the last `FLUSH_S`, on object stores.
+Rule: a part has one writer; a kill loses the lines of the last `FLUSH_S`, on object stores. What
+storage does not take now is kept, and written with what comes next: training waits for none of it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from typing import Any
 
 from elastic.errors import StorageError
 from elastic.storage.files import Files
 
+log = logging.getLogger(__name__)
+
 FOLDER = "metrics"
 FLUSH_S = 2.0
 PART_BYTES_MAX = 1 << 20
+KEPT_BYTES_MAX = 16 << 20
+"""Of lines that storage has not taken; beyond it the oldest are lost."""
+PATIENCE_S = 0.5
+"""How long a report waits for storage that fails for a moment."""
+AGAIN_S = 2.0
+"""Until storage is asked again that has failed."""
 
 
 class MetricsLog:
@@ -39,14 +49,16 @@ class MetricsLog:
             flush_s: on an object store, the shortest time between two writes, in seconds.
         """
         self._files = files
+        self._impatient = Files(files.path, patience_s=min(PATIENCE_S, files.patience_s))
         self._rank = rank
         self._flush_s = flush_s
-        self._name = ""
+        self._name = "" if files.is_object_store else log_name(rank)
         self._generation: Any = None
+        # Not written yet: of a file the lines to add, of an object all that it is to hold.
         self._lines: list[bytes] = []
         self._num_bytes = 0
-        self._unwritten = False
-        self._flushed_at = 0.0
+        self._unwritten = self._is_failing = False
+        self._not_before = 0.0
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a line.
@@ -55,23 +67,19 @@ class MetricsLog:
             record: JSON object; on object stores "generation" and "unix_ns" name the part.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: it cannot be written now; it is kept, and written with a later one.
         """
         line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
-        if not self._files.is_object_store:
-            self._files.append(log_name(self._rank), line)
-            return
-        generation = record.get("generation")
-        if generation != self._generation or self._num_bytes >= PART_BYTES_MAX:
-            self.flush()
-            unix_ns = int(record.get("unix_ns", 0)) or time.time_ns()
-            self._name = f"{FOLDER}/{unix_ns:020d}-rank{self._rank}.jsonl"
-            self._generation, self._lines, self._num_bytes = generation, [], 0
+        if self._files.is_object_store:
+            generation = record.get("generation")
+            if generation != self._generation or self._num_bytes >= PART_BYTES_MAX:
+                self._begin_part(record)
         self._lines.append(line)
         self._num_bytes += len(line)
         self._unwritten = True
-        if time.monotonic() - self._flushed_at >= self._flush_s:
-            self.flush()
+        self._forget_oldest()
+        if time.monotonic() >= self._not_before:
+            self._write(PATIENCE_S)
 
     def flush(self) -> None:
         """Let all lines be seen.
@@ -79,12 +87,46 @@ class MetricsLog:
         Raises:
             StorageError: they cannot be written; the next attempt writes them as well.
         """
-        if self._unwritten:
-            # Counted from the attempt: a store that is away is not asked with every report.
-            self._flushed_at = time.monotonic()
-            self._files.write(self._name, b"".join(self._lines))
-            self._unwritten = False
-            self._flushed_at = time.monotonic()
+        self._write(self._files.patience_s)
+
+    def _begin_part(self, record: dict[str, Any]) -> None:
+        """Let what comes go to an object of its own; the one before is then whole.
+
+        Where storage does not take that one, its lines go along.
+        """
+        try:
+            if not self._is_failing or time.monotonic() >= self._not_before:
+                self._write(PATIENCE_S)
+                self._lines, self._num_bytes = [], 0
+        except StorageError as error:
+            log.warning("metrics_kept rank=%d error=%r", self._rank, str(error))
+        unix_ns = int(record.get("unix_ns", 0)) or time.time_ns()
+        self._name = f"{FOLDER}/{unix_ns:020d}-rank{self._rank}.jsonl"
+        self._generation = record.get("generation")
+
+    def _write(self, patience_s: float) -> None:
+        if not self._unwritten:
+            return
+        files = self._files if patience_s > PATIENCE_S else self._impatient
+        data = b"".join(self._lines)
+        # Counted from the attempt: a store that is away is not asked with every report.
+        self._not_before, self._is_failing = time.monotonic() + AGAIN_S, True
+        if files.is_object_store:
+            files.write(self._name, data)
+        else:
+            files.append(self._name, data)
+            self._lines, self._num_bytes = [], 0
+        self._unwritten = self._is_failing = False
+        flush_s = self._flush_s if files.is_object_store else 0.0
+        self._not_before = time.monotonic() + flush_s
+
+    def _forget_oldest(self) -> None:
+        lost = 0
+        while self._num_bytes > KEPT_BYTES_MAX and len(self._lines) > 1:
+            self._num_bytes -= len(self._lines.pop(0))
+            lost += 1
+        if lost:
+            log.warning("metrics_lost rank=%d lines=%d: storage takes none", self._rank, lost)
 
 
 def log_name(rank: int) -> str:

@@ -65,7 +65,7 @@ class RunDirectory:
         """Add a line to this rank's metrics; on an object store it may be seen a little later.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: it cannot be written now; it is kept, and written with a later one.
         """
         log = self._logs.setdefault(rank, MetricsLog(self.files, rank))
         try:

@@ -83,6 +83,7 @@ class Reporter:
         """
         self.reports_since = 0
         self.has_left = False
+        self._is_told = False
         self._newest_checkpoint = newest_checkpoint
         self._place = place
         self._run = run
@@ -120,8 +121,8 @@ class Reporter:
                 job, generation and number of the report, so that it is never used twice.
 
         Raises:
-            StorageError: a member could not store its part, or the metrics cannot be written;
-                raised by every member that brought a part. Of an upload in the background, at
+            StorageError: a member could not store its part; raised by every member that brought
+                one. Of an upload in the background, at
                 the next report or at the end.
             GroupChanged: the members agreed to leave the group here.
             UsageError: called from another thread, with metrics that are not an object, or with a
@@ -132,7 +133,7 @@ class Reporter:
         late = self._settle_upload(must_end=brought is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
-        problem = self._keep_metrics(index, metrics) or late
+        self._keep_metrics(index, metrics)
         name = name or self._default_name(index)
         self._begin_part(index, name, brought)
         wishes = bool(self._link.wish(self._place.generation))
@@ -151,8 +152,8 @@ class Reporter:
             self._hear(turn)
         else:
             self._complete(turn, name, brought, tally.with_checkpoint)
-        if problem:
-            raise problem
+        if late:
+            raise late
 
     def report_in_place(
         self,
@@ -182,7 +183,7 @@ class Reporter:
         late = self._settle_upload(must_end=brought is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
-        problem = self._keep_metrics(index, metrics, where) or late
+        self._keep_metrics(index, metrics, where)
         name = name or f"checkpoint-{self._place.job_id}-g{self._place.generation:06d}-{where}"
         try:
             if self._is_over():
@@ -202,8 +203,8 @@ class Reporter:
             if brought is not None:
                 log.warning("checkpoint_given_up name=%s: the group changed: %s", name, error)
                 brought.release()
-        if problem:
-            raise problem
+        if late:
+            raise late
 
     def is_uploading(self) -> bool:
         """Return whether a checkpoint of ours is being uploaded in the background."""
@@ -284,10 +285,10 @@ class Reporter:
 
     # ------------------------------------------------------------ this member's share
 
-    def _keep_metrics(self, index: int, metrics: str, where: str = "") -> StorageError | None:
-        """Write the line; what goes wrong is raised after the vote, which others wait for."""
+    def _keep_metrics(self, index: int, metrics: str, where: str = "") -> None:
+        """Write the line, or let it wait for storage, which is told once until it goes well."""
         if self._run is None:
-            return None
+            return
         record: dict[str, Any] = {
             "generation": self._place.generation,
             "rank": self._place.rank,
@@ -299,9 +300,15 @@ class Reporter:
             record["at"] = where  # A run that goes back tells this place again.
         try:
             self._run.append_metrics(self._place.rank, record)
+            self._is_told = False
         except StorageError as error:
-            return error
-        return None
+            if not self._is_told:
+                log.warning(
+                    "metrics_kept error=%r: training goes on; they are written once storage takes "
+                    "them",
+                    str(error),
+                )
+            self._is_told = True
 
     def _begin_part(self, key: Index, name: str, brought: Brought | None) -> None:
         """Tell the others of our part, before our vote: that it is stored, or that it comes."""

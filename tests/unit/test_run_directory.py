@@ -159,3 +159,40 @@ def test_a_full_disk_is_told_from_a_real_one(tmp_path: Path) -> None:
     (tmp_path / "run/checkpoints/c1/model.partial").symlink_to("/dev/full")
     with pytest.raises(StorageError, match="disk full"):
         RunDirectory(str(tmp_path / "run")).upload(source, "c1", claim=take_all)
+
+
+def test_metrics_that_storage_did_not_take_are_written_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.storage.metrics.AGAIN_S", 0.0)
+    run = RunDirectory(str(tmp_path))
+    run.append_metrics(0, {"metrics": {"step": 0}})
+    path = tmp_path / "metrics.jsonl"
+    path.rename(tmp_path / "aside")
+    path.mkdir()  # Stands for a disk that takes nothing.
+    for step in (1, 2):
+        with pytest.raises(StorageError, match=r"metrics\.jsonl"):
+            run.append_metrics(0, {"metrics": {"step": step}})
+    path.rmdir()
+    (tmp_path / "aside").rename(path)
+    run.append_metrics(0, {"metrics": {"step": 3}})
+    assert [row["metrics"]["step"] for row in run.read_metrics()] == [0, 1, 2, 3]
+
+
+def test_metrics_that_storage_never_takes_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("elastic.storage.metrics.KEPT_BYTES_MAX", 200)
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir()
+    run = RunDirectory(str(tmp_path))
+    with pytest.raises(StorageError):
+        run.append_metrics(0, {"metrics": {"step": 0}})
+    for step in range(1, 100):
+        run.append_metrics(0, {"metrics": {"step": step}})  # Not asked again so soon.
+    path.rmdir()
+    run.flush_metrics()
+    steps = [row["metrics"]["step"] for row in run.read_metrics()]
+    assert steps == list(range(steps[0], 100))
+    assert 1 < len(steps) < 20
+    assert "metrics_lost" in caplog.text
