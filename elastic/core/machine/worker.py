@@ -19,7 +19,6 @@ from elastic.core.events.worker import (
     Looked,
     LoopMoved,
     PipeClosed,
-    ResolveReport,
     SendPipe,
     Setup,
     SetupFailed,
@@ -40,7 +39,7 @@ from elastic.core.events.worker import (
 from elastic.core.machine.story import Story, note
 from elastic.core.machine.transitions import MAIN, WORKER, MainPhase, check_move
 from elastic.core.machine.worker_pulse import PulseWatch
-from elastic.core.machine.worker_reports import ReportBook
+from elastic.core.machine.worker_reports import ReportBook, unheard
 from elastic.core.messages import (
     Announce,
     Assign,
@@ -62,7 +61,6 @@ from elastic.core.world import (
     Assignment,
     Failure,
     Generation,
-    RefusalCode,
     WorkerPhase,
     WorkerReport,
 )
@@ -341,22 +339,13 @@ class WorkerMachine:
         self._out.append(SendPipe(Reported(self._reports.reported(event, assign))))
 
     def _found_out(self, event: StateSaved | Validated) -> None:
-        """Tell of an automatic checkpoint, or of what a validation came to.
-
-        Between two groups nobody could consent to it.
-        """
+        """Tell of an automatic checkpoint, or of what a validation came to."""
         assign = self._assign
-        if assign is None or not self._is_at(MainPhase.TRAINING, event.generation):
-            reason = f"generation {event.generation} does not train"
-            code = RefusalCode.GENERATION_OVER
-            self._out.append(ResolveReport(event.generation, event.index, False, reason, code))
-            return
-        rank = self._assignment().rank
-        if isinstance(event, StateSaved):
-            report = self._reports.saved(event, assign, rank)
+        if assign is not None and self._is_at(MainPhase.TRAINING, event.generation):
+            rank = self._assignment().rank
+            self._out.append(SendPipe(Reported(self._reports.found_out(event, assign, rank))))
         else:
-            report = self._reports.validated(event, assign, rank)
-        self._out.append(SendPipe(Reported(report)))
+            self._out.append(unheard(event))
 
     def _looked(self, event: Looked) -> None:
         found = self._pulses.look(event, self._now_ns)

@@ -32,12 +32,10 @@ class ReportBook:
             index, self._count = self._count, self._count + 1
         return self._sent(event, assign, index, event.rank, status=event.status)
 
-    def saved(self, event: StateSaved, assign: Assign, rank: int) -> Report:
-        """Take an automatic checkpoint, which has its number."""
-        return self._sent(event, assign, event.index, rank, request=event.request)
-
-    def validated(self, event: Validated, assign: Assign, rank: int) -> Report:
-        """Take what a validation found out, which has its number."""
+    def found_out(self, event: StateSaved | Validated, assign: Assign, rank: int) -> Report:
+        """Take an automatic checkpoint, or what a validation came to; it has its number."""
+        if isinstance(event, StateSaved):
+            return self._sent(event, assign, event.index, rank, request=event.request)
         return self._sent(event, assign, event.index, rank, status=event.status)
 
     def acked(self, ack: ReportAck) -> list[ResolveReport]:
@@ -77,3 +75,10 @@ class ReportBook:
             status=status,
             request=request,
         )
+
+
+def unheard(event: StateSaved | Validated) -> ResolveReport:
+    """Return the answer between two groups, when nobody could consent."""
+    reason = f"generation {event.generation} does not train"
+    code = RefusalCode.GENERATION_OVER
+    return ResolveReport(event.generation, event.index, False, reason, code)
