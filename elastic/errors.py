@@ -23,6 +23,7 @@
     ├── StorageError          a run directory or checkpoint cannot be written or read
     │   └── DamagedCheckpoint a file of it is missing, torn or changed
     ├── TrainingFailed        the job ended without success; carries the first failure
+    ├── ProgramFailed         a worker's program failed, and wrote down why
     ├── GroupError            a torch.distributed group could not form or was broken
     └── InvariantViolation    a bug of ours; carries the story that led to it
 
@@ -175,6 +176,25 @@ class TrainingFailed(ElasticError):
         where = f"; first failure in worker {worker}" if worker else ""
         story = f"\n\n{traceback.rstrip()}" if traceback else ""
         super().__init__(f"{reason}{where}{story}")
+
+
+class ProgramFailed(ElasticError):
+    """A program that a worker ran failed, and left an error file that says why.
+
+    Attributes:
+        error_type: class of what it raised, "ProgramFailed" if it did not say.
+        said: its message.
+        traceback: formatted; the message if there is none.
+    """
+
+    def __init__(self, text: str, traceback: str, code: int) -> None:
+        """Take what the file says, such as "ValueError: bad batch", and the exit code."""
+        name, colon, said = text.partition(": ")
+        is_named = bool(colon) and name.replace(".", "").isidentifier()
+        self.error_type = name if is_named else type(self).__name__
+        self.said = said if is_named else text
+        self.traceback = traceback or text
+        super().__init__(f"the program exited with code {code}: {text}")
 
 
 class GroupError(ElasticError):

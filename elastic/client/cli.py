@@ -10,7 +10,7 @@ from __future__ import annotations
 import click
 from click.core import ParameterSource
 
-from elastic.client import asking, changing, checkpoints
+from elastic.client import asking, changing, checkpoints, run
 from elastic.client.terminal import Target
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
@@ -60,6 +60,7 @@ def main(context: click.Context, coord: str, token_file: str, **tls: str) -> Non
 
 for command in (
     changing.submit,
+    run.run,
     asking.ps,
     asking.status,
     asking.logs,

@@ -6,6 +6,7 @@ it is shown last and only once, by whoever reports the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic.wire.codec_jobs import LogChunk
@@ -40,9 +41,22 @@ class Lines:
         holds_tracebacks: whether they wait, see above.
     """
 
-    def __init__(self, *, shows_prefix: bool, holds_tracebacks: bool = True) -> None:
-        """Begin empty."""
+    def __init__(
+        self,
+        *,
+        shows_prefix: bool,
+        holds_tracebacks: bool = True,
+        prefix: Callable[[LogChunk], str] | None = None,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            shows_prefix: see the class.
+            holds_tracebacks: see the class.
+            prefix: what a worker's lines begin with, if not as the class has it.
+        """
         self.shows_prefix = shows_prefix
+        self._prefix = prefix or prefix_of
         self.holds_tracebacks = holds_tracebacks
         self._voices: dict[str, _Voice] = {}
 
@@ -54,7 +68,7 @@ class Lines:
         if not (self.shows_prefix or self.holds_tracebacks):
             return chunk.text
         voice = self._voices.setdefault(chunk.worker_id, _Voice(""))
-        voice.prefix = prefix_of(chunk) if self.shows_prefix else ""
+        voice.prefix = self._prefix(chunk) if self.shows_prefix else ""
         text = voice.begun + chunk.text
         cut = text.rfind("\n") + 1
         if len(text) - cut > LINE_CHARS_MAX:

@@ -17,6 +17,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from elastic.client.output import Lines
+from elastic.client.voices import Voices
 from elastic.client.wording import (
     duration,
     ending_line,
@@ -67,6 +68,7 @@ class Printer:
         ranks: tuple[int, ...] | None = (0,),
         stdout: TextIO | None = None,
         clock: Clock | None = None,
+        voices: Voices | None = None,
     ) -> None:
         """Write to stderr, and output of workers to stdout, unless told otherwise.
 
@@ -75,12 +77,17 @@ class Printer:
             ranks: see the class.
             stdout: where output of workers goes.
             clock: for ages.
+            voices: who is shown how, and written where; without it, as `ranks` says.
         """
         self.ranks = ranks
         self._console = console or Console(stderr=True)
         self._stdout = stdout or sys.stdout
         self._clock = clock or SystemClock()
-        self._lines = Lines(shows_prefix=ranks is not None and len(ranks) != 1)
+        self._voices = voices
+        self._lines = Lines(
+            shows_prefix=ranks is not None and len(ranks) != 1,
+            prefix=None if voices is None else voices.prefix,
+        )
         self._view: JobView | None = None
         self._said: tuple[object, ...] = ()
         self._said_ns = 0
@@ -129,6 +136,8 @@ class Printer:
     def job(self, view: JobView) -> None:
         """Take a snapshot; say what changed."""
         self._view = view
+        if self._voices is not None:
+            self._voices.know(view)
         record = view.record
         if record.generation > self._generation and record.phase is JobPhase.RUNNING:
             self._generation = record.generation
@@ -166,6 +175,8 @@ class Printer:
 
     def output(self, chunk: LogChunk) -> None:
         """Show what a worker printed."""
+        if self._voices is not None and not self._voices.hear(chunk):
+            return
         self._write(self._lines.take(chunk, self._clock.monotonic_ns()))
 
     def outage(self, seconds: float) -> None:

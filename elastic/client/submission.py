@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.core.config import JobSpec, check_name
@@ -66,10 +66,11 @@ def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
     if options.use_gpu and not amounts.get("GPU"):
         raise ConfigError(f"--use-gpu, but --resources {amounts} has no GPU: add GPU=1")
     low, high = options.num_workers
+    entry = entry_of(options.script, is_module=options.is_module, working_dir=options.working_dir)
     return JobSpec(
         job_id=JobId(""),
         name=name,
-        entry=_entry(options),
+        entry=replace(entry, args=options.args, env=sorted_pairs(options.env)),
         min_workers=low,
         max_workers=high,
         resources_per_worker=Resources.of(amounts),
@@ -86,32 +87,41 @@ def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
 
 
 def _stem(options: Options) -> str:
-    stem = options.script.rpartition(".")[2] if options.is_module else Path(options.script).stem
-    letters = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in stem)
+    return plain_name(
+        options.script.rpartition(".")[2] if options.is_module else Path(options.script).stem
+    )
+
+
+def plain_name(text: str) -> str:
+    """Return what of a text can stand in a name: letters and digits, "_" for all else."""
+    letters = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in text)
     return letters.lstrip("._-")[:NAME_CHARS_MAX] or "job"
 
 
-def _entry(options: Options) -> Entry:
-    working_dir = os.path.abspath(options.working_dir or os.getcwd())
+def entry_of(script: str, *, is_module: bool, working_dir: str) -> Entry:
+    """Return what workers run, without arguments yet; paths are made absolute.
+
+    Args:
+        script: its path, or the name of the module.
+        is_module: which of the two.
+        working_dir: where workers run it, "" for the current directory.
+
+    Raises:
+        UsageError: the script or the directory is not on this machine.
+    """
+    working_dir = os.path.abspath(working_dir or os.getcwd())
     if not os.path.isdir(working_dir):
         raise UsageError(f"working directory {working_dir} is not a directory on this machine")
-    kind, target, first = EntryKind.MODULE, options.script, working_dir
-    if not options.is_module:
-        kind, target = EntryKind.SCRIPT, os.path.abspath(options.script)
+    kind, target, first = EntryKind.MODULE, script, working_dir
+    if not is_module:
+        kind, target = EntryKind.SCRIPT, os.path.abspath(script)
         first = os.path.dirname(target)
         if not os.path.isfile(target):
             raise UsageError(
                 f"script {target} is not a file on this machine; name one that is (nodes read it "
                 f"from the same path), or use -m for a module"
             )
-    return Entry(
-        kind=kind,
-        target=target,
-        args=options.args,
-        working_dir=working_dir,
-        python_path=(first,),
-        env=sorted_pairs(options.env),
-    )
+    return Entry(kind=kind, target=target, working_dir=working_dir, python_path=(first,))
 
 
 def run_path_of(storage_path: str, name: str) -> str:

@@ -74,7 +74,7 @@ def for_generation(
         "GROUP_RANK": str(assignment.node_rank),
         "NODE_RANK": str(assignment.node_rank),
         "GROUP_WORLD_SIZE": str(assignment.num_nodes),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": dict(assign.spec.entry.env).get("ROLE_NAME", "default"),
         "ROLE_RANK": str(assignment.rank),
         "ROLE_WORLD_SIZE": str(assignment.world_size),
         "MASTER_ADDR": host_of(assignment.leader_address),

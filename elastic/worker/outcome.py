@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic.core.world import Failure
-from elastic.errors import GroupError
+from elastic.errors import GroupError, ProgramFailed
 
 MESSAGE_CHARS_MAX = 4_000
 TRACEBACK_CHARS_MAX = 32_000
@@ -49,6 +49,13 @@ def failure_of(error: BaseException, position: str = "") -> Failure:
         error: what user code raised.
         position: where in the run, for telling repeats.
     """
+    if isinstance(error, ProgramFailed):
+        return Failure(
+            error_type=error.error_type,
+            message=_sendable(error.said)[:MESSAGE_CHARS_MAX],
+            traceback=_sendable(error.traceback)[-TRACEBACK_CHARS_MAX:],
+            position=position,
+        )
     kind = type(error)
     name = kind.__qualname__
     if kind.__module__ not in ("builtins", "__main__"):
@@ -108,7 +115,14 @@ def _is_broken_collective(error: BaseException) -> bool:
         return True
     if isinstance(error, dist.DistStoreError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in BROKEN_WORDS)
+    if isinstance(error, ProgramFailed):
+        return broken_words_in(error.traceback)
+    return isinstance(error, RuntimeError) and broken_words_in(str(error))
+
+
+def broken_words_in(text: str) -> bool:
+    """Return whether a text says that a collective broke."""
+    return any(word in text for word in BROKEN_WORDS)
 
 
 def exit_code_of(error: SystemExit) -> int:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from elastic.core.world import EntryKind
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import Clock
 from elastic.storage.run_directory import RunDirectory
@@ -217,6 +218,10 @@ class Reporter:
         """
         name = self._newest_checkpoint.rpartition("/")[2]
         return f"report {self.reports_since}" + (f" after {name}" if name else "")
+
+    def is_at_start(self) -> bool:
+        """Return whether the run has no report and no checkpoint to tell its place by."""
+        return not self.reports_since and not self._newest_checkpoint
 
     def finish(self) -> None:
         """The train function returned: end what is under way, and delete what is not to be kept.
@@ -416,3 +421,20 @@ def _brought(checkpoint: str | Brought | None) -> Brought | None:
 def _later(key: Index) -> Index:
     """Return the key of what is agreed on once the parts are there; it outlives later reports."""
     return f"{key}-later"
+
+
+def place_of_failure(reporter: Reporter | None, kind: EntryKind, generation: int) -> str:
+    """Return where in the run a failure happened, for telling repeats.
+
+    A script that has reported nothing keeps its place by itself, if at all: where it stands is
+    not known, so that none of its failures repeats another, and max_failures alone counts.
+
+    Args:
+        reporter: of the call that failed, None before the first group.
+        kind: of what was called.
+        generation: the group that it was called in.
+    """
+    position = reporter.position() if reporter is not None else ""
+    if kind is EntryKind.FUNCTION or (reporter is not None and not reporter.is_at_start()):
+        return position
+    return f"{position} of generation {generation}".lstrip()

@@ -36,7 +36,7 @@ from elastic.core.events.worker import (
 )
 from elastic.core.messages import Assign
 from elastic.core.world import NO_GENERATION, Assignment
-from elastic.errors import GroupError, InvariantViolation, UsageError
+from elastic.errors import GroupError, InvariantViolation, ProgramFailed, UsageError
 from elastic.runtime.clock import Clock
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import entry, environment, outcome
@@ -50,7 +50,7 @@ from elastic.worker.interrupt import GroupChanged, Interrupter
 from elastic.worker.mesh import Reach
 from elastic.worker.progress import StepCounter
 from elastic.worker.pruning import Pruner
-from elastic.worker.reporting import Place, Reporter
+from elastic.worker.reporting import Place, Reporter, place_of_failure
 from elastic.worker.rungs import Carry, Reenter
 from elastic.worker.saving import Saver
 from elastic.worker.seeding import FIRST_SEED, seed_everything
@@ -320,7 +320,8 @@ class Runner:
         exit_code = outcome.exit_code_of(error) if isinstance(error, SystemExit) else None
         if exit_code == 0:
             return TrainReturned(generation, outcome.NO_RESULT)
-        failure = outcome.failure_of(error, reporter.position() if reporter else "")
+        place = place_of_failure(reporter, self._assigned().spec.entry.kind, generation)
+        failure = outcome.failure_of(error, place)
         is_broken = (
             outcome.is_group_broken(error)
             or self._exchange.was_aborted(generation)
@@ -328,7 +329,7 @@ class Runner:
         )
         if is_broken:
             log.warning("group_broken generation=%d error=%s", generation, failure.error_type)
-        else:
+        elif not isinstance(error, ProgramFailed):  # Which has said so itself.
             print(failure.traceback, file=sys.stderr)
         return TrainRaised(generation, failure, group_broken=is_broken, exit_code=exit_code)
 

@@ -39,8 +39,8 @@ class Script:
     def said(self) -> str:
         return self.out.read_text(errors="replace") + self.err.read_text(errors="replace")
 
-    def wait(self) -> int:
-        return self.process.wait(PATIENCE_S)
+    def wait(self, patience_s: float = PATIENCE_S) -> int:
+        return self.process.wait(patience_s)
 
     def processes(self) -> list[psutil.Process]:
         found = []

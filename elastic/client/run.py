@@ -1,0 +1,327 @@
+"""`elastic run`: torchrun's command line, for scripts that know nothing of us.
+
+Rule: what torchrun accepts is accepted, by its names and its variables (PET_*); what it does not
+do here is said, once, before anything starts. In the foreground, as torchrun is: when the command
+ends, the job has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from elastic.client.attempts import Plan, attempt, note_end
+from elastic.client.embedded import Cluster, start_cluster, stop_cluster
+from elastic.client.jobs import Client, new_job_id
+from elastic.client.printer import Printer
+from elastic.client.run_options import run_options
+from elastic.client.show import failure_text
+from elastic.client.terminal import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    Target,
+    ending_code,
+    reporting_errors,
+)
+from elastic.client.torchrun import (
+    IGNORED,
+    THREADS,
+    Launch,
+    Size,
+    check_alone,
+    default_threads,
+    job_spec,
+    size_here,
+    size_on,
+)
+from elastic.client.voices import LogWish, Voices, parse_streams
+from elastic.client.watching import Follower
+from elastic.client.wording import workers
+from elastic.core.config import JobSpec
+from elastic.core.world import Node, NodePhase
+from elastic.errors import ElasticError, UsageError
+from elastic.storage.run_record import Owner
+
+STOP_WAIT_S = 15.0
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+GPU_DRIVER = "/dev/nvidiactl"
+
+
+@click.command(
+    "run",
+    context_settings={
+        "allow_interspersed_args": False,
+        "auto_envvar_prefix": "PET",
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+        "max_content_width": 100,
+    },
+)
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@run_options
+@click.pass_obj
+@reporting_errors
+def run(target: Target, /, detach: bool, standalone: bool, **given: Any) -> None:
+    """Run SCRIPT as torchrun does, with its flags; what stands behind SCRIPT goes to it.
+
+    Nodes are the agents of a coordinator (--coord, ELASTIC_COORD). Without one this machine is
+    the only node: a coordinator and an agent are started for the script, and end with it. When
+    workers are lost, the others run the script again in the same processes, in a new group.
+    """
+    context = click.get_current_context()
+    launch, logs = _launch(context, given), _log_wish(given)
+    cluster = _named(context, target, standalone=standalone, coord=given["coord"])
+    if detach and cluster is None:
+        raise UsageError(
+            "--detach, but no coordinator is named: the cluster of this command's own ends with "
+            "it; give --coord HOST:PORT (or ELASTIC_COORD)"
+        )
+    if detach and logs.directory:
+        raise UsageError("--detach, and --tee or --redirects: nobody is left to write output")
+    job_spec(launch, Size(1, 1), job_id="j-", stamp="")  # What is wrong with it is known now.
+    _say_ignored(context, standalone=standalone)
+    with _ending_signals() as came:
+        try:
+            if cluster is None:
+                check_alone(launch)
+                _run_here(launch, logs)
+            else:
+                _run_there(launch, logs, cluster, detach=detach)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(128 + came[0] if came else EXIT_INTERRUPTED) from None
+
+
+# ------------------------------------------------------------------------------ the command line
+
+
+def _launch(context: click.Context, given: dict[str, Any]) -> Launch:
+    """Return what was asked for; contradictions are refused."""
+    bounds = (given["min_workers"], given["max_workers"])
+    ours = [flag for flag, bound in zip(("--min", "--max"), bounds, strict=True) if bound]
+    theirs = [
+        "--" + name.replace("_", "-")
+        for name in ("nnodes", "nproc_per_node")
+        if _is_given(context, name)
+    ]
+    if ours and theirs:
+        _misused(
+            f"{ours[0]} counts workers, {theirs[0]} counts as torchrun does: give one of the two"
+        )
+    num_workers = None
+    if ours:
+        low, high = bounds[0] or 1, bounds[1] or bounds[0]
+        if low > high:
+            _misused(f"--min {low} and --max {high}: expected min <= max")
+        num_workers = (low, high)
+    if given["no_python"] and given["is_module"]:
+        _misused("--no-python and --module: a module needs Python; give one of the two")
+    if given["run_path"]:
+        if not os.path.isabs(given["script"]):
+            _misused(f"--run-path needs an absolute path, {given['script']} is none")
+        given = {**given, "no_python": False, "fresh_process": False}
+    names = {field.name for field in fields(Launch)} - {"nodes", "num_workers", "env"}
+    taken = {name: value for name, value in given.items() if name in names}
+    env = tuple(sorted(given["env"].items()))
+    return Launch(**taken, nodes=given["nnodes"], num_workers=num_workers, env=env)
+
+
+def _log_wish(given: dict[str, Any]) -> LogWish:
+    redirects = parse_streams("--redirects", given["redirects"])
+    tee = parse_streams("--tee", given["tee"])
+    directory = ""
+    if redirects or tee:
+        parent = given["log_dir"] or None
+        if parent is not None:
+            try:
+                Path(parent).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"--log-dir {parent} cannot be made: {error.strerror}") from error
+        directory = tempfile.mkdtemp(prefix=f"{given['rdzv_id'] or 'elastic'}_", dir=parent)
+        _say(f"output of workers, stdout and stderr together, is written below {directory}")
+    return LogWish(
+        directory=directory,
+        redirects=redirects,
+        tee=tee,
+        local_ranks=given["local_ranks_filter"],
+        role=given["role"],
+        prefix=given["log_line_prefix"],
+    )
+
+
+def _named(
+    context: click.Context, target: Target, *, standalone: bool, coord: str
+) -> Target | None:
+    """Return the cluster that is named, None if this command is to start its own."""
+    source = context.find_root().get_parameter_source("coord")
+    named_before = source is not None and source is not ParameterSource.DEFAULT
+    if coord:
+        target = replace(target, coord=coord, flags=("--coord", coord, *target.flags))
+    elif not named_before or (standalone and source is not ParameterSource.COMMANDLINE):
+        return None
+    if standalone:
+        _misused(f"--standalone is without a coordinator, and --coord {target.coord} names one")
+    return target
+
+
+def _say_ignored(context: click.Context, *, standalone: bool) -> None:
+    for flag, instead in IGNORED.items():
+        is_silent = standalone and flag.startswith("rdzv-")  # As torchrun has it.
+        if _is_given(context, flag.replace("-", "_")) and not is_silent:
+            value = context.params[flag.replace("-", "_")]
+            _say(f"--{flag}{'' if value is True else f' {value}'} has no effect: {instead}")
+
+
+def _is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) in (
+        ParameterSource.COMMANDLINE,
+        ParameterSource.ENVIRONMENT,
+    )
+
+
+def _misused(text: str) -> None:
+    raise click.UsageError(text)
+
+
+def _say(text: str) -> None:
+    click.echo(f"elastic run: {text}", err=True)
+
+
+# ----------------------------------------------------------------------------------- the two ways
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A job that is to be followed."""
+
+    spec: JobSpec
+    logs: LogWish
+    size: Size
+
+
+def _run_here(launch: Launch, logs: LogWish) -> None:
+    """Run on a cluster that is started for it."""
+    cluster, node = _start(launch)
+    try:
+        size = size_here(launch, node)
+        _say_size(launch, size)
+        with Client(cluster.address, cluster.token) as client:
+            spec = _submit(client, launch, size, owner=Owner.this_process())
+            _follow(client, _Job(spec=spec, logs=logs, size=size))
+    finally:
+        stop_cluster(cluster)
+
+
+def _start(launch: Launch) -> tuple[Cluster, Node]:
+    """Start a coordinator and an agent with as many slots as the job needs."""
+    slots: int | None = None
+    if launch.num_workers is not None:
+        slots = launch.num_workers[1]
+    elif launch.nproc_per_node.isdecimal():
+        slots = int(launch.nproc_per_node)
+    elif launch.nproc_per_node == "cpu" or not os.path.exists(GPU_DRIVER):
+        slots = len(os.sched_getaffinity(0))
+    cluster = start_cluster(slots)
+    try:
+        with Client(cluster.address, cluster.token) as client:
+            node = client.status().view.nodes[0].node
+        is_short = size_here(launch, node).high > node.num_slots
+    except BaseException:
+        stop_cluster(cluster)
+        raise
+    if is_short:  # There is a driver and no GPU: it was to count GPUs, it is to count CPUs.
+        stop_cluster(cluster)
+        return _start(replace(launch, nproc_per_node="cpu"))
+    return cluster, node
+
+
+def _run_there(launch: Launch, logs: LogWish, target: Target, *, detach: bool) -> None:
+    """Run on a cluster that is there."""
+    with target.connect() as client:
+        nodes = [n.node for n in client.status().view.nodes if n.phase is NodePhase.READY]
+        size = size_on(launch, nodes)
+        _say_size(launch, size)
+        spec = _submit(client, launch, size)
+        if detach:
+            click.echo(f"follow it: {target.command('logs', '-f', spec.job_id)}", err=True)
+            click.echo(spec.job_id)
+            return
+        _follow(client, _Job(spec=spec, logs=logs, size=size))
+
+
+def _say_size(launch: Launch, size: Size) -> None:
+    if default_threads(size) and not launch.threads and THREADS not in dict(launch.env):
+        _say(f"{THREADS}=1 for each of {size.per_node} workers of a node; set it to choose")
+
+
+def _submit(client: Client, launch: Launch, size: Size, *, owner: Owner | None = None) -> JobSpec:
+    stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    spec = job_spec(launch, size, job_id=new_job_id(), stamp=stamp)
+    plan = Plan(run_path=spec.run_path, name=spec.name, job_id=spec.job_id, owner=owner)
+    with attempt(plan, phase_of=client.phase_of) as begun:
+        for line in begun.lines:
+            click.echo(line, err=True)
+        spec = replace(spec, resume_from=begun.resume_from)
+        client.submit(spec)
+    bounds = workers(size.high) if size.low == size.high else f"{size.low} to {size.high} workers"
+    _say(f"job {spec.name} ({spec.job_id}) with {bounds}, results in {spec.run_path}")
+    return spec
+
+
+def _follow(client: Client, job: _Job) -> None:
+    """Show the output until the job ends, and exit as it does; an interrupt ends the job."""
+    spec = job.spec
+    printer = Printer(ranks=(), voices=Voices(job.logs))
+    try:
+        view = Follower(client, spec.job_id, printer).run()
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, UsageError)):
+            _stop(client, spec)
+        raise
+    record = view.record
+    note_end(spec.run_path, spec.job_id, record.phase, record.reason)
+    code = ending_code(view)
+    if code == EXIT_FAILED and (story := failure_text(view)):
+        click.echo(story, err=True)
+    if code:
+        raise click.exceptions.Exit(code)
+
+
+def _stop(client: Client, spec: JobSpec) -> None:
+    """Stop a job and wait for its workers, within reason."""
+    with contextlib.suppress(ElasticError, TimeoutError):
+        client.stop(spec.job_id, "interrupted")
+        last = Follower(client, spec.job_id, Printer(ranks=None))
+        last.timeout_s = STOP_WAIT_S
+        view = last.run()
+        note_end(spec.run_path, spec.job_id, view.record.phase, view.record.reason)
+
+
+@contextlib.contextmanager
+def _ending_signals() -> Iterator[list[int]]:
+    """Let SIGTERM and SIGHUP do what Ctrl-C does; yields which of them came."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.raise_signal(signal.SIGINT)
+
+    before: dict[signal.Signals, Any] = {}
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored.
+            before[number] = signal.signal(number, note)
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,230 @@
+"""What torchrun's command line means here: how many workers, and which job they do.
+
+Rule: pure. A flag of torchrun's is either obeyed or named in `IGNORED`, with what happens
+instead; none is passed over in silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from elastic.client.submission import entry_of, plain_name, run_path_of
+from elastic.core.config import JobSpec, check_name
+from elastic.core.world import Entry, EntryKind, JobId, Node, Resources, sorted_pairs
+from elastic.errors import ConfigError, UsageError
+
+PROGRAM = "elastic.worker.program"
+OF_PYTHON = "--python"
+"""Before a program's arguments: it is run by the worker's own Python."""
+AS_MANY = ("auto", "cpu", "gpu")
+THREADS = "OMP_NUM_THREADS"
+
+IGNORED: Mapping[str, str] = {
+    "rdzv-backend": "workers meet through the coordinator",
+    "rdzv-endpoint": "workers meet through the coordinator; name it with --coord",
+    "rdzv-conf": "workers meet through the coordinator, which waits for them without a limit",
+    "monitor-interval": "an agent notices the end of a worker at once",
+    "start-method": "workers are forked from a process that has imported torch",
+    "event-log-handler": "what happens is in the agent's event log",
+    "duplicate-stdout-filters": "use grep on what --tee writes",
+    "duplicate-stderr-filters": "use grep on what --tee writes",
+    "node-rank": "the coordinator gives the ranks; start this once, not on each node",
+    "master-addr": "rank 0's worker listens at an address of its node",
+    "master-port": "rank 0's worker listens at a port that the system picks",
+    "local-addr": "where others reach a node is told to its agent: elastic-agent --host",
+    "logs-specs": "--tee, --redirects and --local-ranks-filter say where output goes",
+    "numa-binding": "workers are bound to no CPU; start the agent under numactl for that",
+    "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job, no other is passed on",
+    "shutdown-timeout": "a worker that is told to end is killed after 5 s",
+    "virtual-local-rank": "a worker with a GPU sees only that one, and LOCAL_RANK is 0, always",
+}
+"""Flags that are accepted, and what happens instead of what they ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The command line of `elastic run`, as far as the job depends on it.
+
+    Attributes:
+        script: path of the script, name of the module, or of the program.
+        is_module: `-m`.
+        no_python: the script is a program of its own.
+        fresh_process: each attempt runs in a new process, as torchrun's do.
+        nodes: (min, max) of --nnodes.
+        nproc_per_node: a number, or one of `AS_MANY`.
+        num_workers: (min, max) of --min and --max, None for torchrun's way of counting.
+        max_restarts: how often the script may fail.
+        threads: OMP_NUM_THREADS of whoever starts this, "" if unset.
+        working_dir: where workers run it, "" for the current directory.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    is_module: bool = False
+    no_python: bool = False
+    fresh_process: bool = False
+    nodes: tuple[int, int] = (1, 1)
+    nproc_per_node: str = "1"
+    num_workers: tuple[int, int] | None = None
+    max_restarts: int = 0
+    rdzv_id: str = ""
+    role: str = "default"
+    name: str = ""
+    storage: str = ""
+    env: tuple[tuple[str, str], ...] = ()
+    threads: str = ""
+    working_dir: str = ""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the job is.
+
+    Attributes:
+        low, high: workers.
+        per_node: workers of a node as torchrun counts them; the group is a multiple of it.
+        gpus: of each worker; below 1 where workers share one.
+    """
+
+    low: int
+    high: int
+    per_node: int = 1
+    gpus: float = 0.0
+
+
+def per_node(launch: Launch, nodes: Sequence[Node]) -> int:
+    """Return --nproc-per-node as a number; words are counted on the smallest of the nodes.
+
+    Raises:
+        UsageError: no node says, or none has a GPU.
+    """
+    wish = launch.nproc_per_node
+    if wish not in AS_MANY:
+        return int(wish)
+    if not nodes:
+        raise UsageError(
+            f"--nproc-per-node {wish}: no node is connected that could be counted; start an "
+            f"elastic-agent, or give a number"
+        )
+    gpus = [int(node.resources.amount("GPU")) for node in nodes]
+    if wish == "gpu" and not max(gpus):
+        raise UsageError(f"--nproc-per-node gpu: none of {len(nodes)} nodes has a GPU; try cpu")
+    if wish != "cpu" and max(gpus):
+        return min(count for count in gpus if count)
+    return max(1, min(int(node.resources.amount("CPU")) for node in nodes))
+
+
+def size_on(launch: Launch, nodes: Sequence[Node]) -> Size:
+    """Return how large the job is on a cluster with these nodes.
+
+    Raises:
+        UsageError: see `per_node`.
+    """
+    counts = [int(node.resources.amount("GPU")) for node in nodes]
+    gpus = min((count for count in counts if count), default=0)
+    if launch.num_workers is not None:
+        low, high = launch.num_workers
+        return Size(low, high, gpus=min(1.0, gpus))
+    count = per_node(launch, nodes)
+    low, high = (number * count for number in launch.nodes)
+    return Size(low, high, count, _share(count, gpus))
+
+
+def size_here(launch: Launch, node: Node) -> Size:
+    """Return how large the job is where this machine is the only node: it cannot grow.
+
+    Raises:
+        UsageError: see `per_node`.
+    """
+    size = size_on(launch, (node,))
+    high = size.high if launch.num_workers is not None else size.low
+    return replace(size, high=high, gpus=_share(high, int(node.resources.amount("GPU"))))
+
+
+def _share(workers: int, gpus: int) -> float:
+    """Return what of a GPU each worker gets; as under torchrun, they may share one."""
+    return 1.0 / math.ceil(workers / gpus) if gpus else 0.0
+
+
+def check_alone(launch: Launch) -> None:
+    """Refuse what one machine cannot do.
+
+    Raises:
+        UsageError: more than one node is needed.
+    """
+    low, _ = launch.nodes
+    if low > 1:
+        raise UsageError(
+            f"--nnodes needs {low} nodes and no coordinator is named, so that this machine is the "
+            f"only one: start elastic-coord once and elastic-agent on each node, then give "
+            f"--coord HOST:PORT (or ELASTIC_COORD)"
+        )
+
+
+def job_spec(launch: Launch, size: Size, *, job_id: str, stamp: str) -> JobSpec:
+    """Return the job.
+
+    Args:
+        launch: the command line.
+        size: how large it is.
+        job_id: of the job; keeps apart what is started in one second.
+        stamp: date and time, for the name of a job that was given none.
+
+    Raises:
+        ConfigError: values that cannot work.
+        UsageError: the script is not on this machine.
+    """
+    stem = plain_name(launch.rdzv_id) if launch.rdzv_id else _stem(launch)
+    name = launch.name or f"{stem}-{stamp}-{job_id.rpartition('-')[2]}"
+    check_name("job", name)
+    if launch.max_restarts < 0:
+        raise ConfigError(f"--max-restarts {launch.max_restarts}: expected >= 0")
+    return JobSpec(
+        job_id=JobId(job_id),
+        name=name,
+        entry=_entry(launch, size),
+        min_workers=size.low,
+        max_workers=size.high,
+        workers_per_replica=size.per_node,
+        resources_per_worker=Resources.of({"GPU": size.gpus} if size.gpus else {}),
+        # A program of its own forms its own group; the worker around it computes nothing.
+        backend="gloo" if _is_program(launch) else "auto",
+        max_failures=launch.max_restarts,
+        run_path=run_path_of(launch.storage, name),
+    )
+
+
+def _stem(launch: Launch) -> str:
+    name = launch.script
+    if launch.is_module:
+        return plain_name(name.rpartition(".")[2])
+    return plain_name(name.rpartition("/")[2].removesuffix(".py"))
+
+
+def _is_program(launch: Launch) -> bool:
+    return launch.no_python or launch.fresh_process
+
+
+def _entry(launch: Launch, size: Size) -> Entry:
+    is_path = not (launch.is_module or launch.no_python)
+    entry = entry_of(launch.script, is_module=not is_path, working_dir=launch.working_dir)
+    args = launch.args
+    if launch.no_python:
+        args = (launch.script, *args)
+    elif launch.fresh_process:
+        args = (OF_PYTHON, *(("-m",) if launch.is_module else ()), entry.target, *args)
+    if _is_program(launch):
+        entry = replace(entry, kind=EntryKind.MODULE, target=PROGRAM)
+    ours = {"ROLE_NAME": launch.role} if launch.role != "default" else {}
+    if launch.rdzv_id:
+        ours["TORCHELASTIC_RUN_ID"] = launch.rdzv_id
+    if threads := launch.threads or default_threads(size):
+        ours[THREADS] = threads
+    return replace(entry, args=args, env=sorted_pairs({**ours, **dict(launch.env)}))
+
+
+def default_threads(size: Size) -> str:
+    """Return the threads of each worker where several share a node, "" to leave it open."""
+    return "1" if size.per_node > 1 else ""

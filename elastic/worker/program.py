@@ -1,0 +1,179 @@
+"""A program in place of a train function: run as a child of the worker, anew for each group.
+
+What torchrun does with its scripts, and what `elastic run --no-python` and `--fresh-process` ask
+for: `python -m elastic.worker.program [--python] COMMAND ARGS`. The child finds its place in the
+environment and forms its own group, over a store that rank 0's worker opens for this group alone:
+torch gives the keys of two attempts the same names.
+
+Rule: the child does not outlive the worker, nor the group it was started for. How it ends is how
+the worker ends: a code or a crash is a failure of user code, a kill kills the worker too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from elastic.errors import ProgramFailed, UsageError
+from elastic.worker.context import current
+from elastic.worker.group import StoreServer
+from elastic.worker.main import die_with_parent
+from elastic.worker.outcome import broken_words_in
+
+log = logging.getLogger("elastic.worker.program")
+
+OF_PYTHON = "--python"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+LEAVE_S = 3.0
+"""Between asking a child of a group that is over to end, and killing it."""
+OTHERS_S = 1.0
+"""A child that fails may do so because another one was lost: so long its group may turn out to be
+over before the failure is taken for its own."""
+POLL_S = 0.02
+KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that come from outside: the worker is then lost, as if it had been sent to it."""
+
+
+def main(words: list[str], environ: Mapping[str, str]) -> None:
+    """Run a command to its end.
+
+    Args:
+        words: the command; after `OF_PYTHON`, what this Python is to run.
+        environ: for the child.
+
+    Raises:
+        UsageError: it cannot be started.
+        ProgramFailed: it failed; says what torch's `@record` wrote down, if it is used.
+    """
+    if words[:1] == [OF_PYTHON]:
+        words = [sys.executable, "-u", *words[1:]]
+    with _store_for_children(environ) as address:
+        killed_by = _run(words, {**environ, **address})
+        if killed_by:
+            _die_as_lost(killed_by)
+
+
+def _run(words: list[str], environ: Mapping[str, str]) -> int:
+    """Run a child; return the signal that killed it from outside, 0 for a good end."""
+    with tempfile.TemporaryDirectory(prefix="elastic-") as directory:
+        error_file = Path(directory) / "error.json"
+        code = _wait_for(words, {**environ, ERROR_FILE: str(error_file)})
+        told = _told_by(error_file, code) if code else None
+    if told is not None and not broken_words_in(told.traceback):
+        raise told
+    if code and -code not in KILLS:
+        time.sleep(OTHERS_S)
+        how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
+        raise told or ProgramFailed(f"{' '.join(words)} {how}", "", code)
+    return -code
+
+
+def _wait_for(words: list[str], environ: Mapping[str, str]) -> int:
+    """Start a child and wait for its end, also for that of what it has left behind."""
+    context = current()
+    child: subprocess.Popen[bytes] | None = None
+    try:
+        # Interrupted in between, nobody would know of it.
+        with contextlib.nullcontext() if context is None else context.shielded():
+            child = _start(words, environ)
+        return child.wait()
+    finally:
+        if child is not None:
+            _end(child)
+
+
+@contextlib.contextmanager
+def _store_for_children(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Open a store at rank 0; yields what tells the children of all members where it is."""
+    dist.init_process_group()  # The worker's own, which stands.
+    server: StoreServer | None = None
+    told: list[str] = [""]
+    try:
+        if dist.get_rank() == 0:
+            server = StoreServer(environ["MASTER_ADDR"])
+            told = [server.address]
+        dist.broadcast_object_list(told)
+        host, _, port = told[0].rpartition(":")
+        yield {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
+        dist.barrier()  # The others may still be using it.
+    finally:
+        if server is not None:
+            server.close()
+
+
+def _start(words: list[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    worker = os.getpid()
+
+    def tie() -> None:
+        die_with_parent()
+        if os.getppid() != worker:
+            os._exit(1)
+
+    try:
+        return subprocess.Popen(
+            words,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=tie,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UsageError(
+            f"program {words[0]} cannot be started on this node ({error}); it must be an "
+            f"executable file here, or be found on PATH"
+        ) from error
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a child and what it has started; gives it a moment if it still runs."""
+    if child.poll() is None:
+        _signal(child, signal.SIGTERM)
+        deadline = time.monotonic() + LEAVE_S
+        while child.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    _signal(child, signal.SIGKILL)
+    child.wait()
+
+
+def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, number)
+
+
+def _told_by(error_file: Path, code: int) -> ProgramFailed | None:
+    """Return the failure that a child wrote down, None if it did not."""
+    try:
+        said: Any = json.loads(error_file.read_text(errors="replace"))["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if isinstance(said, str):
+        return ProgramFailed(said, "", code)
+    extra = said.get("extraInfo") if isinstance(said, dict) else None
+    if not isinstance(extra, dict):
+        return None
+    return ProgramFailed(str(said.get("message", "")), str(extra.get("py_callstack", "")), code)
+
+
+def _die_as_lost(number: int) -> None:
+    """End this worker as its child was ended: it counts as lost."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    log.info("program_killed signal=%d", number)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], dict(os.environ))

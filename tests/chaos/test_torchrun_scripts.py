@@ -1,0 +1,102 @@
+"""A script for torchrun under torchrun, and under `elastic run` with the same words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.scripts import Script
+from tests.chaos.torchrun_script import KILLED_IN
+
+SCRIPT = Path(__file__).with_name("torchrun_script.py")
+TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+PATIENCE_S = 150.0
+WORDS = ("--nproc_per_node=2", "--max-restarts=1", "--rdzv_id=one")
+
+
+@pytest.fixture
+def launched(scripts: list[Script], tmp_path: Path) -> Callable[..., Script]:
+    """Start a launcher with a folder of its own."""
+
+    def launch(name: str, *launcher: str, case: str = "train", script: Path = SCRIPT) -> Script:
+        folder = tmp_path / name
+        folder.mkdir()
+        scripts.append(Script(case, folder, *launcher, script=script))
+        return scripts[-1]
+
+    return launch
+
+
+def elastic_run(tmp_path: Path, *flags: str) -> tuple[str, ...]:
+    return ("-m", "elastic.client.cli", "run", "--storage", str(tmp_path / "runs"), *flags)
+
+
+def environments(script: Script) -> list[dict[str, str | None]]:
+    """What the workers found, by line; which attempt it is aside."""
+    found = [json.loads(x.partition(" ")[2]) for x in lines(script, "environment")]
+    return [{k: v for k, v in one.items() if "RESTART_COUNT" not in k} for one in found]
+
+
+def lines(script: Script, beginning: str) -> list[str]:
+    return sorted(x for x in script.out.read_text().splitlines() if x.startswith(beginning))
+
+
+@pytest.mark.timeout(500)
+def test_a_killed_worker_is_outlived_with_torchruns_environment_and_weights(
+    launched: Callable[..., Script], tmp_path: Path
+) -> None:
+    # Torchrun's is the undisturbed run: on gloo it mostly waits for ever after a kill.
+    torchrun = launched("torchrun", *TORCHRUN, *WORDS, case="undisturbed")
+    assert torchrun.wait(PATIENCE_S) == 0, torchrun.said()
+    (one, other) = lines(torchrun, "trained")
+    assert one == other
+    runs = [launched("in-place", *elastic_run(tmp_path, *WORDS))]
+    assert runs[0].wait(PATIENCE_S) == 0, runs[0].said()
+    module = Path(".".join(SCRIPT.with_suffix("").parts[-3:]))
+    words = (*WORDS, "--fresh-process", "-m")
+    runs.append(launched("fresh", *elastic_run(tmp_path, *words), script=module))
+    assert runs[1].wait(PATIENCE_S) == 0, runs[1].said()
+    for run in runs:
+        assert "killed by SIGKILL" in run.err.read_text(), run.said()
+        found = environments(run)
+        assert len(found) == 4, run.said()
+        assert all(each in environments(torchrun) for each in found), found
+        assert all(each in found for each in environments(torchrun)), found
+        went_on = one.replace("epoch 0:", f"epoch {KILLED_IN}:")
+        assert lines(run, "trained") == [went_on, went_on], run.said()
+        run.assert_nothing_is_left()
+
+
+@pytest.mark.timeout(500)
+def test_an_error_that_record_wrote_down_is_told_once_and_last(
+    launched: Callable[..., Script], tmp_path: Path
+) -> None:
+    for flags in ((), ("--fresh-process", "--tee=3", f"--log-dir={tmp_path}")):
+        name = "fresh" if flags else "in-place"
+        run = launched(name, *elastic_run(tmp_path, "--nproc-per-node=2", *flags), case="raise")
+        assert run.wait(PATIENCE_S) == 1, run.said()
+        err = run.err.read_text()
+        assert "first failure in worker" in err
+        assert err.endswith("ValueError: bad batch at step 7\n")
+        assert err.count("\nValueError: bad batch at step 7\n") == 1, run.said()
+        run.assert_nothing_is_left()
+    shown = (tmp_path / "fresh" / "stdout").read_text()
+    assert "[default1]:environment" in shown
+    (written,) = tmp_path.glob("elastic_*/attempt_0/0/output.log")
+    assert "environment" in written.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_program_that_is_not_python_runs_on_every_rank(
+    launched: Callable[..., Script], tmp_path: Path
+) -> None:
+    flags = ("--no-python", "--nproc-per-node=2", "sh", "-c", 'echo "rank $RANK: $1"; exit $RANK')
+    run = launched("sh", *elastic_run(tmp_path, *flags), case="0", script=Path("sh"))
+    assert run.wait(PATIENCE_S) == 1, run.said()
+    assert lines(run, "rank") == ["rank 0: 0", "rank 1: 0"]
+    assert run.err.read_text().endswith("exited with code 1\n"), run.said()
+    run.assert_nothing_is_left()

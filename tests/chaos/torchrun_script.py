@@ -1,0 +1,91 @@
+"""A script for torchrun, in the manner of PyTorch's tutorial on fault tolerance: it knows nothing
+of anyone but torch, keeps a snapshot, and is killed once.
+
+    torchrun --standalone --nproc-per-node 2 torchrun_script.py CASE FOLDER
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+EPOCHS = 4
+KILLED_IN = 2
+SHOWN = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
+    "OMP_NUM_THREADS",
+)  # fmt: skip
+
+
+class Trainer:
+    """Trains, and goes on from a snapshot if there is one."""
+
+    def __init__(self, model: torch.nn.Module, data: DataLoader, snapshot: str) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.data = data
+        self.model = model
+        self.epochs_run = 0
+        self.is_to_be_killed = False
+        self.snapshot = snapshot
+        if os.path.exists(snapshot):
+            saved = torch.load(snapshot, weights_only=True)
+            self.model.load_state_dict(saved["MODEL_STATE"])
+            self.epochs_run = saved["EPOCHS_RUN"]
+        self.model = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+
+    def train(self, epochs: int) -> None:
+        for epoch in range(self.epochs_run, epochs):
+            if epoch == KILLED_IN and self.rank == 1 and self.is_to_be_killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.data.sampler.set_epoch(epoch)
+            for x, y in self.data:
+                self.optimizer.zero_grad()
+                F.mse_loss(self.model(x), y).backward()
+                self.optimizer.step()
+            if self.rank == 0:
+                state = {"MODEL_STATE": self.model.module.state_dict(), "EPOCHS_RUN": epoch + 1}
+                torch.save(state, self.snapshot + ".part")
+                os.replace(self.snapshot + ".part", self.snapshot)
+            dist.barrier()
+
+
+@record
+def main() -> None:
+    case, folder = sys.argv[1:]
+    dist.init_process_group(backend="gloo")
+    print("environment " + json.dumps({name: os.environ.get(name) for name in SHOWN}), flush=True)
+    if case == "raise":
+        if dist.get_rank() == 1:
+            raise ValueError("bad batch at step 7")
+        dist.barrier()
+    os.makedirs(folder, exist_ok=True)
+    dist.barrier()
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.rand(64, 20), torch.rand(64, 1))
+    data = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset))
+    trainer = Trainer(torch.nn.Linear(20, 1), data, f"{folder}/snapshot.pt")
+    began_at = trainer.epochs_run
+    trainer.is_to_be_killed = case == "train" and not began_at
+    trainer.train(EPOCHS)
+    weights = b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters())
+    digest = hashlib.sha256(weights).hexdigest()
+    print(f"trained from epoch {began_at}: {digest}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
