@@ -215,7 +215,7 @@ def _run_here(launch: Launch, logs: LogWish) -> None:
     try:
         size = size_here(launch, node)
         _say_size(launch, size)
-        with Client(cluster.address, cluster.token) as client:
+        with Client(cluster.address, cluster.access) as client:
             spec = _submit(client, launch, size, owner=Owner.this_process())
             _follow(client, _Job(spec=spec, logs=logs, size=size))
     finally:
@@ -233,7 +233,7 @@ def _start(launch: Launch) -> tuple[Cluster, Node]:
         slots = len(os.sched_getaffinity(0))
     cluster = start_cluster(slots)
     try:
-        with Client(cluster.address, cluster.token) as client:
+        with Client(cluster.address, cluster.access) as client:
             node = client.status().view.nodes[0].node
         is_short = size_here(launch, node).high > node.num_slots
     except BaseException:

@@ -89,6 +89,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/worker/ahead.py": "notices when user code asks for its place before there is one",
     "elastic/testing/local_cluster.py": "hands its own environment on to the daemons it starts",
     "elastic/worker/validation_process.py": "a process starts here, and forgets its parent's place",
+    "elastic/worker/program.py": "hands its own environment on to the program that it is there for",
     "elastic/worker/local.py": "a run without an agent: torchrun, or nobody, started the process",
 }
 
