@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -39,6 +40,7 @@ RECORD_BYTES = 64 * 1024
 ENTRY = "entry"
 POINTER = b"pieces:"
 """No encoded record begins so: its first byte is the tag of field 1."""
+PLACE = re.compile(r"([0-9]{4,9})-of-([0-9]{4,9})")
 DELETES_MAX = 100
 COMPACT_EVERY = 1000
 HISTORY_KEPT = 100
@@ -197,7 +199,7 @@ class Journal:
 
     async def _split(self, job_id: JobId, data: bytes) -> bytes:
         """Write a large record as pieces; return what stands in its place."""
-        label = hashlib.sha256(data).hexdigest()[:32]
+        label = _label(data)
         await self._write_pieces(job_id, label, data)
         return POINTER + label.encode()
 
@@ -266,10 +268,34 @@ def _join(key: str, label: str, pieces: Iterable[Entry], *, may_lack: bool = Fal
     there = list(pieces)
     if not there and may_lack:
         return b""
-    total = int(there[0].key.rpartition("-of-")[2]) if there else 1
-    if len(there) != total:
+    places = [_place(piece.key) for piece in there]
+    total = places[0][1] if places else 1
+    if places != [(index, total) for index in range(total)]:
         raise CorruptRecord(
             f"record {key}: {len(there)} of {total} pieces of its {label!r} part exist; remove "
             f"this key from the store to go on without the job"
         )
-    return b"".join(piece.value for piece in there)
+    data = b"".join(piece.value for piece in there)
+    if label not in (ENTRY, _label(data)):
+        raise CorruptRecord(
+            f"record {key}: the pieces of its {label!r} part were changed; remove this key from "
+            f"the store to go on without the job"
+        )
+    return data
+
+
+def _label(data: bytes) -> str:
+    """Return the label of the pieces that a record is split into."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _place(key: str) -> tuple[int, int]:
+    """Return (index, number of pieces) that a piece's key states.
+
+    Raises:
+        CorruptRecord: it states none.
+    """
+    match = PLACE.fullmatch(key.rpartition("/")[2])
+    if match is None:
+        raise CorruptRecord(f"key {key} is no piece of a record; remove it")
+    return int(match[1]), int(match[2])

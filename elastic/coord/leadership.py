@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import anyio
 
-from elastic.errors import Fenced, StoreUnavailable, check
+from elastic.errors import CorruptRecord, Fenced, StoreUnavailable, check
 from elastic.runtime.clock import Clock
 from elastic.store.interface import Compare, Entry, Lease, Put, Snapshot, Store
 
@@ -63,8 +63,23 @@ def describe(entry: Entry) -> str:
     try:
         fields = json.loads(entry.value)
         return f"{fields['name']} at {fields['address']} (pid {fields['pid']})"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"somebody who left {len(entry.value)} unreadable bytes"
+
+
+def term_of(entry: Entry) -> int:
+    """Return how often leadership was taken, as its key says.
+
+    Raises:
+        CorruptRecord: it says something else; beginning anew would let old orders count again.
+    """
+    text = entry.value[:32]
+    if not text.isdigit() or text != entry.value or int(text) < 1:
+        raise CorruptRecord(
+            f"key {entry.key} holds {text!r}: expected the number of terms so far, in digits; "
+            f"restore the store from a backup, or write a number that was never reached"
+        )
+    return int(text)
 
 
 async def patiently(
@@ -215,7 +230,7 @@ class Leadership:
         leader = self._leader_in(seen)
         term = next((e for e in seen.entries if e.key == self._term_key), None)
         lease = await self._store.grant_lease(self._ttl_s) if self._shared else None
-        number = int(term.value) + 1 if term is not None else 1
+        number = term_of(term) + 1 if term is not None else 1
         lease_id = lease.lease_id if lease is not None else 0
         try:
             result = await self._store.commit(

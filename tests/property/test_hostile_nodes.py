@@ -1,0 +1,113 @@
+"""A node with good credentials and bad intentions: the coordinator's machine outlives all it says.
+
+What it says is drawn from the whole protocol, with ids, generations and phases of jobs that really
+run, and is sent over the wire first. An honest node's job must still be stoppable in the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic.core.messages import Hello
+from elastic.core.world import JobId, NodeId, WorkerId
+from elastic.errors import ConfigError, PeerError
+from elastic.wire.codec_stream import decode_agent_message, encode_agent_message
+from tests.strategies import AGENT_MESSAGES, facts
+from tests.unit.coordinator_under_test import Coordinator, PlayedAgent
+
+hostile = settings(
+    max_examples=150,
+    stateful_step_count=20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+NODES = st.sampled_from(["good", "bad", "other"]).map(NodeId)
+AIMED: dict[str, st.SearchStrategy[Any]] = {
+    "worker_id": st.sampled_from(["good/1", "bad/1", "bad/2", "bad/x", "/", ""]).map(WorkerId),
+    "job_id": st.sampled_from(["job", "none", ""]).map(JobId),
+    "node_id": NODES,
+    "generation": st.integers(0, 4) | st.just(2**64 - 1),
+    "incarnation": st.integers(0, 3),
+    "index": st.integers(-1, 4),
+    "num_slots": st.integers(-1, 4) | st.just(2**31 - 1),
+}
+"""Fields that decide whether a message is about something that is there."""
+
+
+def aimed(draw: st.DrawFn, fact: Any) -> Any:
+    """Return the same message about what is there, for the most part."""
+    if isinstance(fact, tuple):
+        return tuple(aimed(draw, item) for item in fact)
+    if not dataclasses.is_dataclass(fact) or isinstance(fact, type):
+        return fact
+    changes = {}
+    for field in dataclasses.fields(fact):
+        if field.name in AIMED and draw(st.integers(0, 7)):
+            changes[field.name] = draw(AIMED[field.name])
+        else:
+            changes[field.name] = aimed(draw, getattr(fact, field.name))
+    return dataclasses.replace(fact, **changes)
+
+
+@st.composite
+def bad_words(draw: st.DrawFn) -> Any:
+    """Draw a message that the wire lets through, None if it does not."""
+    try:
+        return decode_agent_message(encode_agent_message(aimed(draw, draw(AGENT_MESSAGES))))
+    except (PeerError, ConfigError):
+        return None
+
+
+@st.composite
+def bad_greetings(draw: st.DrawFn) -> Any:
+    """Draw a Hello that the wire lets through, None if it does not."""
+    try:
+        return decode_agent_message(encode_agent_message(aimed(draw, draw(facts(Hello)))))
+    except (PeerError, ConfigError):
+        return None
+
+
+def besieged() -> Coordinator:
+    """A coordinator with an honest node and another one; a job trains on both."""
+    cluster = Coordinator()
+    cluster.agent("good", slots=1)
+    cluster.agent("bad", slots=2)
+    cluster.submit("job", 1, 3)
+    cluster.ready("good/1", *(str(worker) for worker in cluster.agents["bad"].workers))
+    cluster.advance(3)
+    return cluster
+
+
+@hostile
+@given(words=st.lists(bad_words() | st.floats(0, 5), max_size=15))
+def test_nothing_that_a_node_says_ends_the_coordinator(words: list[Any]) -> None:
+    cluster = besieged()
+    for word in words:
+        if isinstance(word, float):
+            cluster.advance(word)
+        elif word is not None and not isinstance(word, Hello) and cluster.agents["bad"].session:
+            cluster.says("bad", word)
+    assert cluster.stop("job").error in ("", "failed_precondition")
+
+
+@hostile
+@given(greetings=st.lists(st.tuples(bad_greetings(), st.floats(0, 2)), max_size=5))
+def test_no_greeting_of_a_node_ends_the_coordinator(greetings: list[Any]) -> None:
+    from elastic.core.events.coordinator import AgentConnected
+    from elastic.core.world import SessionId
+
+    cluster = besieged()
+    for number, (greeting, pause_s) in enumerate(greetings):
+        if greeting is None:
+            continue
+        session = SessionId(f"bad-{number}")
+        cluster.agents[f"bad-{number}"] = PlayedAgent(greeting.node, session)
+        cluster.names[session] = f"bad-{number}"
+        cluster.step(AgentConnected(session, greeting))
+        cluster.advance(pause_s)
+    assert cluster.stop("job").error in ("", "failed_precondition")
