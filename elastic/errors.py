@@ -8,6 +8,7 @@
     │   ├── Busy              too much was asked of it at once
     │   ├── CoordinatorUnreachable
     │   │   └── CoordinatorUntrusted   somebody is there; TLS cannot be agreed with them
+    │   ├── NotLeading        this coordinator is a standby; says which one leads
     │   └── StoreUnavailable
     ├── Refused               a peer answered, and said no
     │   ├── NotAuthorized     wrong or missing token or certificate
@@ -80,6 +81,21 @@ class CoordinatorUntrusted(CoordinatorUnreachable):
         """Name the address and what to do about it."""
         super().__init__(address, detail)
         self.args = (f"no safe connection to {address}: {detail}",)
+
+
+class NotLeading(Unavailable):
+    """This coordinator does not lead at the moment; another one may.
+
+    Attributes:
+        leader: "host:port" of the one that leads, "" if none is known.
+        term: of that leadership, 0 if none is known.
+    """
+
+    def __init__(self, text: str, *, leader: str = "", term: int = 0) -> None:
+        """Keep where to ask instead beside the text."""
+        self.leader = leader
+        self.term = term
+        super().__init__(text)
 
 
 class StoreUnavailable(Unavailable):

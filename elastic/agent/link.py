@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import anyio
 
+from elastic.agent.doors import HOPELESS, find_leader
 from elastic.agent.outbox import Outbox
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.agent import AgentEvent, Connected, ConnectionLost, CoordinatorSaid
@@ -23,27 +24,23 @@ from elastic.errors import (
     ConfigError,
     CoordinatorUnreachable,
     ElasticError,
-    NotAuthorized,
-    VersionMismatch,
 )
 from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import quoted
-from elastic.runtime.stream import ClientStream, open_stream
+from elastic.runtime.stream import ClientStream
 from elastic.wire.codec_stream import (
-    ATTACH_METHOD,
     decode_coordinator_message,
     encode_agent_message,
 )
 
 log = logging.getLogger(__name__)
 
-CONNECT_S_MAX = 2.0
-"""For each endpoint; the next one is tried after it."""
+LEARNED_MAX = 4
+"""Endpoints beside those named at the start, which standbys pointed to."""
 FIRST_ANSWER_S_MAX = 15.0
 """A coordinator that takes the stream and says nothing this long is given up."""
 REMIND_S = 30.0
-HOPELESS = (NotAuthorized, VersionMismatch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +77,7 @@ class Link:
         self._endpoints = tuple(endpoints)
         self._access = access
         self._callbacks = callbacks
-        self._first = 0
+        self._named = self._endpoints
         self._session = SessionId("")
         self._outbox = Outbox()
         self._task: asyncio.Task[None] | None = None
@@ -164,33 +161,20 @@ class Link:
         self._callbacks.post(ConnectionLost(session, reason, self._callbacks.draw()))
 
     async def _open(self) -> ClientStream:
-        """Return a stream to the first endpoint that takes one, beginning with the last good one.
+        """Return a stream to the coordinator that leads, beginning with the last good endpoint.
 
         Raises:
             NotAuthorized, VersionMismatch: one of them refused us for good, none took us.
             ElasticError: none of them took us.
         """
-        failures: list[ElasticError] = []
-        for offset in range(len(self._endpoints)):
-            index = (self._first + offset) % len(self._endpoints)
-            try:
-                stream = await open_stream(
-                    self._endpoints[index],
-                    ATTACH_METHOD,
-                    access=self._access,
-                    timeout_s=CONNECT_S_MAX,
-                )
-            except ElasticError as error:
-                failures.append(error)
-            else:
-                self._first = index
-                return stream
-        hopeless = [error for error in failures if isinstance(error, HOPELESS)]
-        if hopeless or len(failures) == 1:
-            raise (hopeless or failures)[0]
-        raise CoordinatorUnreachable(
-            ",".join(self._endpoints), "; ".join(str(error) for error in failures)
-        )
+        stream = await find_leader(self._endpoints, self._access)
+        # A leader that a standby pointed to is remembered; of those not named at the start a few.
+        others = [endpoint for endpoint in self._endpoints if endpoint != stream.endpoint]
+        learned = [endpoint for endpoint in others if endpoint not in self._named]
+        over = learned[LEARNED_MAX:]
+        kept = (endpoint for endpoint in others if endpoint not in over)
+        self._endpoints = (stream.endpoint, *kept)
+        return stream
 
     async def _converse(self, session: SessionId, stream: ClientStream, outbox: Outbox) -> str:
         """Send and receive until the stream ends; return why it ended.
@@ -246,7 +230,7 @@ class Link:
 
     def _prefer_next(self) -> None:
         """Begin with the next endpoint when the machine asks for another attempt."""
-        self._first = (self._first + 1) % len(self._endpoints)
+        self._endpoints = (*self._endpoints[1:], self._endpoints[0])
 
 
 class Complaint:

@@ -48,7 +48,7 @@ _clock = SystemClock()
 def ps(target: Target, include_ended: bool, output: str) -> None:
     """List jobs, with what each one waits for."""
     with target.connect() as client:
-        jobs = client.list(include_ended=include_ended)
+        jobs = client.list(include_ended=include_ended, stale_ok=True)
     now_ns = _clock.monotonic_ns()
     if output == "json":
         print_json([job_as_dict(job, now_ns) for job in jobs])
@@ -66,8 +66,8 @@ def ps(target: Target, include_ended: bool, output: str) -> None:
 def status(target: Target, job: str, output: str) -> None:
     """Show JOB (id or name), or the whole cluster."""
     with target.connect() as client:
-        view = client.get(job) if job else None
-        cluster = None if job else client.status()
+        view = client.get(job, stale_ok=True) if job else None
+        cluster = None if job else client.status(stale_ok=True)
     now_ns = _clock.monotonic_ns()
     if cluster is not None and output == "json":
         print_json(status_as_dict(cluster))

@@ -65,7 +65,7 @@ def checkpoints(target: Target, job: str, output: str) -> None:
     files are what was written: elastic verify PATH.
     """
     with target.connect() as client:
-        record = client.get(job).record
+        record = client.get(job, stale_ok=True).record
     rows = [_row(one) for one in record.checkpoints]
     if output == "json":
         print_json(rows)

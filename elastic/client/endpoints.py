@@ -1,11 +1,13 @@
 """Where the coordinator is, and calls to it: several addresses, one of which leads.
 
 Rule: what leaves this module is an answer or one of our errors, never a gRPC status. Every call
-is one that may be repeated, so an address that fails is followed by the next one.
+is one that may be repeated, so an address that fails is followed by the next one, or by the one
+that a standby points to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -19,18 +21,21 @@ from elastic.errors import (
     CoordinatorUnreachable,
     CoordinatorUntrusted,
     ElasticError,
+    NotLeading,
     Unavailable,
     UsageError,
 )
 from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
-from elastic.runtime.rpc import call_metadata, error_from_rpc, open_blocking_channel
+from elastic.runtime.rpc import FRESH_KEY, call_metadata, error_from_rpc, open_blocking_channel
 
 PATIENCE_S = 10.0
 """A coordinator that answers "not yet" (it starts, or a standby is taking over) is asked again
 for so long. An address where nobody answers is not waited for."""
 PAUSE_S_MIN = 0.1
 PAUSE_S_MAX = 2.0
+TAKEOVER_PAUSE_S_MAX = 0.5
+"""Between two questions while a standby is about to take over."""
 LAST_ERROR = "last error: "
 
 Start = Callable[[grpc.Channel], Any]
@@ -76,6 +81,7 @@ class Endpoints:
         names: "host:port" each, in the order in which they are tried at first.
         access: what new connections are made with.
         metadata: what every call carries.
+        fresh_metadata: the same for calls that only the leader is to answer.
         in_touch: whether a coordinator has answered before.
         closed: set by `close`; whoever pauses between two attempts waits on it.
     """
@@ -85,10 +91,11 @@ class Endpoints:
         self.names = names
         self.access = access
         self.metadata = call_metadata(access.current_token())
+        self.fresh_metadata = (*self.metadata, (FRESH_KEY, "1"))
         self.in_touch = False
         self.closed = threading.Event()
         self._clock = clock
-        self._first = 0
+        self._leader = ""
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
 
@@ -98,21 +105,31 @@ class Endpoints:
         return ",".join(self.names)
 
     def order(self) -> tuple[str, ...]:
-        """Return the addresses, the one that answered last first."""
-        return self.names[self._first :] + self.names[: self._first]
+        """Return the addresses, the one that leads as far as is known first."""
+        others = tuple(name for name in self.names if name != self._leader)
+        return (self._leader, *others) if self._leader else others
 
     def answered(self, endpoint: str) -> None:
         """Remember that this one leads."""
         self.in_touch = True
-        self._first = self.names.index(endpoint)
+        self._leader = endpoint
 
-    def ask(self, start: Start, request: Any, *, timeout_s: float) -> Any:
+    def pointed(self, error: BaseException) -> bool:
+        """Take note of where a standby points to; True if that address is news."""
+        if not isinstance(error, NotLeading) or not error.leader:
+            return False
+        self.in_touch = True
+        is_news, self._leader = error.leader != self._leader, error.leader
+        return is_news
+
+    def ask(self, start: Start, request: Any, *, timeout_s: float, stale_ok: bool = False) -> Any:
         """Make one call, at one address after the other until one answers.
 
         Args:
             start: the method.
             request: its message.
             timeout_s: deadline of each attempt.
+            stale_ok: when no leader answers, a standby may, with what the store holds.
 
         Raises:
             CoordinatorUnreachable: nobody answers at any address.
@@ -123,20 +140,39 @@ class Endpoints:
         pause_s = PAUSE_S_MIN
         while True:
             failures: list[Unavailable] = []
-            for endpoint in self.order():
+            asked: dict[str, None] = {}
+            while todo := [name for name in self.order() if name not in asked]:
+                endpoint = todo[0]
+                asked[endpoint] = None
                 try:
                     answer = self._ask_one(endpoint, start, request, timeout_s)
                 except Unavailable as error:
                     failures.append(error)
+                    self.pointed(error)
                 else:
                     self.answered(endpoint)
                     return answer
             not_yet = [e for e in failures if not isinstance(e, CoordinatorUnreachable)]
+            if stale_ok and any(isinstance(error, NotLeading) for error in not_yet):
+                with contextlib.suppress(Unavailable):
+                    return self._ask_standby(tuple(asked), start, request, timeout_s)
             if not not_yet or self._clock.monotonic_ns() >= give_up_ns:
                 raise not_yet[-1] if not_yet else self.unreachable(failures[-1])
-            if self.closed.wait(jittered(pause_s)):
+            if self.closed.wait(jittered(min(pause_s, TAKEOVER_PAUSE_S_MAX))):
                 raise not_yet[-1]
             pause_s = longer(pause_s)
+
+    def _ask_standby(
+        self, names: tuple[str, ...], start: Start, request: Any, timeout_s: float
+    ) -> Any:
+        """Ask the first that answers, whether it leads or not; raises the last one's error."""
+        failure: Unavailable = Unavailable("no coordinator address was given")
+        for name in names:
+            try:
+                return self._ask_one(name, start, request, timeout_s, fresh=False)
+            except Unavailable as error:
+                failure = error
+        raise failure
 
     def unreachable(self, last: Unavailable, more: str = "") -> CoordinatorUnreachable:
         """Return the error that names all addresses and why the last one failed."""
@@ -153,11 +189,14 @@ class Endpoints:
         for line in lines:
             line.channel.close()
 
-    def _ask_one(self, endpoint: str, start: Start, request: Any, timeout_s: float) -> Any:
+    def _ask_one(
+        self, endpoint: str, start: Start, request: Any, timeout_s: float, *, fresh: bool = True
+    ) -> Any:
         with self._line(endpoint) as line:
             try:
                 method = start(line.channel)
-                return method(request, timeout=timeout_s, metadata=self.metadata)
+                metadata = self.fresh_metadata if fresh else self.metadata
+                return method(request, timeout=timeout_s, metadata=metadata)
             except (grpc.RpcError, ValueError) as error:
                 if self.closed.is_set():
                     raise UsageError("this client was closed; make a new Client") from error

@@ -150,14 +150,18 @@ class Client:
         request = jobs_pb2.CheckpointRequest(job=job)
         return int(self._ask("Checkpoint", request, timeout_s=CHANGE_TIMEOUT_S).request)
 
-    def get(self, job: str) -> JobView:
+    def get(self, job: str, *, stale_ok: bool = False) -> JobView:
         """Return one job as it stands; moments are on this process's monotonic clock.
+
+        Args:
+            job: see the class.
+            stale_ok: while nobody leads, a standby may answer; the job's reason says so.
 
         Raises:
             NotFound: there is none.
             ElasticError: see the class.
         """
-        proto = self._ask("Get", jobs_pb2.GetJobRequest(job=job))
+        proto = self._ask("Get", jobs_pb2.GetJobRequest(job=job), stale_ok=stale_ok)
         return job_from_proto(proto, self._clock.monotonic_ns())
 
     def phase_of(self, job: str) -> JobPhase | None:
@@ -171,13 +175,18 @@ class Client:
         except NotFound:
             return None
 
-    def list(self, *, include_ended: bool = True) -> tuple[JobView, ...]:
+    def list(self, *, include_ended: bool = True, stale_ok: bool = False) -> tuple[JobView, ...]:
         """Return all jobs by order of submission.
+
+        Args:
+            include_ended: those that have ended too, as far as they are remembered.
+            stale_ok: as for `get`.
 
         Raises:
             ElasticError: see the class.
         """
-        proto = self._ask("List", jobs_pb2.ListJobsRequest(include_ended=include_ended))
+        request = jobs_pb2.ListJobsRequest(include_ended=include_ended)
+        proto = self._ask("List", request, stale_ok=stale_ok)
         now_ns = self._clock.monotonic_ns()
         return tuple(job_from_proto(job, now_ns) for job in proto.jobs)
 
@@ -219,13 +228,16 @@ class Client:
 
     # ------------------------------------------------------------ the cluster
 
-    def status(self) -> ClusterStatus:
+    def status(self, *, stale_ok: bool = False) -> ClusterStatus:
         """Return the coordinator, its nodes and its jobs.
+
+        Args:
+            stale_ok: while nobody leads, a standby may answer; `standby` says so.
 
         Raises:
             ElasticError: see the class.
         """
-        proto = self._ask("Status", jobs_pb2.StatusRequest())
+        proto = self._ask("Status", jobs_pb2.StatusRequest(), stale_ok=stale_ok)
         return status_from_proto(proto, self._clock.monotonic_ns())
 
     def drain(self, node: str, *, timeout_s: float = 30.0, reason: str = "") -> None:
@@ -246,13 +258,20 @@ class Client:
 
     # ------------------------------------------------------------ calls
 
-    def _ask(self, method: str, request: object, *, timeout_s: float = READ_TIMEOUT_S) -> Any:
+    def _ask(
+        self,
+        method: str,
+        request: object,
+        *,
+        timeout_s: float = READ_TIMEOUT_S,
+        stale_ok: bool = False,
+    ) -> Any:
         def start(channel: grpc.Channel) -> Any:
             is_clusters = method in ("Status", "Drain")
             stub = jobs_pb2_grpc.ClusterStub if is_clusters else jobs_pb2_grpc.JobsStub
             return getattr(stub(channel), method)
 
-        return self._endpoints.ask(start, request, timeout_s=timeout_s)
+        return self._endpoints.ask(start, request, timeout_s=timeout_s, stale_ok=stale_ok)
 
     def _stream(
         self, source: Source[T], limit_s: float, on_outage: OnOutage | None = None

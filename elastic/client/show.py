@@ -43,6 +43,7 @@ def status_as_dict(status: ClusterStatus) -> dict[str, Any]:
         "protocol": status.protocol,
         "store": status.store,
         "uptime_s": round(status.uptime_ns / NS_PER_S, 3),
+        "standby": status.standby,
         "nodes": [node_as_dict(node, now_ns) for node in status.view.nodes],
         "jobs": [job_as_dict(job, now_ns) for job in status.view.jobs],
     }
@@ -122,6 +123,10 @@ def print_cluster(status: ClusterStatus, console: Console) -> None:
         f"coordinator {escape(status.coordinator)}, version {status.version}, up "
         f"{duration(status.uptime_ns)}, store {escape(status.store)}"
     )
+    if status.standby:
+        console.print(escape(status.standby))
+        print_jobs(status.view.jobs, status.view.now_ns, console)
+        return
     print_nodes(status.view.nodes, status.view.now_ns, console)
     print_jobs(status.view.jobs, status.view.now_ns, console)
 

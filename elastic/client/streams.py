@@ -184,6 +184,9 @@ class Stream(Generic[T]):
         """Pause before the next attempt, or raise if there is to be none."""
         if not isinstance(error, Unavailable):
             raise error
+        if self._endpoints.pointed(error):
+            self._attempts = 0
+            return  # The leader is known: no pause.
         now_ns = self._clock.monotonic_ns()
         if now_ns - self._opened_ns > STEADY_S * 1e9:
             self._over()

@@ -1,8 +1,8 @@
 """The command `elastic-coord`: run a coordinator, or ask one how it is.
 
 Rule: the only place in this room that reads the environment. Exit codes: 0 done, 2 used wrongly,
-69 nobody answers or the address is taken, 70 a bug, 75 another coordinator took over (start
-again to be its standby), 78 a setting is wrong (do not retry).
+69 nobody answers or the address is taken, 70 a bug, 75 another process took over a store that is
+not shared, 78 a setting is wrong (do not retry).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elastic.errors import (
 from elastic.runtime.access import Access, find_access, find_tls, read_token_file
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.eventlog import set_up_logging
-from elastic.runtime.rpc import parse_endpoints
+from elastic.runtime.rpc import format_endpoint, parse_endpoint, parse_endpoints
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,11 @@ def main() -> None:
     metavar="HOST:PORT", help="Address to listen on; port 0 picks a free one.",
 )  # fmt: skip
 @click.option(
+    "--advertise", envvar="ELASTIC_ADVERTISE", default=None, metavar="HOST:PORT",
+    help="Address at which agents and users reach this coordinator, if not that of --listen: "
+    "standbys tell it to them.",
+)  # fmt: skip
+@click.option(
     "--store", envvar="ELASTIC_STORE", default=None, metavar="URL",
     help="sqlite:PATH, etcd://host:port,... or memory: [default: a file in the state directory]",
 )  # fmt: skip
@@ -176,13 +181,16 @@ def main() -> None:
 def serve_command(log_level: str, **settings: Any) -> None:
     """Run a coordinator until SIGTERM.
 
-    Prints "elastic-coord ready address=HOST:PORT store=... pid=..." once it answers requests. A
-    second coordinator on the same etcd waits as a standby.
+    Prints "elastic-coord ready address=HOST:PORT store=... pid=..." when it leads and answers
+    requests. Others on the same etcd are standbys: they show what the store holds, tell who
+    leads, and take over.
     """
     set_up_logging("elastic-coord", level=log_level)
+    advertise = settings["advertise"]
     try:
         options = ServeOptions(
             listen=parse_listen(settings["listen"]),
+            advertise=format_endpoint(*parse_endpoint(advertise)) if advertise else "",
             store=settings["store"] or default_store(),
             token=read_token_file(settings["token_file"]) if settings["token_file"] else "",
             tokens=Path(settings["tokens"]).absolute() if settings["tokens"] else None,
@@ -223,13 +231,13 @@ def status(coord: str, token_file: str, timeout_s: float, output: str, **tls: st
 @tls_options
 @timeout_option
 def health(coord: str, timeout_s: float, **tls: str) -> None:
-    """Say whether a coordinator answers requests; exit 0 only if it does."""
+    """Say whether a coordinator leads (SERVING) or could take over (STANDBY); exit 0 only then."""
     try:
         access = access_of("", tls)
         for endpoint in parse_endpoints(coord):
             answer = fetch_health(endpoint, access, timeout_s=timeout_s)
             click.echo(f"{endpoint} {answer}")
-            if answer != "SERVING":
+            if answer not in ("SERVING", "STANDBY"):
                 sys.exit(EXIT_UNREACHABLE)
     except ElasticError as error:
         fail(error)

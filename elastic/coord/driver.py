@@ -36,6 +36,7 @@ from elastic.core.events.coordinator import (
 from elastic.core.events.shared import Note, Tick
 from elastic.core.messages import AgentMessage, Hello, Welcome
 from elastic.core.view import ClusterView
+from elastic.errors import Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import EventLog, note_text
 
@@ -81,7 +82,7 @@ class Driver:
         event_log: EventLog | None = None,
         events_max: int = EVENTS_MAX,
     ) -> None:
-        """Own the machine; nothing happens before `run`."""
+        """Own the machine; nothing happens before `run`, and nothing while another may lead."""
         self.sessions = Sessions()
         self.watchers = Watchers(clock)
         self._machine = machine
@@ -107,8 +108,9 @@ class Driver:
             CorruptRecord: the journal holds what cannot be read.
             InvariantViolation: a bug; carries the story.
         """
-        records = await patiently("the journal", self._journal.load, self._clock)
-        await self._step(Recovered(records, self._journal.term))
+        journal = self._journal
+        records = await patiently("the journal", journal.load, self._clock)
+        await self._step(Recovered(records, journal.term, journal.history))
         self._recovered.set()
         await self._journal.forget()
         while True:
@@ -151,6 +153,18 @@ class Driver:
             return await future
         finally:
             del self._replies[request_id]
+
+    def end(self, why: str, *, at_once: bool) -> None:
+        """The term is over: let the agents go, and answer those who still wait.
+
+        Args:
+            why: for both.
+            at_once: agents do not get what still waits for them: another one may lead already.
+        """
+        self.sessions.close_all(why, at_once=at_once)
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(Unavailable(f"{why}; the request may still take effect"))
 
     def view(self) -> ClusterView:
         """Return what the machine shows now; ages count from `view().now_ns`.
@@ -211,6 +225,7 @@ class Driver:
         return Several(tuple(event for event, _ in items)) if len(items) > 1 else item[0]
 
     async def _step(self, event: CoordinatorEvent) -> None:
+        self._journal.check_office()
         effects = self._machine.step(event, self._clock.monotonic_ns())
         self._view = None
         for effect in effects:
@@ -239,6 +254,7 @@ class Driver:
         session = self.sessions.find(effect.session)
         if session is None:
             return
+        self._journal.check_office()
         if isinstance(effect.message, Welcome):
             self.sessions.register(session)
         session.send(effect.message)

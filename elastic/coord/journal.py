@@ -44,6 +44,7 @@ PLACE = re.compile(r"([0-9]{4,9})-of-([0-9]{4,9})")
 DELETES_MAX = 100
 COMPACT_EVERY = 1000
 HISTORY_KEPT = 100
+POINTER_TRIES = 3
 """Commits after which an embedded store forgets its history, and revisions that it keeps."""
 
 
@@ -87,6 +88,20 @@ class Journal:
     def term(self) -> int:
         """Return which life of a coordinator on this store this is, from 1."""
         return max(1, self._leadership.term)
+
+    @property
+    def history(self) -> str:
+        """Return the name of the store that the term counts in."""
+        return self._leadership.history
+
+    def check_office(self) -> None:
+        """Return if this process may still act.
+
+        Raises:
+            Fenced: another coordinator may lead by now.
+        """
+        if not self._leadership.is_valid():
+            raise self._leadership.fenced("it did not renew its lease in time")
 
     async def load(self) -> tuple[JobRecord, ...]:
         """Return all records by order of submission, and remember what is there.
@@ -188,12 +203,11 @@ class Journal:
         self, writes: Sequence[Write], compares: Sequence[Compare] = ()
     ) -> CommitResult:
         """Commit as the leader; only the caller's own comparisons can fail."""
-        while True:
-            fence = self._leadership.fence()
-            result = await self._store.commit([fence, *compares], writes)
-            if result.committed or self._leadership.holds(fence, result.current):
-                return result
-            await self._leadership.regain(fence)
+        fence = self._leadership.fence()
+        result = await self._store.commit([fence, *compares], writes)
+        if not result.committed and not self._leadership.holds(fence, result.current):
+            raise self._leadership.replaced(result.current)
+        return result
 
     # ------------------------------------------------------------ pieces
 
@@ -257,6 +271,35 @@ class Journal:
             await self._store.compact(revision - HISTORY_KEPT)
         except StoreUnavailable as error:
             log.warning("compaction_postponed error=%r", str(error))
+
+
+async def read_records(store: Store, prefix: str) -> tuple[JobRecord, ...]:
+    """Return all records by order of submission, without payloads; for those who do not lead.
+
+    A record that changes while it is read is read again.
+
+    Raises:
+        CorruptRecord: a record cannot be read; names the key.
+        StoreUnavailable: the store does not answer.
+    """
+    jobs_prefix = f"{prefix}/jobs/"
+    records = []
+    for entry in (await store.read(jobs_prefix)).entries:
+        job_id, data = entry.key.removeprefix(jobs_prefix), entry.value
+        for _ in range(POINTER_TRIES):
+            if not data.startswith(POINTER):
+                break
+            label = data.removeprefix(POINTER).decode("ascii", "replace")
+            pieces = (await store.read(f"{prefix}/pieces/{job_id}/{label}/")).entries
+            if pieces:
+                data = _join(entry.key, label, pieces)
+                break
+            # Its leader has written a newer one meanwhile, and removed the pieces of this one.
+            now = (await store.read(entry.key)).entries
+            data = next((e.value for e in now if e.key == entry.key), b"")
+        if data:
+            records.append(decode_record(data, key=entry.key))
+    return tuple(sorted(records, key=lambda record: record.sequence))
 
 
 def _with_payload(spec: JobSpec, payload: bytes) -> JobSpec:

@@ -1,13 +1,15 @@
 """Leadership: which coordinator may write to a store, proved by one key and its revision.
 
-Rule: nobody trusts a clock. A leader is whoever wrote the leader key last; every write of the
-journal compares that key's revision, so a leader that was replaced cannot change anything, even
-if it has not noticed yet. Leases only decide when a standby may try.
+Rule: a leader is whoever wrote the leader key last; every write of the journal compares that
+key's revision, so a leader that was replaced cannot change anything, even if it has not noticed
+yet. What needs no write (orders to agents) it may do only while the lease that it renewed last
+must still hold by its own clock, counted from before it asked; agents refuse an earlier term.
 
 Keys, under the journal's prefix:
 
     leader   who leads now; on a shared store it dies with its lease
     term     how often leadership was taken; never falls, also when nobody leads
+    history  names this store: drawn by its first leader, and anew after a restore
 """
 
 from __future__ import annotations
@@ -15,24 +17,29 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import anyio
 
-from elastic.errors import CorruptRecord, Fenced, StoreUnavailable, check
+from elastic.errors import CorruptRecord, ElasticError, Fenced, StoreUnavailable, check
 from elastic.runtime.clock import Clock
-from elastic.store.interface import Compare, Entry, Lease, Put, Snapshot, Store
+from elastic.store.interface import Compare, Entry, Lease, Put, Store
 
 log = logging.getLogger(__name__)
 
-LEASE_TTL_S = 3.0
+LEASE_TTL_S = 2.0
 """A leader that is silent this long may be replaced. Training does not notice, only decisions
-wait; shorter would make leaders fall over a slow disk of the store."""
-RENEWALS_PER_TTL = 3
+wait. etcd takes no less for its usual election time of 1 s, and looks for leases that have ended
+twice a second: so a leader that was killed is replaced within 3 s."""
+RENEWALS_PER_TTL = 5
 STANDBY_POLL_S = 0.5
+"""A standby looks so often, although it is told of changes: this is how it knows that it would be
+told, and how old what it knows may be."""
 RETRY_S = 0.2
 SLOW_S = 1.0
 """A store that takes longer is said to be waited for."""
@@ -45,26 +52,40 @@ class Holder:
     """Who a leader key names.
 
     Attributes:
-        life: random, so that a process recognises a claim of its own whose answer got lost.
+        life: random, so that a process recognises a claim of its own.
+        term: under which it leads, 0 before it does.
     """
 
     name: str
     address: str
     pid: int
     life: str
+    term: int = 0
 
     def encode(self) -> bytes:
         """Return the key's value."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
+    @classmethod
+    def decode(cls, value: bytes) -> Holder:
+        """Return who a key names; what does not decode leads all the same, at no address."""
+        try:
+            fields = json.loads(value)
+            return cls(
+                name=str(fields["name"]),
+                address=str(fields["address"]),
+                pid=int(fields["pid"]),
+                life=str(fields["life"]),
+                term=int(fields.get("term", 0)),
+            )
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return cls(f"somebody who left {len(value)} unreadable bytes", "", 0, "")
 
-def describe(entry: Entry) -> str:
-    """Return who leads, in words; a value that does not decode is shown by its size."""
-    try:
-        fields = json.loads(entry.value)
-        return f"{fields['name']} at {fields['address']} (pid {fields['pid']})"
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return f"somebody who left {len(entry.value)} unreadable bytes"
+
+def describe(holder: Holder) -> str:
+    """Return who leads, in words."""
+    where = f" at {holder.address} (pid {holder.pid})" if holder.address else ""
+    return f"{holder.name}{where}"
 
 
 def term_of(entry: Entry) -> int:
@@ -120,11 +141,24 @@ async def patiently(
         slow.cancel()
 
 
-class Leadership:
-    """One coordinator's claim to lead.
+async def in_time(answer: Awaitable[Answer], limit_s: float) -> Answer | None:
+    """Return what the store answers, None if it does not in this time.
 
-    `acquire` returns once this process leads; `keep` renews for ever and raises Fenced when
-    leadership is lost for good. `fence` is the comparison that every write carries.
+    Not anyio's `move_on_after`: a call of gRPC that is cancelled raises a cancellation of its own,
+    which anyio takes for somebody else's, so that the task would end without a word.
+    """
+    try:
+        return await asyncio.wait_for(answer, max(0.0, limit_s))
+    except asyncio.TimeoutError:
+        return None
+
+
+class Leadership:
+    """One coordinator's claim to lead, as often as it has to be made.
+
+    `acquire` returns once this process leads; `keep` renews and raises Fenced when leadership is
+    over, after which `acquire` may be called again. `fence` is the comparison that every write
+    carries.
     """
 
     def __init__(
@@ -143,7 +177,7 @@ class Leadership:
             store: where the keys are.
             prefix: of all keys, such as "elastic".
             holder: this process.
-            clock: for the texts' ages.
+            clock: for the texts' ages, and for how long a lease holds.
             shared: several processes may use this store at once (etcd). If not, whoever claims
                 is the only one alive, and takes over from its predecessor without waiting.
             ttl_s: of the lease on a shared store, seconds.
@@ -151,132 +185,197 @@ class Leadership:
         self._store = store
         self._key = f"{prefix}/leader"
         self._term_key = f"{prefix}/term"
+        self._history_key = f"{prefix}/history"
         self._holder = holder
         self._clock = clock
         self._shared = shared
         self._ttl_s = ttl_s
         self._lease: Lease | None = None
+        self._valid_until_ns = 0
         self._revision = 0
-        self._regaining = anyio.Lock()
+        self._said = ""
+        self._why_over = "another one has led since"
         self.term = 0
+        self.history = ""
 
     def fence(self) -> Compare:
-        """Return the comparison that holds as long as nobody else took over."""
-        check(self._revision > 0, "a coordinator that does not lead wants to write")
+        """Return the comparison that holds as long as nobody else took over.
+
+        Raises:
+            Fenced: this process does not lead any more.
+        """
+        check(self.term > 0, "a coordinator that never led wants to write")
+        if not self._revision:
+            raise self.fenced()
         return Compare(self._key, self._revision)
 
     def holds(self, fence: Compare, current: tuple[Entry, ...]) -> bool:
         """Return whether `fence`, compared with what a commit found, was not what failed."""
         return any(e.key == fence.key and e.mod_revision == fence.mod_revision for e in current)
 
-    async def acquire(self, tell: Callable[[str], None]) -> None:
+    def is_valid(self) -> bool:
+        """Return whether nobody else can lead now: the lease renewed last has not ended yet."""
+        if not self._shared:
+            return self._revision > 0
+        return self._clock.monotonic_ns() < self._valid_until_ns
+
+    async def acquire(self, saw: Callable[[Holder | None], None]) -> None:
         """Wait until this process leads.
 
         Args:
-            tell: called with why it does not lead yet, whenever that changes.
+            saw: called with who leads, None for nobody, whenever the store was asked.
         """
-        said = ""
+        news = anyio.Event()
+
+        async def follow() -> None:
+            nonlocal news
+            async for _ in self._changes():
+                news.set()
+                news = anyio.Event()
+
+        failure: ElasticError | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(follow)
+            try:
+                while not await self._take_over(saw):
+                    with anyio.move_on_after(STANDBY_POLL_S):
+                        await news.wait()
+            except ElasticError as error:
+                failure = error
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _take_over(self, saw: Callable[[Holder | None], None]) -> bool:
+        """Look who leads, and claim if nobody does; False if somebody else leads."""
         while True:
-            seen = await patiently("leadership", self._read, self._clock)
-            leader = self._leader_in(seen)
-            if leader is None or not self._shared:
-                if await patiently("leadership", partial(self._claim, seen), self._clock):
-                    log.info("leader name=%s term=%d", self._holder.name, self.term)
-                    return
-                continue
-            who = describe(leader)
-            if who != said:
-                said = who
-                log.info("standby leader=%r", who)
-                tell(f"this coordinator is a standby: {who} leads")
-            await anyio.sleep(STANDBY_POLL_S)
+            seen = await patiently("leadership", partial(self._read, self._key), self._clock)
+            leader = Holder.decode(seen.value) if seen is not None else None
+            if self._shared:
+                saw(leader)
+            if leader is not None and self._shared and leader.life != self._holder.life:
+                if describe(leader) != self._said:
+                    self._said = describe(leader)
+                    log.info("standby leader=%r term=%d", self._said, leader.term)
+                return False
+            if await patiently("leadership", partial(self._claim, seen), self._clock):
+                self._said = ""
+                log.info("leader name=%s term=%d", self._holder.name, self.term)
+                return True
 
     async def keep(self) -> None:
         """Renew for as long as this process leads; never returns.
 
         Raises:
-            Fenced: another coordinator has led since.
+            Fenced: it does not any more, or cannot know.
         """
+        lease = self._lease
+        if lease is None:
+            await anyio.sleep_forever()
+            return
         while True:
-            lease = self._lease
-            if lease is None:
-                await anyio.sleep_forever()
-                continue
             await anyio.sleep(lease.ttl_s / RENEWALS_PER_TTL)
-            renew = partial(self._store.renew_lease, lease.lease_id)
-            if not await patiently("lease renewal", renew, self._clock):
-                await self.regain(self.fence())
+            began_ns = self._clock.monotonic_ns()
+            left_s = (self._valid_until_ns - began_ns) / 1e9
+            renewed = await in_time(self._renew(lease), left_s)
+            if not self.is_valid() or renewed is None:
+                raise self.fenced(f"its lease of {lease.ttl_s:g} s was not renewed in time")
+            if not renewed:
+                raise self.fenced("its lease has ended")
+            self._valid_until_ns = began_ns + round(lease.ttl_s * 1e9)
+
+    def fenced(self, why: str = "") -> Fenced:
+        """Return the error that ends a term; from now on this process does not lead.
+
+        Args:
+            why: "" for the reason that was given before.
+        """
+        self._valid_until_ns = self._revision = 0
+        self._why_over = why or self._why_over
+        return Fenced(
+            f"coordinator {self._holder.name} (term {self.term}) leads no more: "
+            f"{self._why_over}; agents will find the new leader"
+        )
+
+    def replaced(self, current: tuple[Entry, ...]) -> Fenced:
+        """Return the error that ends a term, after a write whose fence did not hold.
+
+        Args:
+            current: what that commit found.
+        """
+        leader = next((e for e in current if e.key == self._key), None)
+        if leader is None:
+            return self.fenced("another one has led since")
+        return self.fenced(f"{describe(Holder.decode(leader.value))} leads now")
 
     async def resign(self) -> None:
         """Let a standby take over at once; a store that does not answer is left alone."""
-        if self._lease is None or not self._revision:
+        lease, self._lease = self._lease, None
+        self._valid_until_ns = self._revision = 0
+        if lease is None:
             return
         try:
-            with anyio.move_on_after(self._ttl_s):
-                await self._store.revoke_lease(self._lease.lease_id)
+            await in_time(self._store.revoke_lease(lease.lease_id), self._ttl_s)
         except StoreUnavailable as error:
             log.warning("resign_failed error=%r", str(error))
 
-    async def _read(self) -> Snapshot:
-        leader = await self._store.read(self._key)
-        term = await self._store.read(self._term_key)
-        return Snapshot(leader.entries + term.entries, min(leader.revision, term.revision))
+    async def _renew(self, lease: Lease) -> bool:
+        """Renew until the store answers; cancelled by whoever waits too long for it."""
+        while True:
+            try:
+                return await self._store.renew_lease(lease.lease_id)
+            except StoreUnavailable as error:
+                log.warning("lease_renewal_postponed error=%r", str(error))
+                await anyio.sleep(RETRY_S)
 
-    def _leader_in(self, seen: Snapshot) -> Entry | None:
-        return next((e for e in seen.entries if e.key == self._key), None)
+    async def _changes(self) -> AsyncIterator[None]:
+        """Yield at each change of the leader key; whatever hinders that, the standby polls."""
+        if not self._shared:
+            return
+        while True:
+            try:
+                revision = (await self._store.read(self._key)).revision
+                async with aclosing(self._store.watch(self._key, revision + 1)) as changes:
+                    async for _ in changes:
+                        yield
+            except ElasticError as error:
+                log.debug("leader_watch_failed error=%r", str(error))
+                await anyio.sleep(STANDBY_POLL_S)
 
-    async def _claim(self, seen: Snapshot) -> bool:
-        """Try to become the leader that follows `seen`; False if somebody was faster."""
-        leader = self._leader_in(seen)
-        term = next((e for e in seen.entries if e.key == self._term_key), None)
-        lease = await self._store.grant_lease(self._ttl_s) if self._shared else None
+    async def _read(self, key: str) -> Entry | None:
+        entries = (await self._store.read(key)).entries
+        return next((entry for entry in entries if entry.key == key), None)
+
+    async def _claim(self, leader: Entry | None) -> bool:
+        """Try to become the leader that follows this one; False if somebody was faster."""
+        term = await self._read(self._term_key)
+        history = await self._read(self._history_key)
         number = term_of(term) + 1 if term is not None else 1
+        drawn = history.value if history is not None else secrets.token_hex(8).encode()
+        began_ns = self._clock.monotonic_ns()
+        lease = await self._store.grant_lease(self._ttl_s) if self._shared else None
         lease_id = lease.lease_id if lease is not None else 0
+        compares = [
+            Compare(self._key, leader.mod_revision if leader is not None else 0),
+            Compare(self._term_key, term.mod_revision if term is not None else 0),
+            Compare(self._history_key, history.mod_revision if history is not None else 0),
+        ]
+        puts = [
+            Put(self._key, replace(self._holder, term=number).encode(), lease_id),
+            Put(self._term_key, str(number).encode()),
+        ]
+        if history is None:
+            puts.append(Put(self._history_key, drawn))
         try:
-            result = await self._store.commit(
-                [
-                    Compare(self._key, leader.mod_revision if leader is not None else 0),
-                    Compare(self._term_key, term.mod_revision if term is not None else 0),
-                ],
-                [
-                    Put(self._key, self._holder.encode(), lease_id),
-                    Put(self._term_key, str(number).encode()),
-                ],
-            )
+            result = await self._store.commit(compares, puts)
         except Fenced:
             return False  # The store was so slow that the lease has ended already.
-        if result.committed:
-            self._lease, self._revision, self.term = lease, result.revision, number
-            return True
-        if lease is not None:
-            await self._store.revoke_lease(lease.lease_id)
-        # The answer to an earlier attempt may have been lost, not the attempt.
-        mine = next((e for e in result.current if e.key == self._key), None)
-        if mine is None or mine.value != self._holder.encode():
+        if not result.committed:
+            if lease is not None:
+                await self._store.revoke_lease(lease.lease_id)
             return False
-        self._lease = Lease(mine.lease, self._ttl_s) if mine.lease else None
-        self._revision, self.term = mine.mod_revision, number
+        self._lease, self._revision, self.term = lease, result.revision, number
+        self.history = drawn.decode("ascii", "replace")
+        if lease is not None:
+            self._valid_until_ns = began_ns + round(lease.ttl_s * 1e9)
         return True
-
-    async def regain(self, fence: Compare) -> None:
-        """`fence` holds no more, as after a long outage of the store: lead on if nobody led since.
-
-        Raises:
-            Fenced: somebody did.
-        """
-        async with self._regaining:
-            if fence.mod_revision != self._revision:
-                return  # Somebody else of this process has regained it meanwhile.
-            seen = await patiently("leadership", self._read, self._clock)
-            leader = self._leader_in(seen)
-            term = next((e for e in seen.entries if e.key == self._term_key), None)
-            # Both were written by one commit, so that is the term's revision as well.
-            unchanged = leader is None and term and term.mod_revision == self._revision
-            if unchanged and await patiently("leadership", partial(self._claim, seen), self._clock):
-                log.warning("leadership_regained name=%s term=%d", self._holder.name, self.term)
-                return
-            now = f"{describe(leader)} leads now" if leader else "another one has led since"
-            raise Fenced(
-                f"coordinator {self._holder.name} (term {self.term}) leads no more: {now}; it "
-                f"ends, agents will find the new leader"
-            )

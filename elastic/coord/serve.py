@@ -1,7 +1,9 @@
 """One life of a coordinator: bind, open the store, lead, recover, serve, and end in order.
 
-Rule: whatever ends it, the order is the same: refuse new calls, let agents go, give leadership
-back, close the store. A coordinator that is killed instead loses nothing but time.
+Rule: a term is led by a machine of its own, which begins with what the store holds; when the
+term is over, the coordinator is a standby again. Whatever ends the process, the order is the
+same: let agents go, give leadership back, refuse new calls, close the store. A coordinator that
+is killed instead loses nothing but time.
 """
 
 from __future__ import annotations
@@ -11,18 +13,20 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
-from anyio.abc import TaskGroup
 
 from elastic.coord.audit import Audit
 from elastic.coord.driver import Driver
+from elastic.coord.follower import Follower
 from elastic.coord.follows import Follows
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import Holder, Leadership
+from elastic.coord.office import Office, Tenure
 from elastic.coord.server import Server
 from elastic.coord.server_desk import Desk
 from elastic.coord.server_guard import Guard, Locks
@@ -31,7 +35,7 @@ from elastic.coord.server_tls import ServerTls
 from elastic.coord.tokens import TokenList
 from elastic.core.config import CoordinatorConfig
 from elastic.core.machine.coordinator import CoordinatorMachine
-from elastic.errors import ConfigError, ElasticError
+from elastic.errors import ConfigError, ElasticError, Fenced
 from elastic.runtime.access import TlsFiles
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.eventlog import EventLog
@@ -43,6 +47,10 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 PREFIX = "coord"
+WILDCARDS = ("0.0.0.0", "::")
+
+Part = Callable[[], Awaitable[None]]
+"""One of the things that a coordinator does at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,7 @@ class ServeOptions:
 
     Attributes:
         listen: host and port, port 0 for a free one.
+        advertise: host and port at which others reach it, "" for those of `listen`.
         store: URL of the store that keeps what must survive it.
         token: opens everything; "" for none.
         tokens: file of tokens with roles, None for none.
@@ -66,6 +75,7 @@ class ServeOptions:
 
     listen: tuple[str, int]
     store: str
+    advertise: str = ""
     token: str = field(default="", repr=False)
     tokens: Path | None = None
     tls: TlsFiles | None = None
@@ -121,7 +131,7 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
         announce: called once with the line "elastic-coord ready address=...".
 
     Raises:
-        Fenced: another coordinator took over.
+        Fenced: another coordinator took over a store that is not shared.
         CorruptRecord: the store holds a record that cannot be read.
         InvariantViolation: a bug; carries the story.
         Unavailable: the address or the store cannot be used.
@@ -166,7 +176,9 @@ def open_door(options: ServeOptions, clock: Clock) -> tuple[Audit, Server]:
     process = f"coordinator:{format_endpoint(*options.listen)}"
     audit = Audit(options.audit_log, process=process, clock=clock)
     try:
-        guard = Guard(locks, audit, clock)
+        # Its name holds the port, which is known once that is bound.
+        office = Office("", clock)
+        guard = Guard(locks, audit, clock, office)
         return audit, Server(options.listen, guard, tls=tls, connections=connections)
     except BaseException:
         audit.close()
@@ -181,56 +193,79 @@ class _Life:
     ) -> None:
         self._options = options
         self._server = server
+        self._store = store
+        self._event_log = event_log
         self._clock = SystemClock()
-        self._in_office_ns = self._clock.monotonic_ns()
-        name = f"{server.address}/{os.getpid()}"
-        holder = Holder(name, server.address, os.getpid(), secrets.token_hex(8))
-        shared = is_shared(options.store)
-        self._leadership = Leadership(store, options.prefix, holder, self._clock, shared=shared)
-        journal = Journal(store, options.prefix, self._leadership, compacts=not shared)
-        machine = CoordinatorMachine(options.config, name)
-        self._driver = Driver(machine, journal, self._clock, event_log=event_log)
-        self._name = name
-        self._failure: BaseException | None = None
+        self._name = f"{server.address}/{os.getpid()}"
+        self._office = server.office
+        self._office.name = self._name
+        self._follower = Follower(store, options.prefix, self._office, self._clock)
+        self._shared = is_shared(options.store)
+        address = options.advertise or advertised(server.address)
+        holder = Holder(self._name, address, os.getpid(), secrets.token_hex(8))
+        self._leadership = Leadership(
+            store, options.prefix, holder, self._clock, shared=self._shared
+        )
 
     async def run(self, announce: Callable[[str], None]) -> None:
         """Live until a signal, or until a part fails."""
-        follows = Follows(self._driver.sessions)
-        desk = Desk(self._driver, follows, self._name, self._options.store, self._uptime_ns)
+        desk = Desk(self._office, self._follower, self._options.store, self._clock)
+        parts: list[Part] = [
+            self._end_on_signal,
+            self._server.keep_health,
+            self._server.watch_tokens,
+            self._follower.refresh,
+            lambda: self._lead_for_ever(announce),
+        ]
+        if self._options.tether_fd >= 0:
+            parts.append(self._end_with_tether)
         try:
-            async with anyio.create_task_group() as tasks:
-                self._start(tasks, self._end_on_signal)
-                if self._options.tether_fd >= 0:
-                    self._start(tasks, self._end_with_tether)
-                await self._server.start(self._driver, desk, follows)
-                self._start(tasks, self._server.watch_tokens)
-                self._start(tasks, lambda: self._lead(tasks, announce))
+            await self._server.start(desk)
+            await run_until_one_ends(parts)
         finally:
             with anyio.CancelScope(shield=True):
-                await self._server.stop("the coordinator is ending; another one will answer")
+                # First of all: the next leader need not wait for our callers to go.
                 await self._leadership.resign()
-        if self._failure is not None:
-            raise self._failure
+                await self._server.stop("the coordinator is ending; another one will answer")
 
-    def _start(self, tasks: TaskGroup, part: Callable[[], Awaitable[None]]) -> None:
-        """Run a part; the first that fails or returns ends all others."""
-
-        async def run() -> None:
+    async def _lead_for_ever(self, announce: Callable[[str], None]) -> None:
+        """Lead whenever nobody else does; one term after the other."""
+        while True:
+            await self._leadership.acquire(self._office.saw)
             try:
-                await part()
-            except ElasticError as error:
-                self._failure = self._failure or error
-            tasks.cancel_scope.cancel()
+                await self._lead(announce)
+            except Fenced as error:
+                if not self._shared:
+                    raise
+                log.warning("leads_no_more reason=%r", str(error))
 
-        tasks.start_soon(run)
+    async def _lead(self, announce: Callable[[str], None]) -> None:
+        """One term, from the journal to its end."""
+        options = self._options
+        machine = CoordinatorMachine(options.config, self._name)
+        journal = Journal(self._store, options.prefix, self._leadership, compacts=not self._shared)
+        driver = Driver(machine, journal, self._clock, event_log=self._event_log)
 
-    async def _lead(self, tasks: TaskGroup, announce: Callable[[str], None]) -> None:
-        await self._leadership.acquire(self._server.wait_with)
-        self._in_office_ns = self._clock.monotonic_ns()
-        self._start(tasks, self._leadership.keep)
-        self._start(tasks, self._driver.run)
-        await self._driver.wait_recovered()
-        await self._server.open()
+        async def answer() -> None:
+            await driver.wait_recovered()
+            tenure = Tenure(driver, Follows(driver.sessions), self._clock.monotonic_ns())
+            self._office.enter(tenure, self._leadership.is_valid)
+            await self._server.tell_health()
+            self._say_ready(announce)
+            await anyio.sleep_forever()
+
+        is_over = True
+        try:
+            await run_until_one_ends([self._leadership.keep, driver.run, answer])
+        except anyio.get_cancelled_exc_class():
+            is_over = False  # This process ends in order: what was sent still goes out.
+            raise
+        finally:
+            self._office.leave()
+            self._follower.remember(driver.view())
+            driver.end(f"the term of coordinator {self._name} is over", at_once=is_over)
+
+    def _say_ready(self, announce: Callable[[str], None]) -> None:
         line = (
             f"elastic-coord ready address={self._server.address} "
             f"store={self._options.store} pid={os.getpid()}"
@@ -238,7 +273,6 @@ class _Life:
         if self._options.ready_file is not None:
             write_whole(self._options.ready_file, line + "\n")
         announce(line)
-        await anyio.sleep_forever()
 
     async def _end_on_signal(self) -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -256,8 +290,30 @@ class _Life:
             loop.remove_reader(fd)
         log.info("ending reason=%r", "the process that started this one is gone")
 
-    def _uptime_ns(self) -> int:
-        return self._clock.monotonic_ns() - self._in_office_ns
+
+async def run_until_one_ends(parts: Sequence[Part]) -> None:
+    """Run all parts; the first that returns or fails ends the others, and its error is raised."""
+    failures: list[ElasticError] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def run(part: Part) -> None:
+            try:
+                await part()
+            except ElasticError as error:
+                failures.append(error)
+            finally:
+                tasks.cancel_scope.cancel()
+
+        for part in parts:
+            tasks.start_soon(run, part)
+    if failures:
+        raise failures[0]
+
+
+def advertised(address: str) -> str:
+    """Return the address that others are told: a wildcard is none, the host's name may be."""
+    host, port = parse_endpoint(address)
+    return format_endpoint(socket.gethostname(), port) if host in WILDCARDS else address
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,7 +1,8 @@
 """The coordinator's gRPC server: services, guard, health and reflection, on one address.
 
 Rule: the port is bound before anything else is tried, so that a second coordinator on the same
-address ends at once; until this process leads, the guard refuses and health says so.
+address ends at once; while this process does not lead, the guard says who does. Health of the
+service STANDBY is that of one that could take over.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import anyio
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from elastic.coord.driver import Driver
-from elastic.coord.follows import Follows
 from elastic.coord.server_agents import AgentsDoor
 from elastic.coord.server_desk import Desk
 from elastic.coord.server_guard import Guard
@@ -32,14 +32,15 @@ SERVICES = (
     jobs_pb2.DESCRIPTOR.services_by_name["Jobs"].full_name,
     jobs_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name,
 )
+STANDBY = "elastic.v1.Standby"
+"""Name under which health says whether this coordinator is a standby in order; no service."""
+HEALTH_INTERVAL_S = 0.5
 STOP_GRACE_S = 1.0
 
 
-def add_services(
-    server: grpc.aio.Server, driver: Driver, desk: Desk, follows: Follows, probes: Any
-) -> None:
+def add_services(server: grpc.aio.Server, desk: Desk, probes: Any) -> None:
     """Register everything that a coordinator serves; each method has a row in `roles.RULES`."""
-    server.add_generic_rpc_handlers((AgentsDoor(driver, follows).handler(),))
+    server.add_generic_rpc_handlers((AgentsDoor(desk.office).handler(),))
     jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(desk), server)
     jobs_pb2_grpc.add_ClusterServicer_to_server(ClusterService(desk), server)
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
@@ -53,6 +54,7 @@ class Server:
 
     Attributes:
         address: "host:port" that it listens on, with the real port.
+        office: whether this coordinator leads.
     """
 
     def __init__(
@@ -70,10 +72,11 @@ class Server:
             Unavailable: the address cannot be bound.
         """
         host, port = listen
+        self._said: dict[str, bool] = {}
         self._health = health.aio.HealthServicer()
         self._guard = guard
+        self.office = guard.office
         self._server = grpc.aio.server(interceptors=(guard,), options=server_options(connections))
-        self._driver: Driver | None = None
         address = format_endpoint(host, port)
         try:
             if tls is None:
@@ -90,34 +93,34 @@ class Server:
             )
         self.address = format_endpoint(host, bound)
 
-    async def start(self, driver: Driver, desk: Desk, follows: Follows) -> None:
-        """Accept connections; calls are refused until `open`."""
-        self._driver = driver
-        add_services(self._server, driver, desk, follows, self._health)
-        await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
+    async def start(self, desk: Desk) -> None:
+        """Accept connections; what is asked is answered or refused by what `office` says."""
+        add_services(self._server, desk, self._health)
+        await self.tell_health()
         await self._server.start()
 
-    async def open(self) -> None:
-        """Answer from now on: this coordinator leads."""
-        self._guard.open()
-        await self._report(health_pb2.HealthCheckResponse.SERVING)
+    async def keep_health(self) -> None:
+        """Say by health what this coordinator is, for ever."""
+        while True:
+            await anyio.sleep(HEALTH_INTERVAL_S)
+            await self.tell_health()
+
+    async def tell_health(self) -> None:
+        """Say by health what this coordinator is now."""
+        leads = self.office.tenure is not None
+        now = {**dict.fromkeys(("", *SERVICES), leads), STANDBY: self.office.is_standby()}
+        for service, serves in now.items():
+            if self._said.get(service) is not serves:
+                status = health_pb2.HealthCheckResponse
+                await self._health.set(service, status.SERVING if serves else status.NOT_SERVING)
+        self._said = now
 
     async def stop(self, why: str) -> None:
-        """Refuse new calls, end the agents' streams in order, then the rest."""
-        self._guard.close(why)
-        await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
-        if self._driver is not None:
-            self._driver.sessions.close_all(why)
+        """Refuse new calls, and end those that are under way."""
+        self.office.end(why)
+        await self.tell_health()
         await self._server.stop(STOP_GRACE_S)
-
-    def wait_with(self, why: str) -> None:
-        """Refuse calls with this text until `open`."""
-        self._guard.close(why)
 
     async def watch_tokens(self) -> None:
         """End calls whose token is over; never returns."""
         await self._guard.watch_tokens()
-
-    async def _report(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for service in ("", *SERVICES):
-            await self._health.set(service, status)

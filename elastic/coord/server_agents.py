@@ -14,12 +14,12 @@ import anyio
 import grpc
 import grpc.aio
 
-from elastic.coord.driver import Driver
-from elastic.coord.follows import Follows
+from elastic.coord.office import Office, Tenure
 from elastic.coord.roles import CALLER
 from elastic.coord.sessions import Session
 from elastic.core.messages import AgentMessage, Hello, LogLines
 from elastic.errors import ConfigError, ElasticError, NotPermitted, PeerError
+from elastic.runtime.rpc import TERM_KEY
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
     decode_agent_message,
@@ -29,6 +29,8 @@ from elastic.wire.codec_stream import (
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
+WAIT_AT_THE_DOOR_S = 30.0
+"""An agent that waits here for the next leader asks again after this."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -36,10 +38,9 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 class AgentsDoor:
     """Serves `Agents.Attach`."""
 
-    def __init__(self, driver: Driver, follows: Follows) -> None:
-        """Feed `driver`; output of workers goes to `follows` and never near the machine."""
-        self._driver = driver
-        self._follows = follows
+    def __init__(self, office: Office) -> None:
+        """Feed the driver of the term that holds; output of workers never comes near it."""
+        self._office = office
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return what a server registers. Messages stay bytes: our codec refuses bad ones."""
@@ -51,25 +52,41 @@ class AgentsDoor:
 
     async def attach(self, _: Any, context: Context) -> None:
         """Hold one agent's stream until it ends."""
+        tenure = await self._admit(context)
         # The agent waits for this before it says hello: a refusal stays what it is.
         await context.send_initial_metadata(())
-        session = self._driver.sessions.open(context.peer())
+        driver = tenure.driver
+        session = driver.sessions.open(context.peer())
         context.add_done_callback(lambda *_: session.cut("the stream ended"))  # type: ignore[arg-type]
         refusal: ElasticError | None = None
         try:
-            refusal = await self._hold(session, context)
+            refusal = await self._hold(tenure, session, context)
         finally:
-            self._driver.disconnect(session, "the stream ended")
+            driver.disconnect(session, "the stream ended")
         if refusal is not None:
             raise refusal  # The guard says so, to the agent and in the log.
 
-    async def _hold(self, session: Session, context: Context) -> ElasticError | None:
+    async def _admit(self, context: Context) -> Tenure:
+        """Return the term to serve under; a standby lets agents wait that ask for news.
+
+        Raises:
+            NotLeading: this coordinator does not lead; says who does.
+        """
+        given = {str(key): value for key, value in context.invocation_metadata() or ()}
+        term = str(given.get(TERM_KEY, ""))
+        if term.isdecimal():
+            await self._office.wait_news(int(term), WAIT_AT_THE_DOOR_S)
+        return self._office.require()
+
+    async def _hold(
+        self, tenure: Tenure, session: Session, context: Context
+    ) -> ElasticError | None:
         """Read and write until one of the two ends; return what was wrong with the agent."""
         refusals: list[ElasticError] = []
 
         async def read() -> None:
             try:
-                await self._read(session, context)
+                await self._read(tenure, session, context)
             except (PeerError, NotPermitted) as error:
                 refusals.append(error)
                 session.cut(str(error))
@@ -88,7 +105,7 @@ class AgentsDoor:
             tasks.cancel_scope.cancel()
         return refusals[0] if refusals else None
 
-    async def _read(self, session: Session, context: Context) -> None:
+    async def _read(self, tenure: Tenure, session: Session, context: Context) -> None:
         with anyio.move_on_after(HELLO_TIMEOUT_S) as waiting:
             message = await _next(context)
         if waiting.cancelled_caught:
@@ -98,14 +115,14 @@ class AgentsDoor:
         if not isinstance(message, Hello):
             raise PeerError(f"{session.peer}: first message {_name(message)}, expected Hello")
         CALLER.get().check_may_attach(message.node.node_id)
-        await self._driver.connect(session, message)
+        await tenure.driver.connect(session, message)
         while (message := await _next(context)) is not None:
             if isinstance(message, LogLines):
-                self._follows.take(session.session_id, message)
+                tenure.follows.take(session.session_id, message)
             elif isinstance(message, Hello):
                 raise PeerError(f"{session.peer} said Hello twice; expected it once per stream")
             else:
-                await self._driver.hear(session, message)
+                await tenure.driver.hear(session, message)
 
     async def _write(self, session: Session, context: Context) -> None:
         while (message := await session.next_message()) is not None:

@@ -17,11 +17,14 @@ import grpc
 import grpc.aio
 
 from elastic.coord.driver import Driver
+from elastic.coord.follower import Follower
 from elastic.coord.follows import Follows
 from elastic.coord.lookup import has_ended
+from elastic.coord.office import Office
 from elastic.core.events.coordinator import CoordinatorEvent
 from elastic.core.view import ClusterView
 from elastic.errors import ElasticError, NameTaken, NotFound, Refused, Unavailable, UsageError
+from elastic.runtime.clock import Clock
 from elastic.runtime.rpc import status_of
 
 REQUEST_TIMEOUT_S = 20.0
@@ -96,21 +99,59 @@ class Desk:
     """What a service needs: the driver, and who this coordinator is.
 
     Attributes:
-        name: of the coordinator.
+        office: whether this coordinator leads, and with which driver.
+        follower: what it shows when it does not.
         store: the membership store, without credentials.
-        uptime_ns: how long the coordinator has been in office.
+        clock: for ages.
     """
 
-    driver: Driver
-    follows: Follows
-    name: str
+    office: Office
+    follower: Follower
     store: str
-    uptime_ns: Callable[[], int]
+    clock: Clock
+
+    @property
+    def driver(self) -> Driver:
+        """Return the driver of the term that holds; raises NotLeading."""
+        return self.office.require().driver
+
+    @property
+    def follows(self) -> Follows:
+        """Return the follows of the term that holds; raises NotLeading."""
+        return self.office.require().follows
+
+    @property
+    def name(self) -> str:
+        """Return the coordinator's name."""
+        return self.office.name
+
+    def uptime_ns(self) -> int:
+        """Return how long the coordinator has been in office."""
+        tenure = self.office.tenure
+        return self.clock.monotonic_ns() - tenure.since_ns if tenure is not None else 0
+
+    async def look(self) -> tuple[ClusterView, str]:
+        """Return what is shown, and how old it is if this coordinator does not lead, else "".
+
+        Raises:
+            NotLeading: it does not lead, and has nothing to show either.
+        """
+        return await self.follower.look() if self.office.tenure is None else (self.view(), "")
+
+    def stay_with(self, driver: Driver) -> None:
+        """Return if `driver` is still the one that answers.
+
+        Raises:
+            NotLeading: its term is over; what it told of before is not continued by another.
+        """
+        if not self.office.leads(driver):
+            raise self.office.refusal()
 
     def view(self) -> ClusterView:
         """Return what is shown; a store that is away is every active job's reason to wait."""
-        view = self.driver.view()
-        away = self.driver.waits_for_store()
+        driver = self.driver
+        view = driver.view()
+        away = driver.waits_for_store()
         if not away:
             return view
         jobs = tuple(
@@ -129,13 +170,14 @@ class Desk:
             Declined: it said no.
             Unavailable: it did not answer in time; the outcome is not known.
         """
+        driver = self.driver
         with anyio.move_on_after(REQUEST_TIMEOUT_S):
-            reply = await self.driver.request(make)
+            reply = await driver.request(make)
             if reply.error:
                 kind, code = REPLY_ERRORS[reply.error]
                 raise Declined(kind(reply.text), code)
             return reply.text
-        why = self.driver.waits_for_store() or "busy"
+        why = driver.waits_for_store() or "busy"
         raise Unavailable(
             f"coordinator {self.name} did not finish the request within {REQUEST_TIMEOUT_S:g} s "
             f"({why}); it may still take effect: look with 'elastic ps' before trying again"

@@ -2,7 +2,8 @@
 
 Rule: no service sees a call, and no message of one is read, before the guard let it in. A token
 that is revoked or ends while a call goes on ends the call. Health and reflection need neither a
-version nor leadership, because general tools and load balancers ask them.
+version nor leadership, because general tools and load balancers ask them. A standby lets in who
+only reads, and agents, who may wait at its door.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import grpc
 import grpc.aio
 
 from elastic.coord.audit import OK, Audit, host_of
+from elastic.coord.office import Office
 from elastic.coord.roles import ANYONE, CALLER, RULES, Caller, Role, Rule, caller_of_uri
 from elastic.coord.server_limits import Door, Limits
 from elastic.coord.tokens import TokenList
-from elastic.errors import Busy, ElasticError, NotAuthorized, PeerError, Refused, Unavailable
+from elastic.errors import Busy, ElasticError, NotAuthorized, NotLeading, PeerError, Refused
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import quoted
 from elastic.runtime.rpc import (
+    FRESH_KEY,
     PROTOCOL,
     PROTOCOL_KEY,
     bearer_of,
@@ -40,6 +43,8 @@ TOKENS_LOOK_S = 0.5
 """A token that was revoked opens nothing, and holds nothing open, after this."""
 PEER_URI = "peer_uri"
 ATTACH = "/elastic.v1.Agents/Attach"
+READS = ("/elastic.v1.Jobs/Get", "/elastic.v1.Jobs/List", "/elastic.v1.Cluster/Status")
+"""What a standby answers from the store."""
 NAMING_FIELDS = ("job", "node", "name")
 
 if TYPE_CHECKING:
@@ -114,30 +119,29 @@ class Guard(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, locks: Locks, audit: Audit, clock: Clock, limits: Limits | None = None
+        self,
+        locks: Locks,
+        audit: Audit,
+        clock: Clock,
+        office: Office,
+        *,
+        limits: Limits | None = None,
     ) -> None:
-        """Refuse all calls of our own services until `open`.
+        """Refuse by what `office` says at each call.
 
         Args:
             locks: what callers must show.
             audit: told of changes and refusals.
             clock: for the limits.
+            office: says whether this coordinator leads.
             limits: how much callers may ask for.
         """
+        self.office = office
         self._locks = locks
         self._audit = audit
         self._limits = limits or Limits()
         self._door = Door(self._limits, clock)
-        self._closed = "this coordinator is starting; try again"
         self._calls: dict[_Call, None] = {}
-
-    def open(self) -> None:
-        """From now on this coordinator leads and answers."""
-        self._closed = ""
-
-    def close(self, why: str) -> None:
-        """From now on refuse with this text."""
-        self._closed = why
 
     async def watch_tokens(self) -> None:
         """Follow the token file, and end calls whose token is over; never returns."""
@@ -196,7 +200,9 @@ class Guard(grpc.aio.ServerInterceptor):
                 raise NotAuthorized(f"{call.over}, while a call went on")
         except ElasticError as error:
             kind = type(error).__name__
-            self._audit.refused(method, peer=context.peer(), kind=kind, reason=str(error))
+            # Users ask again and again while nobody leads; that is said once, by who led.
+            if not isinstance(error, NotLeading):
+                self._audit.refused(method, peer=context.peer(), kind=kind, reason=str(error))
             await context.abort(*status_of(error))
 
     def _admit(self, method: str, context: Context) -> Caller:
@@ -223,8 +229,10 @@ class Guard(grpc.aio.ServerInterceptor):
                 f"metadata {PROTOCOL_KEY}: {PROTOCOL}"
             )
         check_version(version, context.peer())
-        if self._closed:
-            raise Unavailable(self._closed)
+        if self.office.tenure is None and method != ATTACH:
+            wants_leader = any(str(key).lower() == FRESH_KEY for key, _ in metadata)
+            if method not in READS or wants_leader:
+                raise self.office.refusal()
         return caller
 
     def _room(

@@ -96,13 +96,13 @@ class JobsService:
     @answering
     async def Get(self, request: jobs_pb2.GetJobRequest) -> jobs_pb2.Job:
         """Show one job."""
-        view = self._desk.view()
+        view, _ = await self._desk.look()
         return job_to_proto(find_job(view, request.job), view.now_ns)
 
     @answering
     async def List(self, request: jobs_pb2.ListJobsRequest) -> jobs_pb2.ListJobsResponse:
         """Show all jobs by order of submission."""
-        view = self._desk.view()
+        view, _ = await self._desk.look()
         shown = [job for job in view.jobs if request.include_ended or not has_ended(job)]
         return jobs_pb2.ListJobsResponse(jobs=[job_to_proto(job, view.now_ns) for job in shown])
 
@@ -113,8 +113,10 @@ class JobsService:
         """Follow a job until it has ended and its workers are gone."""
         job_id = self._find(request.job)
         last: JobView | None = None
-        with self._desk.driver.watchers.subscribe(job_id) as watcher:
+        driver = self._desk.driver
+        with driver.watchers.subscribe(job_id) as watcher:
             while True:
+                self._desk.stay_with(driver)
                 view = self._desk.view()
                 for note in watcher.take():
                     yield job_event_to_proto(note, view.now_ns)
@@ -131,10 +133,12 @@ class JobsService:
     async def Logs(self, request: jobs_pb2.LogsRequest) -> AsyncGenerator[jobs_pb2.LogChunk, None]:
         """Show the output of a job's workers."""
         job_id = self._find(request.job)
+        driver = self._desk.driver
         with self._desk.follows.merged() as merged:
             reader = LogReader(self._desk, job_id, request, merged)
             going_on = True
             while going_on:
+                self._desk.stay_with(driver)
                 going_on = reader.look()
                 for chunk in reader.chunks():
                     yield log_chunk_to_proto(chunk)
@@ -228,9 +232,10 @@ class ClusterService:
     async def Status(self, _: jobs_pb2.StatusRequest) -> jobs_pb2.ClusterStatus:
         """Show nodes and jobs."""
         desk = self._desk
+        view, standby = await desk.look()
         return status_to_proto(
             ClusterStatus(
-                desk.name, __version__, PROTOCOL, desk.store, desk.uptime_ns(), desk.view()
+                desk.name, __version__, PROTOCOL, desk.store, desk.uptime_ns(), view, standby
             )
         )
 

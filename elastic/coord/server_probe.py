@@ -8,6 +8,7 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from elastic.coord.server import STANDBY
 from elastic.errors import ElasticError
 from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
@@ -34,19 +35,34 @@ def fetch_status(endpoint: str, access: Access, *, timeout_s: float, clock: Cloc
 
 
 def fetch_health(endpoint: str, access: Access, *, timeout_s: float) -> str:
-    """Return "SERVING" or "NOT_SERVING" (a standby, or one that is starting or ending).
+    """Return "SERVING" (it leads), "STANDBY" (it could take over), or "NOT_SERVING".
+
+    The last is one that starts, ends, or has lost touch with its store.
 
     Raises:
         ElasticError: nobody answers.
     """
     try:
         with open_blocking_channel(endpoint, access) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=timeout_s
-            )
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            name = str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+            if name == "NOT_SERVING" and _is_standby(stub, timeout_s):
+                return "STANDBY"
     except grpc.RpcError as error:
         raise error_from_rpc(error, endpoint) from error
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    return name
+
+
+def _is_standby(stub: health_pb2_grpc.HealthStub, timeout_s: float) -> bool:
+    try:
+        request = health_pb2.HealthCheckRequest(service=STANDBY)
+        answer = stub.Check(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.NOT_FOUND:  # type: ignore[attr-defined]
+            return False  # A coordinator of an earlier version.
+        raise
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def first_answer(

@@ -132,7 +132,10 @@ class Sessions:
         session_id = self._nodes.get(node_id)
         return self._sessions.get(session_id) if session_id is not None else None
 
-    def close_all(self, reason: str) -> None:
-        """End every session after what was sent before."""
+    def close_all(self, reason: str, *, at_once: bool = False) -> None:
+        """End every session, after what was sent before unless `at_once`."""
         for session in list(self._sessions.values()):
-            session.close(reason)
+            if at_once:
+                session.cut(reason)
+            else:
+                session.close(reason)

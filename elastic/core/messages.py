@@ -162,9 +162,18 @@ AgentMessage = (
 
 @dataclass(frozen=True)
 class Welcome:
-    """The node is registered."""
+    """The node is registered.
+
+    Attributes:
+        coordinator: its name, for people.
+        term: which leadership of its store this is, from 1; 0 from a coordinator that does not
+            say. An agent that has seen a later one refuses it.
+        history: names the store that `term` counts in; a new or restored store has another.
+    """
 
     coordinator: str
+    term: int = 0
+    history: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from elastic.errors import (
     CoordinatorUnreachable,
     CoordinatorUntrusted,
     ElasticError,
+    NotLeading,
     PeerError,
     VersionMismatch,
 )
@@ -43,6 +44,12 @@ DETAIL_CHARS_MAX = 3000
 """gRPC sends error texts as headers, which peers limit to 8 KiB in all."""
 PROTOCOL_KEY = "elastic-protocol"
 ERROR_KEY = "elastic-error"
+LEADER_KEY = "elastic-leader"
+TERM_KEY = "elastic-term"
+"""In an answer: who leads, and under which term. In an agent's call: the newest term whose leader
+it could not reach, so that a standby answers when there is another one, and not before."""
+FRESH_KEY = "elastic-fresh"
+"""In a call that only reads: a standby is to refuse it, not to answer with what it last knew."""
 TOKEN_KEY = "authorization"
 BEARER = "Bearer "
 
@@ -237,7 +244,9 @@ def status_of(error: ElasticError) -> tuple[grpc.StatusCode, str, Metadata]:
     import grpc
 
     name = next((code for kind, code in STATUS_NAMES if isinstance(error, kind)), "INTERNAL")
-    trailing = ((ERROR_KEY, type(error).__name__), (PROTOCOL_KEY, PROTOCOL))
+    trailing: Metadata = ((ERROR_KEY, type(error).__name__), (PROTOCOL_KEY, PROTOCOL))
+    if isinstance(error, NotLeading):
+        trailing += ((LEADER_KEY, error.leader), (TERM_KEY, str(error.term)))
     return grpc.StatusCode[name], str(error)[:DETAIL_CHARS_MAX], trailing
 
 
@@ -260,6 +269,10 @@ def error_from_rpc(error: BaseException, address: str) -> ElasticError:
     if name == VersionMismatch.__name__:
         theirs = str(trailing.get(PROTOCOL_KEY, "?"))
         return VersionMismatch(f"the coordinator at {address}", theirs=theirs, ours=PROTOCOL)
+    if name == NotLeading.__name__:
+        term = str(trailing.get(TERM_KEY, ""))
+        leader = str(trailing.get(LEADER_KEY, ""))
+        return NotLeading(details, leader=leader, term=int(term) if term.isdecimal() else 0)
     if name in ERRORS_BY_NAME:
         return ERRORS_BY_NAME[name](details)
     if status in UNREACHABLE and (untrusted := _untrusted(address, details)) is not None:

@@ -14,7 +14,13 @@ import anyio
 
 from elastic.errors import CoordinatorUnreachable
 from elastic.runtime.access import Access
-from elastic.runtime.rpc import NO_ACCESS, call_metadata, error_from_rpc, open_channel
+from elastic.runtime.rpc import (
+    NO_ACCESS,
+    TERM_KEY,
+    call_metadata,
+    error_from_rpc,
+    open_channel,
+)
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -92,7 +98,12 @@ class ClientStream:
 
 
 async def open_stream(
-    endpoint: str, method: str, *, access: Access = NO_ACCESS, timeout_s: float = 2.0
+    endpoint: str,
+    method: str,
+    *,
+    access: Access = NO_ACCESS,
+    timeout_s: float = 2.0,
+    after_term: int | None = None,
 ) -> ClientStream:
     """Connect to `endpoint` and open the stream `method`; returns once the connection stands.
 
@@ -101,6 +112,8 @@ async def open_stream(
         method: "/package.Service/Method".
         access: what is shown to the server; its files are read now.
         timeout_s: for the connection; a server that accepts and says nothing counts as away.
+        after_term: a standby is to answer when another leader than that of this term is known, or
+            itself; this call waits for that without end. None: it is to refuse at once.
 
     Raises:
         CoordinatorUnreachable: nothing answers there.
@@ -111,7 +124,8 @@ async def open_stream(
     metadata = call_metadata(access.current_token())
     channel = open_channel(endpoint, access)
     opener: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
-    call = opener(metadata=metadata)
+    waits = ((TERM_KEY, str(after_term)),) if after_term is not None else ()
+    call = opener(metadata=(*metadata, *waits))
     stream = ClientStream(endpoint, channel, call)
     try:
         with anyio.fail_after(timeout_s):
@@ -119,7 +133,7 @@ async def open_stream(
         # A write to a stream that the server is refusing at this moment would hide its reason
         # behind an internal error of gRPC: let the refusal come first. A server that lets us in
         # says so at once by its initial metadata; one that does not costs this wait.
-        with anyio.move_on_after(ADMISSION_S_MAX):
+        with anyio.move_on_after(ADMISSION_S_MAX if after_term is None else None):
             await call.initial_metadata()
         await call.wait_for_connection()  # Raises what the server said, if it said no.
     except BaseException as error:

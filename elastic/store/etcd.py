@@ -30,6 +30,8 @@ from elastic.store.rules import (
 from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
 
 DEFAULT_ROOT = "elastic"
+RENEW_TRY_S = 0.5
+"""A lease lives for seconds: a member that is frozen must not take all of them."""
 
 
 class EtcdStore:
@@ -98,7 +100,7 @@ class EtcdStore:
         patience = self._link.patience("lease renewal")
         while True:
             try:
-                return await self._renew_once(lease_id, patience.try_s())
+                return await self._renew_once(lease_id, min(RENEW_TRY_S, patience.try_s()))
             except Unanswered as error:
                 await patience.pause(error)
 

@@ -52,6 +52,8 @@ class ClusterStatus:
         protocol: "major.minor".
         store: the membership store, without credentials.
         uptime_ns: how long the coordinator has been in office.
+        standby: "" from the coordinator that leads; from another one how old this is, and who
+            leads. It shows jobs only, as the store holds them.
     """
 
     coordinator: str
@@ -60,6 +62,7 @@ class ClusterStatus:
     store: str
     uptime_ns: int
     view: ClusterView
+    standby: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class _Status:
     uptime_ns: int
     nodes: tuple[NodeView, ...]
     jobs: tuple[JobView, ...]
+    standby: str
 
 
 JobEvent = JobView | TimedNote
@@ -167,6 +171,7 @@ def status_to_proto(status: ClusterStatus) -> jobs_pb2.ClusterStatus:
         uptime_ns=status.uptime_ns,
         nodes=tuple(replace(node, since_ns=view.now_ns - node.since_ns) for node in view.nodes),
         jobs=tuple(_turned(without_payload(job), view.now_ns) for job in view.jobs),
+        standby=status.standby,
     )
     _STATUS.fill(flat, proto)
     return proto
@@ -188,6 +193,7 @@ def status_from_proto(proto: jobs_pb2.ClusterStatus, now_ns: int) -> ClusterStat
         store=flat.store,
         uptime_ns=flat.uptime_ns,
         view=ClusterView(now_ns=now_ns, nodes=nodes, jobs=jobs),
+        standby=flat.standby,
     )
 
 

@@ -107,10 +107,10 @@ class Coordinator:
     def log(self) -> str:
         return (self.folder / "log").read_text(errors="replace")
 
-    def wait_logged(self, text: str) -> None:
-        """Wait until the log holds `text`."""
+    def wait_logged(self, text: str, *, times: int = 1) -> None:
+        """Wait until the log holds `text` so many times."""
         until = time.monotonic() + DEADLINE_S
-        while text not in self.log():
+        while self.log().count(text) < times:
             assert time.monotonic() < until, self.log()
             time.sleep(0.01)
 

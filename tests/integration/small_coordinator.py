@@ -12,8 +12,8 @@ import anyio
 import grpc.aio
 
 from elastic.core.messages import CoordinatorMessage
-from elastic.errors import ElasticError, NotAuthorized
-from elastic.runtime.rpc import bearer_of, server_options, status_of
+from elastic.errors import ElasticError, NotAuthorized, NotLeading
+from elastic.runtime.rpc import TERM_KEY, bearer_of, server_options, status_of
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
     decode_agent_message,
@@ -55,20 +55,31 @@ class SmallCoordinator:
     def __init__(self, *, token: str = "", refusal: ElasticError | None = None) -> None:
         self.heard = Heard()
         self.ended = anyio.Event()
+        self.knocked_again = anyio.Event()
         self.port = 0
         self._token = token
         self._refusal = refusal
+        self._admitting = anyio.Event()
         self._out: asyncio.Queue[CoordinatorMessage | None] = asyncio.Queue()
 
     def say(self, message: CoordinatorMessage | None) -> None:
         """Send to the newest agent; None ends its stream."""
         self._out.put_nowait(message)
 
+    def admit(self) -> None:
+        """Take in those who wait for a leader after the one that the refusal names."""
+        self._refusal = None
+        self._admitting.set()
+
     async def attach(self, _: Any, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         try:
             token = bearer_of(context.invocation_metadata() or ())
             if token != self._token:
                 raise NotAuthorized(f"agent came with{' a wrong' if token else 'out a'} token")
+            given = dict(context.invocation_metadata() or ())
+            if isinstance(self._refusal, NotLeading) and TERM_KEY in given:
+                self.knocked_again.set()
+                await self._admitting.wait()
             if self._refusal is not None:
                 raise self._refusal
         except ElasticError as error:

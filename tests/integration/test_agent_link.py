@@ -22,7 +22,7 @@ from elastic.core.messages import (
     Welcome,
 )
 from elastic.core.world import Node, NodeId, SessionId, WorkerId
-from elastic.errors import ElasticError, Unavailable, VersionMismatch
+from elastic.errors import ElasticError, NotLeading, Unavailable, VersionMismatch
 from elastic.runtime.access import Access
 from elastic.runtime.clock import SystemClock
 from tests.integration.small_coordinator import (
@@ -113,6 +113,31 @@ async def test_an_endpoint_that_answers_and_does_not_lead_is_passed_over() -> No
         linked(first, second) as (link, heard),
     ):
         await welcomed(link, heard, leader)
+
+
+async def test_a_standby_points_to_a_leader_that_the_agent_was_not_told_of() -> None:
+    leader = SmallCoordinator()
+    async with serving(leader) as second:
+        standby = SmallCoordinator(refusal=NotLeading("b leads", leader=second, term=3))
+        async with serving(standby) as first, linked(first) as (link, heard):
+            await welcomed(link, heard, leader)
+            leader.say(None)
+            await heard.wait_for(ConnectionLost)
+        # It is remembered: the standby is not needed to find it again.
+        async with linked(first, second) as (link, heard):
+            await welcomed(link, heard, leader)
+
+
+async def test_an_agent_waits_at_a_standbys_door_until_that_one_leads() -> None:
+    gone = f"127.0.0.1:{free_port()}"
+    standby = SmallCoordinator(refusal=NotLeading("it led", leader=gone, term=3))
+    async with serving(standby) as first, linked(gone, first) as (link, heard):
+        link.connect(S1)
+        with anyio.fail_after(DEADLINE_S):
+            await standby.knocked_again.wait()
+        assert not heard.all
+        standby.admit()
+        await heard.wait_for(Connected)
 
 
 async def test_the_next_endpoint_comes_first_after_a_refusal() -> None:

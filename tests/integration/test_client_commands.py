@@ -246,7 +246,16 @@ NODE_KEYS = {
     "node", "phase", "since_s", "reason", "host", "slots", "free_slots", "resources", "labels",
     "accelerator_type", "version",
 }  # fmt: skip
-STATUS_KEYS = {"coordinator", "version", "protocol", "store", "uptime_s", "nodes", "jobs"}
+STATUS_KEYS = {
+    "coordinator",
+    "version",
+    "protocol",
+    "store",
+    "uptime_s",
+    "nodes",
+    "jobs",
+    "standby",
+}
 LOG_KEYS = {"worker_id", "rank", "generation", "node", "text"}
 
 

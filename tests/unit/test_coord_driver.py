@@ -195,8 +195,10 @@ async def test_the_end_of_a_session_is_told_once_and_after_all_that_was_said() -
         await driver.connect(other, hello())
         await wait_until(lambda: machine.events[-1] == AgentConnected(other.session_id, hello()))
         number = session.session_id
+        first = machine.events[0]
+        assert isinstance(first, Recovered)
         assert machine.events == [
-            Recovered(()),
+            Recovered((), 1, first.history),
             AgentConnected(number, hello()),
             AgentSaid(number, DrainNotice("bye", 0)),
             AgentDisconnected(number, "first"),

@@ -57,7 +57,7 @@ def refusal(coordinator: Coordinator) -> Refusal:
 def test_an_agent_that_may_register_is_welcomed_by_the_coordinators_name() -> None:
     coordinator = Coordinator()
     coordinator.agent("n1", slots=2)
-    assert coordinator.sent(Welcome) == [Welcome("coordinator")]
+    assert coordinator.sent(Welcome) == [Welcome("coordinator", term=1)]
     assert coordinator.noted("node_registered") == [
         {"node": "n1", "slots": "2", "workers": "0", "host": "host-n1"}
     ]

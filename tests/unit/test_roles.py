@@ -28,10 +28,10 @@ class Recorder:
 def registered_methods() -> set[str]:
     recorder: Any = Recorder()
     nothing: Any = Recorder()
-    nothing.sessions = None
+    nothing.office = None
     from grpc_health.v1 import health
 
-    add_services(recorder, nothing, nothing, nothing, health.aio.HealthServicer())
+    add_services(recorder, nothing, health.aio.HealthServicer())
     return set(recorder.methods)
 
 

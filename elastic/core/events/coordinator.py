@@ -64,10 +64,12 @@ class Recovered:
 
     Attributes:
         term: counts the lives of coordinators on this store from 1, and never falls.
+        history: names the store that the term counts in.
     """
 
     jobs: tuple[JobRecord, ...]
     term: int = 1
+    history: str = ""
 
 
 @dataclass(frozen=True)

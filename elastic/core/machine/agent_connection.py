@@ -12,7 +12,7 @@ from elastic.core.config import AgentConfig, ns
 from elastic.core.events.agent import AgentEffect, Connect, Disconnect, SendCoordinator
 from elastic.core.machine.story import note
 from elastic.core.machine.transitions import CONNECTION, ConnectionPhase, check_move
-from elastic.core.messages import AgentMessage, Hello, ReportAck, Reported
+from elastic.core.messages import AgentMessage, Hello, ReportAck, Reported, Welcome
 from elastic.core.world import Generation, Node, SessionId, WorkerId
 
 REPORTS_KEPT_MAX = 20_000
@@ -41,6 +41,9 @@ class Connection:
         self._retry_at_ns: int | None = 0
         self._attempts = 0
         self._num_sessions = 0
+        # The latest leadership that took us in: an earlier one of the same store is over.
+        self._history = ""
+        self._term = 0
         # The driver draws jitter, but a refusal brings none: nodes differ by name at least.
         self._jitter = zlib.crc32(node.node_id.encode()) / 2**32
 
@@ -68,11 +71,26 @@ class Connection:
         self._move(ConnectionPhase.GREETED)
         self.send(hello)
 
-    def welcomed(self, coordinator: str) -> None:
-        """The coordinator took us in: the next pause is a short one again."""
+    def welcomed(self, welcome: Welcome, now_ns: int) -> bool:
+        """The coordinator took us in: the next pause is a short one again.
+
+        Returns:
+            False, and the stream is dropped, when a later leader has welcomed us before: this one
+            was frozen or cut off, and does not know yet that it leads no more.
+        """
+        if welcome.history == self._history and welcome.term < self._term:
+            reason = (
+                f"coordinator {welcome.coordinator} leads under term {welcome.term}, and term "
+                f"{self._term} has begun: it was replaced"
+            )
+            self.refused(reason, now_ns, final=False)
+            return False
+        self._history, self._term = welcome.history, welcome.term
         self._move(ConnectionPhase.REGISTERED)
         self._attempts = 0
-        self._out.append(note("connected", coordinator=coordinator, session=self.session))
+        fields = {"coordinator": welcome.coordinator, "session": self.session}
+        self._out.append(note("connected", **fields, term=welcome.term))
+        return True
 
     def lost(self, reason: str, jitter: float, now_ns: int) -> None:
         """The stream ended, or none came about: try again after a pause."""

@@ -79,7 +79,8 @@ def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
 def _welcomed(books: AgentBooks, message: Welcome) -> None:
     """We are registered: reports come first, what became of their workers after."""
     if books.connection.phase is ConnectionPhase.GREETED:
-        books.connection.welcomed(message.coordinator)
+        if not books.connection.welcomed(message, books.now_ns):
+            return
         for reported in books.reports.all():
             books.connection.send(reported)
 

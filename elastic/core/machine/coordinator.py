@@ -173,6 +173,7 @@ class CoordinatorMachine:
         cluster = self._cluster
         check(not self._recovered, "Recovered came twice")
         self._recovered = True
+        cluster.term, cluster.history = event.term, event.history
         cluster.first_serial = (event.term - 1) * SERIALS_PER_TERM
         cluster.first_save = (event.term - 1) * saves.REQUESTS_PER_TERM
         cluster.sequence = max((record.sequence for record in event.jobs), default=0)

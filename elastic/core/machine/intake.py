@@ -76,7 +76,7 @@ def on_connected(cluster: Cluster, event: AgentConnected) -> None:
         cluster.note("agent_refused", node=node.node_id, reason=refusal.reason)
         return
     state = _enter(cluster, event)
-    cluster.do(SendAgent(event.session, Welcome(cluster.name)))
+    cluster.do(SendAgent(event.session, Welcome(cluster.name, cluster.term, cluster.history)))
     if event.hello.draining:
         start_drain(cluster, state, event.hello.drain_reason, event.hello.drain_timeout_ns)
     _compare(cluster, state, event.hello)

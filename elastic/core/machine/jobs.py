@@ -258,6 +258,7 @@ class Cluster:
     Attributes:
         owner: the job of each worker in the books.
         dirty: jobs that must be looked at before the step ends, in order of first mention.
+        term, history: which leadership of which store this is; see `Welcome`.
         first_serial: workers of a node are numbered from here on; a later term begins higher, so
             that an id is not given again by a coordinator that has forgotten it.
         looks: jobs whose members wait for each other, and when to look at each again.
@@ -282,6 +283,8 @@ class Cluster:
     num_saves: int = 0
     look_by_ns: int | None = None
     sequence: int = 0
+    term: int = 1
+    history: str = ""
     first_serial: int = 0
     hold_until_ns: int = 0
     now_ns: int = 0

@@ -106,10 +106,14 @@ class LogLines(_message.Message):
     def __init__(self, follow_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., text: _Optional[str] = ..., end: bool = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("coordinator",)
+    __slots__ = ("coordinator", "term", "history")
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     coordinator: str
-    def __init__(self, coordinator: _Optional[str] = ...) -> None: ...
+    term: int
+    history: str
+    def __init__(self, coordinator: _Optional[str] = ..., term: _Optional[int] = ..., history: _Optional[str] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason", "final")

@@ -164,7 +164,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("coordinator", "version", "protocol", "store", "uptime_ns", "nodes", "jobs")
+    __slots__ = ("coordinator", "version", "protocol", "store", "uptime_ns", "nodes", "jobs", "standby")
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +172,7 @@ class ClusterStatus(_message.Message):
     UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     coordinator: str
     version: str
     protocol: str
@@ -179,7 +180,8 @@ class ClusterStatus(_message.Message):
     uptime_ns: int
     nodes: _containers.RepeatedCompositeFieldContainer[NodeView]
     jobs: _containers.RepeatedCompositeFieldContainer[Job]
-    def __init__(self, coordinator: _Optional[str] = ..., version: _Optional[str] = ..., protocol: _Optional[str] = ..., store: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeView, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
+    standby: str
+    def __init__(self, coordinator: _Optional[str] = ..., version: _Optional[str] = ..., protocol: _Optional[str] = ..., store: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeView, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., standby: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("node", "timeout_s", "reason")

@@ -106,14 +106,15 @@ class JobsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Show one job. Reads only; idempotent, not fenced.
+        """Show one job. Reads only; idempotent, not fenced. A standby answers too, from the store,
+        unless the call carries the metadata elastic-fresh.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Show all jobs by order of submission. Reads only; idempotent, not fenced.
+        """Show all jobs by order of submission. Reads only; idempotent, not fenced. Standbys: as Get.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -403,7 +404,7 @@ class ClusterServicer(object):
     """
 
     def Status(self, request, context):
-        """Show nodes and jobs. Reads only; idempotent, not fenced.
+        """Show nodes and jobs. Reads only; idempotent, not fenced. Standbys: as Get.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

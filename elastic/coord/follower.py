@@ -1,0 +1,106 @@
+"""What a standby shows: the leader's records, read from the store when somebody asks.
+
+Rule: an answer says how old it is and who leads. Nothing is remembered as if it were now: a read
+asks the store, and what was read last is shown only while the store does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import anyio
+
+from elastic.coord.journal import read_records
+from elastic.coord.leadership import in_time
+from elastic.coord.office import Office
+from elastic.core.events.coordinator import JobRecord
+from elastic.core.view import ClusterView, JobView
+from elastic.errors import ElasticError
+from elastic.runtime.clock import Clock
+from elastic.store.interface import Store
+from elastic.wire.codec_jobs import without_payload
+
+READ_S_MAX = 2.0
+"""A store that takes longer is answered for by what it said last."""
+REFRESH_S = 5.0
+KEPT_S = 0.2
+"""Whoever asks within this time of the last read gets that."""
+
+
+@dataclass(frozen=True)
+class Glimpse:
+    """The records as the store held them, not before `read_ns` on the monotonic clock."""
+
+    records: tuple[JobRecord, ...]
+    read_ns: int
+
+
+class Follower:
+    """Reads the records of the coordinator that leads."""
+
+    def __init__(self, store: Store, prefix: str, office: Office, clock: Clock) -> None:
+        """Read nothing yet.
+
+        Args:
+            store: the leader's.
+            prefix: of all keys.
+            office: says who leads.
+            clock: for ages.
+        """
+        self._store = store
+        self._prefix = prefix
+        self._office = office
+        self._clock = clock
+        self._last: Glimpse | None = None
+        self._reading = anyio.Lock()
+
+    async def look(self) -> tuple[ClusterView, str]:
+        """Return the jobs, and how old that is, for people.
+
+        Nodes and workers are not in the store: only their coordinator knows them.
+
+        Raises:
+            NotLeading: nothing could be read yet.
+        """
+        if not self._office.has_seen_store():
+            raise self._office.refusal()
+        glimpse = await self._read()
+        age_s = (self._clock.monotonic_ns() - glimpse.read_ns) / 1e9
+        said = f"as of {age_s:.1f} s ago, from the store; {self._office.refusal()}"
+        jobs = tuple(_shown(record, said, glimpse.read_ns) for record in glimpse.records)
+        return ClusterView(self._clock.monotonic_ns(), (), jobs), said
+
+    def remember(self, view: ClusterView) -> None:
+        """This coordinator led until now, and showed this last."""
+        records = tuple(without_payload(job).record for job in view.jobs)
+        self._last = Glimpse(records, view.now_ns)
+
+    async def refresh(self) -> None:
+        """Look at the store now and then, for ever, so that there is something to show."""
+        while True:
+            with contextlib.suppress(ElasticError):
+                if self._office.is_standby():
+                    await self._read()
+            await anyio.sleep(REFRESH_S)
+
+    async def _read(self) -> Glimpse:
+        async with self._reading:
+            began_ns = self._clock.monotonic_ns()
+            last = self._last
+            if last is not None and began_ns - last.read_ns < KEPT_S * 1e9:
+                return last
+            try:
+                records = await in_time(read_records(self._store, self._prefix), READ_S_MAX)
+                if records is not None:
+                    self._last = Glimpse(records, began_ns)
+            except ElasticError as error:
+                if self._last is None:
+                    raise self._office.refusal() from error
+            if self._last is None:
+                raise self._office.refusal()
+            return self._last
+
+
+def _shown(record: JobRecord, said: str, read_ns: int) -> JobView:
+    return JobView(record, f"{said}; then: {record.reason}", read_ns, ())

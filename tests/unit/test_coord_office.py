@@ -1,0 +1,153 @@
+"""The office: who answers, what the others say, and who is told when that changes."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from elastic.coord.follower import Follower
+from elastic.coord.leadership import Holder
+from elastic.coord.office import FRESH_S, Office, Tenure
+from elastic.core.view import ClusterView, JobView
+from elastic.errors import NotLeading
+from elastic.store.memory import memory_store
+from tests.unit.test_coord_journal import PREFIX, checkpoints, record
+from tests.unit.test_coord_journal import office as journal_in_office
+
+pytestmark = pytest.mark.anyio
+DEADLINE_S = 10.0
+LEADER = Holder("b/2", "10.0.0.2:7070", 2, "life", term=7)
+
+
+class StoppedClock:
+    """Time passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1_000_000_000
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def unix_ns(self) -> int:
+        return self.now_ns
+
+    def sleep(self, seconds: float) -> None:
+        self.now_ns += round(seconds * 1e9)
+
+
+def tenure() -> Tenure:
+    return Tenure(cast("Any", object()), cast("Any", object()), 0)
+
+
+def test_a_coordinator_that_has_not_asked_its_store_says_that_it_starts() -> None:
+    office = Office("a/1", StoppedClock())
+    assert office.tenure is None
+    assert not office.is_standby()
+    assert str(office.refusal()) == "coordinator a/1 is starting; try again"
+
+
+def test_a_standby_says_who_leads_how_old_that_is_and_where_to_ask() -> None:
+    clock = StoppedClock()
+    office = Office("a/1", clock)
+    office.saw(LEADER)
+    clock.sleep(0.4)
+    refusal = office.refusal()
+    assert (refusal.leader, refusal.term) == ("10.0.0.2:7070", 7)
+    assert str(refusal) == (
+        "coordinator a/1 does not lead: b/2 at 10.0.0.2:7070 (pid 2) leads (as of 0.4 s ago); "
+        "ask that one"
+    )
+    assert office.is_standby()
+
+
+def test_a_standby_that_hears_nothing_from_its_store_is_not_in_order_and_says_so() -> None:
+    clock = StoppedClock()
+    office = Office("a/1", clock)
+    office.saw(None)
+    clock.sleep(FRESH_S + 5)
+    assert not office.is_standby()
+    assert str(office.refusal()) == (
+        "coordinator a/1 does not lead, and has not heard from its store for 7 s; then nobody leads"
+    )
+
+
+def test_a_term_holds_only_as_long_as_its_lease() -> None:
+    office = Office("a/1", StoppedClock())
+    valid = True
+    mine = tenure()
+    office.saw(None)
+    office.enter(mine, lambda: valid)
+    assert office.require() is mine
+    valid = False
+    assert office.tenure is None
+    with pytest.raises(NotLeading):
+        office.require()
+    valid = True
+    office.end("it is ending")
+    with pytest.raises(NotLeading, match="it is ending"):
+        office.require()
+
+
+async def test_an_agent_at_the_door_is_told_of_the_next_leader_not_of_the_one_it_knows() -> None:
+    office = Office("a/1", StoppedClock())
+    office.saw(LEADER)
+    told: list[str] = []
+
+    async def wait(term: int) -> None:
+        await office.wait_news(term, DEADLINE_S)
+        told.append(office.refusal().leader)
+
+    with anyio.fail_after(DEADLINE_S):
+        await wait(6)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait, 7)
+            await anyio.lowlevel.checkpoint()
+            office.saw(None)
+            await anyio.lowlevel.checkpoint()
+            assert told == ["10.0.0.2:7070"]
+            office.saw(Holder("c/3", "10.0.0.3:7070", 3, "other", term=8))
+    assert told == ["10.0.0.2:7070", "10.0.0.3:7070"]
+
+
+async def test_an_agent_at_the_door_is_let_in_when_this_coordinator_leads() -> None:
+    office = Office("a/1", StoppedClock())
+    office.saw(LEADER)
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(office.wait_news, 7, DEADLINE_S)
+            await anyio.lowlevel.checkpoint()
+            office.enter(tenure(), lambda: True)
+    assert office.tenure is not None
+
+
+async def test_a_standby_shows_the_records_of_the_store_with_their_age_large_ones_too() -> None:
+    store, clock = memory_store(), StoppedClock()
+    journal = await journal_in_office(store)
+    await journal.write([record("j-1", payload=b"x" * 100, sequence=1, reason="why")])
+    await journal.write([record("j-2", sequence=2, checkpoints=checkpoints(2000))])
+    office = Office("b/2", clock)
+    follower = Follower(store, PREFIX, office, clock)
+    with pytest.raises(NotLeading):
+        await follower.look()
+    office.saw(LEADER)
+    view, said = await follower.look()
+    assert [job.record.spec.job_id for job in view.jobs] == ["j-1", "j-2"]
+    assert len(view.jobs[1].record.checkpoints) == 2000
+    assert view.jobs[0].reason.endswith("; then: why")
+    assert said.startswith("as of 0.0 s ago, from the store; coordinator b/2 does not lead: b/2 at")
+
+
+async def test_a_coordinator_that_led_shows_what_it_knew_while_its_store_does_not_answer() -> None:
+    store, clock = memory_store(), StoppedClock()
+    office = Office("a/1", clock)
+    follower = Follower(store, PREFIX, office, clock)
+    office.saw(None)
+    job = JobView(record("j-1", payload=b"x"), "", 0, ())
+    follower.remember(ClusterView(clock.now_ns, (), (job,)))
+    await store.close()
+    clock.sleep(3.0)
+    view, said = await follower.look()
+    assert [j.record.spec.job_id for j in view.jobs] == ["j-1"]
+    assert said.startswith("as of 3.0 s ago")
