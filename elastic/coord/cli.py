@@ -22,8 +22,9 @@ from rich.console import Console
 
 from elastic import __version__
 from elastic.client.show import print_cluster, status_as_dict
+from elastic.coord.backup import Copied, back_up, restore
 from elastic.coord.cli_locks import certs, tokens
-from elastic.coord.serve import ServeOptions, parse_listen, serve
+from elastic.coord.serve import PREFIX, ServeOptions, parse_listen, serve
 from elastic.coord.server_probe import fetch_health, first_answer
 from elastic.core.config import CoordinatorConfig
 from elastic.errors import (
@@ -241,6 +242,48 @@ def health(coord: str, timeout_s: float, **tls: str) -> None:
                 sys.exit(EXIT_UNREACHABLE)
     except ElasticError as error:
         fail(error)
+
+
+store_option = click.option(
+    "--store", envvar="ELASTIC_STORE", default=None, metavar="URL",
+    help="sqlite:PATH [default: a file in the state directory]",
+)  # fmt: skip
+
+
+@main.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@store_option
+def backup(file: Path, store: str | None) -> None:
+    """Copy the embedded store into FILE, also while its coordinator runs.
+
+    The copy is checked, record by record. A FILE that exists is left as it is.
+    """
+    try:
+        copied = anyio.run(back_up, store or default_store(), PREFIX, file)
+    except ElasticError as error:
+        fail(error)
+    click.echo(f"{file} holds {_copied(copied)}")
+
+
+@main.command(name="restore")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@store_option
+def restore_command(file: Path, store: str | None) -> None:
+    """Make an embedded store from FILE, which `backup` wrote; then start a coordinator on it.
+
+    A store that exists is left as it is. Jobs whose groups changed after the copy was taken begin
+    anew from their newest checkpoint; the others go on as they run.
+    """
+    target = store or default_store()
+    try:
+        copied = anyio.run(restore, file, target, PREFIX)
+    except ElasticError as error:
+        fail(error)
+    click.echo(f"{target} holds {_copied(copied)}")
+
+
+def _copied(copied: Copied) -> str:
+    return f"{copied.jobs} jobs, revision {copied.revision}, term {copied.term}"
 
 
 main.add_command(certs)

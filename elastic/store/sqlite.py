@@ -210,6 +210,10 @@ class SqliteEngine:
 
     def _entry(self, row: Row) -> Entry:
         key, value, create_revision, mod_revision, lease, checksum = row
+        if not (isinstance(key, bytes) and isinstance(value, bytes)):
+            raise CorruptRecord(
+                f"store {self._path}: another program has written to key {key!r}; {ADVICE}"
+            )
         entry = Entry(
             bytes(key).decode(errors="replace"), bytes(value), create_revision, mod_revision, lease
         )

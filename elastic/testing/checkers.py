@@ -40,6 +40,8 @@ class Checkers:
         durable: every group that ever became durable, by job and generation.
         newest: the newest durable generation of each job.
         announced_ranks: which worker was told which rank, by job and generation.
+        leaders: who led under each term.
+        obeyed_terms: the newest term that each life of an agent took orders under.
     """
 
     specs: dict[JobId, JobSpec] = field(default_factory=dict)
@@ -50,6 +52,8 @@ class Checkers:
     ended: dict[JobId, str] = field(default_factory=dict)
     returned: dict[tuple[JobId, Generation, int], None] = field(default_factory=dict)
     preempted: dict[WorkerId, str] = field(default_factory=dict)
+    leaders: dict[int, str] = field(default_factory=dict)
+    obeyed_terms: dict[tuple[NodeId, int], int] = field(default_factory=dict)
     steps: int = 0
     groups: int = 0
 
@@ -127,6 +131,45 @@ class Checkers:
             "only the current generation commits checkpoints",
             f"job {job_id}: {path} of generation {generation} at generation {current}",
         )
+
+    # ------------------------------------------------------------ leadership
+
+    def took_office(self, name: str, term: int) -> None:
+        """A coordinator holds the lease from here on."""
+        self.require(
+            term not in self.leaders,
+            "one coordinator leads in a term",
+            f"term {term}: {self.leaders.get(term)} and {name}",
+        )
+        self.leaders[term] = name
+
+    def wrote(self, name: str, term: int) -> None:
+        """A coordinator changed the store."""
+        newest = max(self.leaders)
+        self.require(
+            term == newest and self.leaders[term] == name,
+            "only the newest leader writes",
+            f"{name} under term {term}, newest is {newest} of {self.leaders[newest]}",
+        )
+
+    def commanded(self, name: str, term: int, newest: int) -> None:
+        """A coordinator, whose clock never stood still in its term, gives an order."""
+        self.require(
+            term == newest,
+            "a leader stops before another one can lead",
+            f"{name} under term {term}, newest is {newest} of {self.leaders[newest]}",
+        )
+
+    def obeyed(self, node_id: NodeId, life: int, term: int) -> None:
+        """An agent took an order of the coordinator that leads under this term."""
+        key = (node_id, life)
+        newest = self.obeyed_terms.setdefault(key, term)
+        self.require(
+            term >= newest,
+            "an agent obeys no leader that was replaced",
+            f"node {node_id}: term {term} after {newest}",
+        )
+        self.obeyed_terms[key] = term
 
     # ------------------------------------------------------------ the workers
 

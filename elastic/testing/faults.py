@@ -42,7 +42,7 @@ class Faults:
         self,
         timeline: Timeline,
         network: Network,
-        coordinator: CoordinatorHost,
+        coordinators: list[CoordinatorHost],
         agents: list[AgentHost],
         *,
         plane: DataPlane,
@@ -51,7 +51,7 @@ class Faults:
         """Begin quiet; `begin` schedules the first fault."""
         self.timeline = timeline
         self.network = network
-        self.coordinator = coordinator
+        self.coordinators = coordinators
         self.agents = agents
         self.plane = plane
         self.mix = mix
@@ -67,10 +67,14 @@ class Faults:
     def heal(self) -> None:
         """The liveness phase begins: everything that can come back comes back."""
         self.is_over = True
-        self.coordinator.disk_delay_max_ns = 5 * MS
-        self.coordinator.doze_ns = 0
-        self.coordinator.freeze(False)
-        self.coordinator.start()
+        for host in self.coordinators:
+            host.disk_delay_max_ns = 5 * MS
+            host.doze_ns = 0
+            host.freeze(False)
+            self.network.heal_host(host.name)
+            if host.candidate is not None:
+                host.candidate.is_cut = host.candidate.store.is_away = False
+            host.start()
         for agent in self.agents:
             agent.freeze(False)
             self.network.heal(agent.node_id)
@@ -89,6 +93,16 @@ class Faults:
             action: Callable[[], None] = getattr(self, f"_{name}")
             action()
         self.begin()
+
+    @property
+    def coordinator(self) -> CoordinatorHost:
+        """Return the one that leads if one does, mostly; any of them otherwise."""
+        hosts = self.coordinators
+        if len(hosts) == 1:
+            return hosts[0]
+        leading = [host for host in hosts if host.machine is not None]
+        found = leading if leading and self.timeline.chance(0.7) else hosts
+        return self.timeline.rng.choice(found)
 
     def _agent(self) -> AgentHost:
         return self.timeline.rng.choice(self.agents)
@@ -200,21 +214,67 @@ class Faults:
             self.network.heal(agent.node_id)
 
     def _kill_coordinator(self) -> None:
-        self.coordinator.crash()
+        host = self.coordinator
+        host.crash()
         wait = self.timeline.between(10 * MS, 15 * S)
-        self.timeline.after(wait, self.coordinator.start)
+        self.timeline.after(wait, host.start)
+        if host.candidate is not None:
+            self._part_coordinators()
 
     def _freeze_coordinator(self) -> None:
         """Shorter than what lets agents give it up; now, or when it waits for answers."""
+        host = self.coordinator
         wait = self.timeline.between(50 * MS, 1400 * MS)
-        if self.timeline.chance(0.5):
-            self.coordinator.doze_ns = wait
+        if host.candidate is not None:
+            self._freeze_candidate(host)
+        elif self.timeline.chance(0.5):
+            host.doze_ns = wait
         else:
-            self.coordinator.freeze(True)
-            self.timeline.after(wait, self.coordinator.freeze, False)
+            host.freeze(True)
+            self.timeline.after(wait, host.freeze, False)
+
+    def _freeze_candidate(self, host: CoordinatorHost) -> None:
+        """For longer than its lease, too: agents and store give it up, and it knows of nothing."""
+        if host.is_frozen or not host.is_up:
+            return
+        wait = self.timeline.between(50 * MS, 60 * S if self.timeline.chance(0.3) else 6 * S)
+        paused = wait if self.timeline.chance(0.3) else 0
+        host.freeze(True)
+        self.network.cut_host(host.name)
+
+        def wake() -> None:
+            self.network.heal_host(host.name)
+            host.freeze(False, paused)
+
+        self.timeline.after(wait, wake)
+
+    def _part_coordinators(self) -> None:
+        """Cut a coordinator off from the store, or from the agents, or the store off from all."""
+        host = self.timeline.rng.choice(self.coordinators)
+        candidate = host.candidate
+        if candidate is None:
+            return
+        wait = self.timeline.between(100 * MS, 15 * S)
+        what = self.timeline.rng.choice(["store", "agents", "both", "quorum", "nothing"])
+        self.timeline.tell(host.name, f"cut off: {what}")
+
+        def mend() -> None:
+            candidate.is_cut = candidate.store.is_away = False
+            if not host.is_frozen:
+                self.network.heal_host(host.name)
+
+        if what in ("store", "both"):
+            candidate.is_cut = True
+        if what in ("agents", "both"):
+            self.network.cut_host(host.name)
+        if what == "quorum":
+            candidate.store.is_away = True
+        self.timeline.after(wait, mend)
 
     def _slow_disk(self) -> None:
-        self.coordinator.disk_delay_max_ns = self.timeline.rng.choice([5 * MS, 200 * MS, 2 * S])
+        delay = self.timeline.rng.choice([5 * MS, 200 * MS, 2 * S])
+        for host in self.coordinators:
+            host.disk_delay_max_ns = delay
 
     def _drain(self) -> None:
         agent = self._agent()

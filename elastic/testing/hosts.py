@@ -15,51 +15,51 @@ from elastic.core.events import coordinator as events
 from elastic.core.events.shared import Note, Tick
 from elastic.core.machine.agent import AgentMachine
 from elastic.core.machine.coordinator import CoordinatorMachine
-from elastic.core.messages import AgentMessage, CoordinatorMessage, Hello, PipeToAgent, Probe
-from elastic.core.world import ExitCause, ExitKind, JobId, Node, NodeId, SessionId
-from elastic.testing.checkers import Checkers, DurableGroup
+from elastic.core.messages import (
+    AgentMessage,
+    CoordinatorMessage,
+    Hello,
+    PipeToAgent,
+    Probe,
+    Welcome,
+)
+from elastic.core.world import ExitCause, ExitKind, Node, NodeId, SessionId
+from elastic.testing.disk import Disk
 from elastic.testing.network import Network, Stream
+from elastic.testing.terms import Candidate
 from elastic.testing.training import DataPlane, SimProcess
 from elastic.testing.world import MS, Timeline
 
 
-class Disk:
-    """What the store holds; survives every crash."""
-
-    def __init__(self, checkers: Checkers) -> None:
-        """Begin empty."""
-        self.records: dict[JobId, events.JobRecord] = {}
-        self._checkers = checkers
-
-    def write(self, records: tuple[events.JobRecord, ...]) -> None:
-        """The records are durable from here on."""
-        for record in records:
-            job_id = record.spec.job_id
-            group = record.group
-            durable = DurableGroup(group.generation, group.worker_ids()) if group else None
-            self._checkers.persisted(job_id, durable, record.generation, record.phase.value)
-            for checkpoint in record.checkpoints:
-                self._checkers.checkpoint_recorded(
-                    job_id, checkpoint.path, checkpoint.generation, record.generation
-                )
-            self.records[job_id] = record
-
-
 class CoordinatorHost:
-    """The coordinator's process: may be down, slow, stopped, or between two effects.
+    """The coordinator's process: may be down, slow, stopped, a standby, or between two effects.
 
     Attributes:
+        name: of the process.
+        candidate: its claim to lead; None for one that is alone on its store.
+        machine: of the term that it leads; None while it is down or a standby.
         doze_ns: for how long it is stopped behind the next probe that it sends, 0 for not at all.
     """
 
     def __init__(
-        self, timeline: Timeline, network: Network, disk: Disk, config: CoordinatorConfig
+        self,
+        timeline: Timeline,
+        network: Network,
+        disk: Disk,
+        config: CoordinatorConfig,
+        *,
+        candidate: Candidate | None = None,
     ) -> None:
         """Begin down; `start` brings it up."""
         self.timeline = timeline
         self.network = network
         self.disk = disk
         self.config = config
+        self.candidate = candidate
+        self.name = candidate.name if candidate is not None else "coordinator"
+        if candidate is not None:
+            candidate.lead, candidate.stop = self._lead, self.step_down
+        self.is_up = False
         self.disk_delay_max_ns = 5 * MS
         self.machine: CoordinatorMachine | None = None
         self.life = 0
@@ -74,29 +74,53 @@ class CoordinatorHost:
         self._deadline: int | None = None
 
     def start(self) -> None:
-        """A new process begins with what the disk holds."""
-        if self.machine is not None:
+        """A new process begins: leads with what the disk holds, or waits until it may."""
+        if self.is_up:
             return
-        self.life += 1
-        self.machine = CoordinatorMachine(self.config, f"coordinator-{self.life}")
+        self.is_up, self.is_frozen = True, False
+        if self.candidate is not None:
+            self.candidate.begin()
+        else:
+            self._lead()
+
+    def _lead(self) -> None:
+        """A term begins."""
+        self.life = self.candidate.term if self.candidate is not None else self.life + 1
+        self.machine = CoordinatorMachine(self.config, f"{self.name}-{self.life}")
         self._inbox.clear()
         self._unread.clear()
         self._effects.clear()
-        self._is_busy = self.is_frozen = False
+        self._is_busy = False
         self._deadline = None
-        self.timeline.tell("coordinator", f"starts, life {self.life}")
-        self.post(events.Recovered(tuple(self.disk.records.values()), self.life))
+        self.timeline.tell(self.name, f"starts, life {self.life}")
+        self.post(events.Recovered(tuple(self.disk.records.values()), self.life, "one store"))
+
+    def may_act(self) -> bool:
+        """Return whether no other coordinator can lead, as far as this one knows."""
+        return self.candidate is None or self.candidate.is_valid()
+
+    def step_down(self) -> None:
+        """Its term is over: agents are let go, and it is a standby again."""
+        if self.machine is None or self.candidate is None:
+            return
+        self.machine = None
+        self.timeline.tell(self.name, f"leads no more, life {self.life}")
+        self.network.coordinator_died(self.name)
+        self.candidate.over()
 
     def crash(self) -> None:
         """The process is gone, between two effects or in the middle of a write."""
-        if self.machine is None:
+        if not self.is_up:
             return
-        effect = self._effects[0] if self._effects else None
+        effect = self._effects[0] if self.machine is not None and self._effects else None
         if isinstance(effect, events.Persist) and self.timeline.chance(0.5):
-            self.disk.write(effect.records)
+            self._write(effect)
         self.machine = None
-        self.timeline.tell("coordinator", "crashes")
-        self.network.coordinator_died()
+        self.is_up = False
+        if self.candidate is not None:
+            self.candidate.end()
+        self.timeline.tell(self.name, "crashes")
+        self.network.coordinator_died(self.name)
 
     def post(self, event: events.CoordinatorEvent) -> None:
         """An event reaches the driver's queue."""
@@ -108,15 +132,21 @@ class CoordinatorHost:
         self._inbox.append(event)
         self._pump()
 
-    def freeze(self, frozen: bool) -> None:
+    def freeze(self, frozen: bool, paused_ns: int = 0) -> None:
         """SIGSTOP or SIGCONT of the coordinator.
 
         Its clock goes on: when it wakes, its deadline is over before it has read what came.
+
+        Args:
+            frozen: whether it stops now.
+            paused_ns: for how long its clock stood still too, as that of a paused machine does.
         """
-        if self.machine is None or frozen == self.is_frozen:
+        if not self.is_up or frozen == self.is_frozen:
             return
         self.is_frozen = frozen
-        self.timeline.tell("coordinator", "frozen" if frozen else "thaws")
+        if self.candidate is not None:
+            self.candidate.freeze(frozen, paused_ns)
+        self.timeline.tell(self.name, "frozen" if frozen else "thaws")
         if not frozen:
             self._inbox.extend(self._unread)
             self._unread.clear()
@@ -135,7 +165,9 @@ class CoordinatorHost:
 
     def _pump(self) -> None:
         while self.machine is not None and not self._is_busy and not self.is_frozen:
-            if self._effects:
+            if not self.may_act():
+                self.step_down()
+            elif self._effects:
                 self._perform(self._effects[0])
             elif self._inbox:
                 # As the driver does: all that came meanwhile is one step.
@@ -156,6 +188,8 @@ class CoordinatorHost:
             return
         self._effects.popleft()
         if isinstance(effect, events.SendAgent):
+            if self.candidate is not None:
+                self.candidate.command()
             self.network.send_down(effect.session, effect.message)
             if self.doze_ns and isinstance(effect.message, Probe):
                 self.freeze(True)
@@ -166,21 +200,33 @@ class CoordinatorHost:
         elif isinstance(effect, events.Reply):
             self.replies[effect.request_id] = effect
         elif isinstance(effect, events.Forget):
-            for job_id in effect.job_ids:
-                self.disk.records.pop(job_id, None)
+            if self.candidate is None or self.candidate.write(self.life):
+                for job_id in effect.job_ids:
+                    self.disk.records.pop(job_id, None)
         elif isinstance(effect, Note):
             fields = " ".join(f"{name}={value}" for name, value in effect.fields)
-            self.timeline.tell("coordinator", f"{effect.name} {effect.job_id} {fields}")
+            self.timeline.tell(self.name, f"{effect.name} {effect.job_id} {fields}")
             self.on_note(effect)
 
     def _written(self, life: int) -> None:
         if self.machine is None or life != self.life:
             return
+        if self.candidate is not None and not self.candidate.reaches_store():
+            self.timeline.after(200 * MS, self._written, life)
+            return
         effect = self._effects.popleft()
-        if isinstance(effect, events.Persist):
-            self.disk.write(effect.records)
+        if isinstance(effect, events.Persist) and not self._write(effect):
+            self.step_down()
+            return
         self._is_busy = False
         self._pump()
+
+    def _write(self, effect: events.Persist) -> bool:
+        """Write, unless the store is out of reach or somebody else leads by now."""
+        if self.candidate is not None and not self.candidate.write(self.life):
+            return False
+        self.disk.write(effect.records)
+        return True
 
     def _arm(self) -> None:
         """Wake the machine at its next deadline."""
@@ -209,7 +255,7 @@ class AgentHost:
         *,
         node: Node,
         config: AgentConfig,
-        coordinator: CoordinatorHost,
+        coordinators: list[CoordinatorHost],
     ) -> None:
         """Begin down; `start` brings it up."""
         self.timeline = timeline
@@ -217,13 +263,14 @@ class AgentHost:
         self.plane = plane
         self.node = node
         self.config = config
-        self.coordinator = coordinator
+        self.coordinators = coordinators
         self.machine: AgentMachine | None = None
         self.processes: dict[int, SimProcess] = {}
         self.exit_code: int | None = None
         self.life = 0
         self.is_frozen = False
         self._frozen_events: list[agent_events.AgentEvent] = []
+        self._terms: dict[SessionId, int] = {}
         self._deadline: int | None = None
         self._next_pid = 0
         self._pipe_free: dict[tuple[int, str], int] = {}
@@ -300,6 +347,8 @@ class AgentHost:
     def hears(self, stream: Stream, message: CoordinatorMessage) -> None:
         """A message arrived over a stream."""
         self.post(agent_events.CoordinatorSaid(stream.session, message))
+        if self.machine is not None and not self.is_frozen:
+            self._obey(stream, message)
 
     def loses(self, stream: Stream, reason: str) -> None:
         """A stream ended."""
@@ -342,17 +391,38 @@ class AgentHost:
             if self.life != life:
                 return
             blocked = self.network.conditions.cut.get(self.node_id)
-            if self.coordinator.machine is None or blocked:
+            coordinator = self._leader()
+            if coordinator is None or blocked:
                 jitter = self.timeline.rng.random()
                 self.post(agent_events.ConnectionLost(session, "no answer", jitter))
                 return
-            stream = self.network.open(session, self.node_id)
+            stream = self.network.open(session, self.node_id, coordinator.name)
             stream.coordinator_side = True
             self.post(agent_events.Connected(session))
 
         blocked = self.network.conditions.cut.get(self.node_id)
         wait = 1000 * MS if blocked else 2 * self.network.delay()
         self.timeline.after(wait, answered)
+
+    def _leader(self) -> CoordinatorHost | None:
+        """Return who takes this agent: one that believes to lead, any of them if there are more."""
+        cut = self.network.conditions.cut_hosts
+        alone = len(self.coordinators) == 1
+        taking = [
+            host
+            for host in self.coordinators
+            if host.machine is not None
+            and host.name not in cut
+            and (alone or (host.may_act() and not host.is_frozen))
+        ]
+        return self.timeline.rng.choice(taking) if len(taking) > 1 else next(iter(taking), None)
+
+    def _obey(self, stream: Stream, message: CoordinatorMessage) -> None:
+        """Note under whose term this agent takes orders."""
+        if isinstance(message, Welcome):
+            self._terms[stream.session] = message.term
+        if stream.agent_side and stream.session in self._terms:
+            self.plane.checkers.obeyed(self.node_id, self.life, self._terms[stream.session])
 
     def _spawn(self, process_id: int) -> None:
         self._next_pid += 1

@@ -20,7 +20,8 @@ class Conditions:
     """How the network behaves; drawn from the seed.
 
     Attributes:
-        cut: nodes that cannot reach the coordinator: "up", "down" or "both" directions.
+        cut: nodes that cannot reach any coordinator: "up", "down" or "both" directions.
+        cut_hosts: coordinators that no agent reaches.
         late: chance that a message of a dead stream arrives all the same.
         troubled_ns: when each node's link or agent was last cut, stopped or dead.
     """
@@ -30,6 +31,7 @@ class Conditions:
     keepalive_ns: int = 1500 * MS
     late: float = 0.3
     cut: dict[NodeId, str] = field(default_factory=dict)
+    cut_hosts: dict[str, None] = field(default_factory=dict)
     troubled_ns: dict[NodeId, int] = field(default_factory=dict)
 
     def blocks(self, node_id: NodeId, direction: str) -> bool:
@@ -38,15 +40,22 @@ class Conditions:
 
     def was_troubled(self, node_id: NodeId, since_ns: int) -> bool:
         """Return whether a node could not be heard at some moment since then."""
+        if self.cut_hosts:
+            return True
         return node_id in self.cut or self.troubled_ns.get(node_id, -1) >= since_ns
 
 
 @dataclass
 class Stream:
-    """One stream; each side believes for itself whether it stands."""
+    """One stream; each side believes for itself whether it stands.
+
+    Attributes:
+        host: the coordinator at its other end.
+    """
 
     session: SessionId
     node_id: NodeId
+    host: str = ""
     agent_side: bool = True
     coordinator_side: bool = False
     last_up_ns: int = 0
@@ -63,17 +72,17 @@ class Network:
         self.timeline = timeline
         self.conditions = conditions
         self.streams: dict[SessionId, Stream] = {}
-        self.to_coordinator: Callable[[SessionId, AgentMessage], None]
+        self.to_coordinator: Callable[[Stream, AgentMessage], None]
         self.to_agent: Callable[[Stream, CoordinatorMessage], None]
-        self.lost_at_coordinator: Callable[[SessionId, str], None]
+        self.lost_at_coordinator: Callable[[Stream, str], None]
         self.lost_at_agent: Callable[[Stream, str], None]
 
     def wire(
         self,
-        to_coordinator: Callable[[SessionId, AgentMessage], None],
+        to_coordinator: Callable[[Stream, AgentMessage], None],
         to_agent: Callable[[Stream, CoordinatorMessage], None],
         *,
-        lost_at_coordinator: Callable[[SessionId, str], None],
+        lost_at_coordinator: Callable[[Stream, str], None],
         lost_at_agent: Callable[[Stream, str], None],
     ) -> None:
         """Say who receives what."""
@@ -82,9 +91,9 @@ class Network:
         self.lost_at_coordinator = lost_at_coordinator
         self.lost_at_agent = lost_at_agent
 
-    def open(self, session: SessionId, node_id: NodeId) -> Stream:
+    def open(self, session: SessionId, node_id: NodeId, host: str) -> Stream:
         """Enter a stream that both sides will soon believe in."""
-        stream = Stream(session, node_id)
+        stream = Stream(session, node_id, host)
         self.streams[session] = stream
         return stream
 
@@ -97,7 +106,7 @@ class Network:
         stream = self.streams.get(session)
         if stream is None or not stream.agent_side:
             return
-        if self.conditions.blocks(stream.node_id, "up"):
+        if self.blocks(stream, "up"):
             stream.held_up.append(message)
             return
         moment = max(stream.last_up_ns, self.timeline.now_ns + self.delay())
@@ -108,7 +117,7 @@ class Network:
             # A driver hears of a stream first by its greeting, and never after its end.
             if is_late and (isinstance(message, Hello) or not self._passes_late()):
                 return
-            self.to_coordinator(session, message)
+            self.to_coordinator(stream, message)
 
         self.timeline.at(moment, arrive)
 
@@ -117,7 +126,7 @@ class Network:
         stream = self.streams.get(session)
         if stream is None or not stream.coordinator_side:
             return
-        if self.conditions.blocks(stream.node_id, "down"):
+        if self.blocks(stream, "down"):
             stream.held_down.append(message)
             return
         moment = max(stream.last_down_ns, self.timeline.now_ns + self.delay())
@@ -129,6 +138,11 @@ class Network:
 
         self.timeline.at(moment, arrive)
 
+    def blocks(self, stream: Stream, direction: str) -> bool:
+        """Return whether this stream's messages in this direction are held back now."""
+        is_cut = stream.host in self.conditions.cut_hosts
+        return is_cut or self.conditions.blocks(stream.node_id, direction)
+
     def _passes_late(self) -> bool:
         return self.timeline.chance(self.conditions.late)
 
@@ -138,7 +152,7 @@ class Network:
         """The coordinator's side of the stream is over, as its driver will hear."""
         if stream.coordinator_side:
             stream.coordinator_side = False
-            self.lost_at_coordinator(stream.session, reason)
+            self.lost_at_coordinator(stream, reason)
 
     def end_at_agent(self, stream: Stream, reason: str) -> None:
         """The agent's side of the stream is over, as its driver will hear."""
@@ -169,22 +183,30 @@ class Network:
         self.conditions.troubled_ns[node_id] = self.timeline.now_ns
         for stream in self._of(node_id):
             stream.agent_side = False
-            if self.conditions.blocks(node_id, "up"):
+            if self.blocks(stream, "up"):
                 continue
             self.timeline.after(self.delay(), self.end_at_coordinator, stream, "reset by the agent")
 
-    def coordinator_died(self) -> None:
-        """The coordinator's process is gone: its kernel resets all streams."""
-        for stream in list(self.streams.values()):
+    def coordinator_died(self, host: str) -> None:
+        """The coordinator's process is gone, or its term is over: all its streams are reset."""
+        for stream in self._of_host(host):
             stream.coordinator_side = False
-            if self.conditions.blocks(stream.node_id, "down"):
+            if self.blocks(stream, "down"):
                 continue
             self.timeline.after(self.delay(), self.end_at_agent, stream, "reset by the coordinator")
 
     def cut(self, node_id: NodeId, how: str) -> None:
         """Hold back messages; keepalive ends the stream on both sides if it lasts."""
         self.conditions.cut[node_id] = how
-        for stream in self._of(node_id):
+        self._starve(self._of(node_id))
+
+    def cut_host(self, host: str) -> None:
+        """Hold back all messages from and to a coordinator."""
+        self.conditions.cut_hosts[host] = None
+        self._starve(self._of_host(host))
+
+    def _starve(self, streams: list[Stream]) -> None:
+        for stream in streams:
             for end in (self.end_at_coordinator, self.end_at_agent):
                 wait = self.timeline.between(
                     self.conditions.keepalive_ns // 2, self.conditions.keepalive_ns
@@ -192,14 +214,27 @@ class Network:
                 self.timeline.after(wait, self._give_up, stream, end)
 
     def _give_up(self, stream: Stream, end: Callable[[Stream, str], None]) -> None:
-        if stream.node_id in self.conditions.cut:
+        if self.blocks(stream, "up") or self.blocks(stream, "down"):
             end(stream, "keepalive timed out")
+
+    def heal_host(self, host: str) -> None:
+        """Let messages of a coordinator pass again."""
+        if host not in self.conditions.cut_hosts:
+            return
+        del self.conditions.cut_hosts[host]
+        streams = self._of_host(host)
+        for stream in streams:
+            self.conditions.troubled_ns[stream.node_id] = self.timeline.now_ns
+        self._release(streams)
 
     def heal(self, node_id: NodeId) -> None:
         """Let messages pass again; those that were held back come now, in order."""
         if self.conditions.cut.pop(node_id, None):
             self.conditions.troubled_ns[node_id] = self.timeline.now_ns
-        for stream in self._of(node_id):
+        self._release(self._of(node_id))
+
+    def _release(self, streams: list[Stream]) -> None:
+        for stream in streams:
             up, stream.held_up = stream.held_up, []
             down, stream.held_down = stream.held_down, []
             for message in up:
@@ -211,6 +246,9 @@ class Network:
                 self.timeline.after(self.delay(), self.end_at_coordinator, stream, "reset")
             if not stream.coordinator_side:
                 self.timeline.after(self.delay(), self.end_at_agent, stream, "reset")
+
+    def _of_host(self, host: str) -> list[Stream]:
+        return [s for s in self.streams.values() if s.host == host]
 
     def _of(self, node_id: NodeId) -> list[Stream]:
         return [s for s in self.streams.values() if s.node_id == node_id]

@@ -31,14 +31,18 @@ from elastic.core.messages import CoordinatorMessage
 from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, Strategy
 from elastic.errors import ElasticError
 from elastic.testing.checkers import Checkers, CheckFailed
+from elastic.testing.disk import Disk
 from elastic.testing.faults import Faults, draw_mix
-from elastic.testing.hosts import AgentHost, CoordinatorHost, Disk
+from elastic.testing.hosts import AgentHost, CoordinatorHost
 from elastic.testing.network import Conditions, Network, Stream
+from elastic.testing.terms import Candidate, LeaseStore
 from elastic.testing.training import DataPlane, Script
 from elastic.testing.world import MS, S, Timeline
 
 SAFETY_NS = 60 * S
 LIVENESS_NS = 240 * S
+SHARED_SEED = 2
+"""Of every five seeds this one has several coordinators."""
 HANG_TIMEOUTS_S = (1.0, 3.0, 10.0)
 HUNG_SLACK_NS = 20 * S
 """A hung worker may first have to be lost by one group and missed by the next."""
@@ -86,7 +90,11 @@ class Simulation:
             # Longer than a healthy agent needs to answer, with all the delay that there is.
             probe_timeout_s=max(0.6, 2 * self.network.conditions.delay_max_ns / S + 0.2),
         )
-        self.coordinator = CoordinatorHost(self.timeline, self.network, self.disk, config)
+        self.lease = LeaseStore(self.checkers)
+        self.coordinators = [
+            CoordinatorHost(self.timeline, self.network, self.disk, config, candidate=candidate)
+            for candidate in self._draw_candidates()
+        ]
         agent_config = AgentConfig(num_spares=rng.choice([0, 1, 2]), drain_timeout_s=5.0)
         self.agents = [
             AgentHost(
@@ -95,28 +103,49 @@ class Simulation:
                 self.plane,
                 node=Node(NodeId(f"n{i + 1}"), 1, f"10.0.0.{i + 1}", rng.randint(1, 3)),
                 config=agent_config,
-                coordinator=self.coordinator,
+                coordinators=self.coordinators,
             )
             for i in range(rng.randint(1, 12))
         ]
         self.by_node = {agent.node_id: agent for agent in self.agents}
         self.network.wire(
-            self.coordinator.hears,
+            lambda stream, message: self.host_of(stream).hears(stream.session, message),
             self._to_agent,
-            lost_at_coordinator=self.coordinator.loses,
+            lost_at_coordinator=lambda stream, why: self.host_of(stream).loses(stream.session, why),
             lost_at_agent=lambda stream, why: self.by_node[stream.node_id].loses(stream, why),
         )
         self.faults = Faults(
             self.timeline,
             self.network,
-            self.coordinator,
+            self.coordinators,
             self.agents,
             plane=self.plane,
             mix=draw_mix(self.timeline),
         )
-        self.coordinator.on_note = self._noted
+        for host in self.coordinators:
+            host.on_note = self._noted
         self.submissions: dict[str, JobSpec] = {}
         self.stops: set[JobId] = set()
+
+    def _draw_candidates(self) -> list[Candidate | None]:
+        """Return one that is alone on its store, or two or three that wait for each other.
+
+        Not in every seed: rare bugs are caught by what is rare, and each draw moves all others.
+        """
+        if self.seed % 5 != SHARED_SEED:
+            return [None]
+        names = [f"c{index + 1}" for index in range(self.timeline.rng.randint(2, 3))]
+        return [Candidate(self.timeline, self.lease, name) for name in names]
+
+    @property
+    def coordinator(self) -> CoordinatorHost:
+        """Return the one that leads, as far as it knows; the first if none does."""
+        leading = [h for h in self.coordinators if h.machine is not None and h.may_act()]
+        return leading[0] if leading else self.coordinators[0]
+
+    def host_of(self, stream: Stream) -> CoordinatorHost:
+        """Return the coordinator at the other end of a stream."""
+        return next(host for host in self.coordinators if host.name == stream.host)
 
     def _to_agent(self, stream: Stream, message: CoordinatorMessage) -> None:
         self.by_node[stream.node_id].hears(stream, message)
@@ -148,7 +177,8 @@ class Simulation:
             CheckFailed: a property does not hold.
             InvariantViolation: a machine contradicts itself.
         """
-        self.timeline.after(0, self.coordinator.start)
+        for host in self.coordinators:
+            self.timeline.after(0, host.start)
         for agent in self.agents:
             self.timeline.after(self.timeline.between(0, 5 * S), agent.start)
         for index in range(self.timeline.rng.randint(1, 3)):

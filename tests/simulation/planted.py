@@ -15,6 +15,7 @@ import pytest
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import (
     agent,
+    agent_connection,
     coordinator,
     intake,
     invariants,
@@ -27,6 +28,7 @@ from elastic.core.messages import Announce, WorkerUpdate
 from elastic.core.policy import hang, membership, placement
 from elastic.core.policy.decision import Decision
 from elastic.core.world import Group
+from elastic.testing import hosts, terms
 
 Patch = pytest.MonkeyPatch
 BUGS: dict[str, Callable[[Patch], None]] = {}
@@ -258,3 +260,28 @@ def leaves_alone_who_does_not_leave(patch: Patch) -> None:
 def blames_others_for_its_own_slowness(patch: Patch) -> None:
     """While the coordinator waits for its disk, answers to its probes wait in its queue."""
     patch.setattr(suspicion, "forgive_own_sleep", lambda cluster: None)
+
+
+@bug
+def obeys_leaders_that_were_replaced(patch: Patch) -> None:
+    """An agent takes whoever welcomes it for the leader."""
+    honest = agent_connection.Connection.welcomed
+
+    def welcomed(self: Any, welcome: Any, now_ns: int) -> bool:
+        self._term = 0
+        return honest(self, welcome, now_ns)
+
+    patch.setattr(agent_connection.Connection, "welcomed", welcomed)
+
+
+@bug
+def leads_on_while_its_lease_is_not_renewed(patch: Patch) -> None:
+    """A leader stops only when the store tells it to, which it may not reach."""
+    patch.setattr(hosts.CoordinatorHost, "may_act", lambda self: True)
+    patch.setattr(terms.Candidate, "is_valid", lambda self: self._stands)
+
+
+@bug
+def writes_without_comparing_the_leader(patch: Patch) -> None:
+    """A write is taken from whoever brings it."""
+    patch.setattr(terms.LeaseStore, "fence", lambda self, name, term: True)

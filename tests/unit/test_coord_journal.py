@@ -302,10 +302,14 @@ async def test_a_standby_is_told_of_a_resignation_and_does_not_wait_for_its_next
     with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(second.acquire, lambda _: looks.append(clock.monotonic_ns()))
-            while len(looks) < 2:  # noqa: ASYNC110 (nothing tells of it)
-                await anyio.sleep(0.005)
+            await wait_looks(looks, 2)
             await first.resign()
     assert looks[2] - looks[1] < STANDBY_POLL_S * 0.8e9
+
+
+async def wait_looks(looks: list[float], number: int) -> None:
+    while len(looks) < number:  # noqa: ASYNC110 (nothing tells of it)
+        await anyio.sleep(0.005)
 
 
 async def test_a_leader_that_stops_renewing_is_replaced_and_learns_of_it() -> None:

@@ -33,7 +33,7 @@ class StoppedClock:
     def unix_ns(self) -> int:
         return self.now_ns
 
-    def sleep(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now_ns += round(seconds * 1e9)
 
 
@@ -52,7 +52,7 @@ def test_a_standby_says_who_leads_how_old_that_is_and_where_to_ask() -> None:
     clock = StoppedClock()
     office = Office("a/1", clock)
     office.saw(LEADER)
-    clock.sleep(0.4)
+    clock.advance(0.4)
     refusal = office.refusal()
     assert (refusal.leader, refusal.term) == ("10.0.0.2:7070", 7)
     assert str(refusal) == (
@@ -66,7 +66,7 @@ def test_a_standby_that_hears_nothing_from_its_store_is_not_in_order_and_says_so
     clock = StoppedClock()
     office = Office("a/1", clock)
     office.saw(None)
-    clock.sleep(FRESH_S + 5)
+    clock.advance(FRESH_S + 5)
     assert not office.is_standby()
     assert str(office.refusal()) == (
         "coordinator a/1 does not lead, and has not heard from its store for 7 s; then nobody leads"
@@ -147,7 +147,7 @@ async def test_a_coordinator_that_led_shows_what_it_knew_while_its_store_does_no
     job = JobView(record("j-1", payload=b"x"), "", 0, ())
     follower.remember(ClusterView(clock.now_ns, (), (job,)))
     await store.close()
-    clock.sleep(3.0)
+    clock.advance(3.0)
     view, said = await follower.look()
     assert [j.record.spec.job_id for j in view.jobs] == ["j-1"]
     assert said.startswith("as of 3.0 s ago")

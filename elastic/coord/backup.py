@@ -1,0 +1,175 @@
+"""Copies of the embedded store: taken while a coordinator runs, and put in a store's place.
+
+Rule: a file appears whole, checked, and under a name that was free, or not at all. A copy that is
+put back begins another history: agents must not take its terms, which have been there before, for
+those of coordinators that were replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.coord.journal import Journal
+from elastic.coord.leadership import Holder, Leadership
+from elastic.errors import ConfigError, StoreError, UsageError
+from elastic.runtime.clock import SystemClock
+from elastic.store.interface import Compare, Delete
+from elastic.store.open import sqlite_path
+from elastic.store.sqlite import sqlite_store
+from elastic.store.sqlite_file import APPLICATION_ID, FileLock, own_errors
+
+ETCD_ADVICE = (
+    "etcd keeps copies on its members and has tools of its own: 'etcdctl snapshot save FILE' and "
+    "'etcdctl snapshot restore'; after a restore delete the key {root}/{prefix}/history, so that "
+    "agents do not take the terms that begin anew for those of a coordinator that was replaced"
+)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a copy holds.
+
+    Attributes:
+        revision: of the store when it was taken.
+        term: the last leadership in it, 0 if nobody ever led.
+        jobs: so many, those that have ended too.
+    """
+
+    revision: int
+    term: int
+    jobs: int
+
+
+async def back_up(store: str, prefix: str, target: Path) -> Copied:
+    """Copy a store into a file, also while a coordinator writes to it: as of one moment.
+
+    Args:
+        store: its URL.
+        prefix: of all keys.
+        target: a file that does not exist yet.
+
+    Raises:
+        ConfigError: the store is not an embedded one.
+        UsageError: there is no such store, or the target exists.
+        CorruptRecord: a record of the store cannot be read; nothing was written.
+        StoreError: not a store of this version.
+    """
+    source = _file_of(store, prefix)
+    with _draft_for(target) as draft:
+        _copy(source, draft)
+        copied = await _checked(draft, prefix)
+        _put(draft, target)
+    return copied
+
+
+async def restore(source: Path, store: str, prefix: str) -> Copied:
+    """Make a store from a copy of one.
+
+    Args:
+        source: what `back_up` wrote.
+        store: URL of the store to be; its file must not exist yet.
+        prefix: of all keys.
+
+    Raises:
+        ConfigError: the store is not an embedded one.
+        UsageError: there is no such copy, or the store exists or is in use.
+        CorruptRecord: the copy is damaged; nothing was written.
+        StoreError: it is no copy of a store, or one of another version.
+    """
+    target = _file_of(store, prefix)
+    lock = FileLock(target)
+    try:
+        with _draft_for(target) as draft:
+            _copy(source, draft)
+            copied = await _checked(draft, prefix, begin_history=True)
+            _put(draft, target)
+    finally:
+        lock.release()
+    return copied
+
+
+def _file_of(store: str, prefix: str) -> Path:
+    if store.startswith("etcd:"):
+        raise ConfigError(ETCD_ADVICE.format(root="elastic", prefix=prefix))
+    if not store.startswith("sqlite:"):
+        raise ConfigError(f"store {store!r} has nothing to copy; expected sqlite:PATH")
+    return sqlite_path(store)
+
+
+@contextlib.contextmanager
+def _draft_for(target: Path) -> Iterator[Path]:
+    """Give a path beside the target for all that is written before it is whole."""
+    for path in (target, target.with_name(target.name + "-wal")):
+        if path.exists():
+            raise UsageError(
+                f"{path} exists already and is left as it is; name another file, or move it away"
+            )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}") from error
+    with folder as name:
+        yield Path(name) / "draft"
+
+
+def _copy(source: Path, draft: Path) -> None:
+    """Copy as of one moment; whoever writes to the source meanwhile need not wait."""
+    if not source.exists():
+        raise UsageError(f"{source} does not exist; name the file of a store, or a copy of one")
+    with own_errors(source), contextlib.closing(_reader(source)) as reader:
+        owner = int(reader.execute("PRAGMA application_id").fetchone()[0])
+        if owner != APPLICATION_ID:
+            raise StoreError(f"{source} is no store of elastic-torch; it was left as it is")
+        # Made here for its mode: entries may hold what a user submitted.
+        os.close(os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        with contextlib.closing(sqlite3.connect(draft)) as writer:
+            reader.backup(writer)
+
+
+def _reader(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+
+
+async def _checked(draft: Path, prefix: str, *, begin_history: bool = False) -> Copied:
+    """Read every entry and every record; what does not decode is refused by its key."""
+    store = await sqlite_store(draft)
+    try:
+        everything = await store.read("")
+        terms = [int(e.value) for e in everything.entries if e.key == f"{prefix}/term"]
+        nobody = Holder("nobody", "", 0, "")
+        leadership = Leadership(store, prefix, nobody, SystemClock(), shared=False)
+        records = await Journal(store, prefix, leadership).load()
+        for entry in everything.entries if begin_history else ():
+            if entry.key == f"{prefix}/history":
+                await store.commit([Compare(entry.key, entry.mod_revision)], [Delete(entry.key)])
+    finally:
+        await store.close()
+    return Copied(everything.revision, max(terms, default=0), len(records))
+
+
+def _put(draft: Path, target: Path) -> None:
+    """Give the draft its name, all of it and on the disk, unless the name was taken meanwhile."""
+    with own_errors(draft), contextlib.closing(sqlite3.connect(draft)) as database:
+        # One file from now on: a copy must not need another one beside it.
+        database.execute("PRAGMA journal_mode=DELETE")
+    _force_to_disk(draft)
+    try:
+        os.link(draft, target)
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}") from error
+    _force_to_disk(target.parent)
+
+
+def _force_to_disk(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

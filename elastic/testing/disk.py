@@ -1,0 +1,29 @@
+"""The simulated store's records: what is durable, told to the checkers as it becomes so."""
+
+from __future__ import annotations
+
+from elastic.core.events import coordinator as events
+from elastic.core.world import JobId
+from elastic.testing.checkers import Checkers, DurableGroup
+
+
+class Disk:
+    """What the store holds; survives every crash."""
+
+    def __init__(self, checkers: Checkers) -> None:
+        """Begin empty."""
+        self.records: dict[JobId, events.JobRecord] = {}
+        self._checkers = checkers
+
+    def write(self, records: tuple[events.JobRecord, ...]) -> None:
+        """The records are durable from here on."""
+        for record in records:
+            job_id = record.spec.job_id
+            group = record.group
+            durable = DurableGroup(group.generation, group.worker_ids()) if group else None
+            self._checkers.persisted(job_id, durable, record.generation, record.phase.value)
+            for checkpoint in record.checkpoints:
+                self._checkers.checkpoint_recorded(
+                    job_id, checkpoint.path, checkpoint.generation, record.generation
+                )
+            self.records[job_id] = record

@@ -1,0 +1,166 @@
+"""`elastic-coord backup` and `restore`: whole copies, of one moment, that never overwrite."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import pytest
+
+from elastic.coord.backup import back_up, restore
+from elastic.coord.cli import exit_code
+from elastic.core.messages import StopWorker, Welcome
+from elastic.core.world import JobPhase, WorkerPhase
+from elastic.errors import ElasticError
+from elastic.store.sqlite import sqlite_store
+from tests.integration.coordinator import (
+    Coordinator,
+    ScriptedAgent,
+    User,
+    elastic_coord,
+    node,
+    spec,
+)
+from tests.unit.test_coord_journal import PREFIX, checkpoints, office, record
+
+pytestmark = pytest.mark.anyio
+
+
+async def run(*args: str) -> tuple[int, str]:
+    done = await anyio.to_thread.run_sync(lambda: elastic_coord(*args))
+    return done.returncode, (done.stdout + done.stderr).strip()
+
+
+async def test_running_jobs_are_adopted_from_a_copy_that_was_taken_while_they_ran(
+    tmp_path: Path,
+) -> None:
+    copy, lost = tmp_path / "copy", tmp_path / "lost.sqlite"
+    store = f"sqlite:{tmp_path / 'new.sqlite'}"
+    with Coordinator(tmp_path / "c", store=f"sqlite:{lost}") as coordinator:
+        async with (
+            ScriptedAgent(coordinator.address, node("n1")) as agent,
+            User(coordinator.address) as user,
+        ):
+            await agent.hello()
+            before = await agent.hear(Welcome)
+            job_id = await user.submit(spec("kept", payload=b"p" * 1_500_000))
+            report = await agent.train()
+            await user.wait_job(job_id, lambda job: job.record.phase is JobPhase.RUNNING)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(submit_many, user)
+                code, said = await run("backup", str(copy), "--store", f"sqlite:{lost}")
+                tasks.cancel_scope.cancel()
+            assert (code, "jobs, revision" in said) == (0, True), said
+        coordinator.kill()
+    lost.unlink()
+    assert (await run("restore", str(copy), "--store", store))[0] == 0
+    with Coordinator(tmp_path / "d", store=store) as coordinator:
+        async with (
+            ScriptedAgent(coordinator.address, node("n1")) as agent,
+            User(coordinator.address) as user,
+        ):
+            await agent.hello(replace(report, generation=1))
+            after = await agent.hear(Welcome)
+            adopted = await user.wait_job(job_id, lambda job: len(job.workers) == 1)
+            assert adopted.record.generation == 1
+            assert adopted.workers[0].report.phase is WorkerPhase.TRAINING
+            assert not [m for m in agent.heard if isinstance(m, StopWorker)]
+    # Its terms are those of another store: an agent that met later ones of the lost one obeys.
+    assert before.history != after.history != ""
+
+
+async def submit_many(user: User) -> None:
+    for number in range(1000):
+        await user.submit(spec(f"more-{number}"))
+
+
+async def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    store, copy = tmp_path / "s.sqlite", tmp_path / "copy"
+    with Coordinator(tmp_path / "c", store=f"sqlite:{store}"):
+        assert (await run("backup", str(copy), "--store", f"sqlite:{store}"))[0] == 0
+        code, said = await run("backup", str(copy), "--store", f"sqlite:{store}")
+        assert (code, said.split(": ", 1)[1]) == (
+            78, f"{copy} exists already and is left as it is; name another file, or move it away",
+        )  # fmt: skip
+        code, said = await run("restore", str(copy), "--store", f"sqlite:{store}")
+        assert (code, "is in use by the process with pid" in said) == (78, True), said
+    code, said = await run("restore", str(copy), "--store", f"sqlite:{store}")
+    assert (code, "exists already and is left as it is" in said) == (78, True), said
+    assert not list(tmp_path.glob(".*"))  # noqa: ASYNC240
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good store, and files that are none."""
+    folder = tmp_path_factory.mktemp("files")
+    anyio.run(fill, folder)
+    whole = (folder / "copy").read_bytes()
+    (folder / "text").write_text("no database at all\n" * 100)
+    (folder / "cut").write_bytes(whole[: len(whole) // 2])
+    for name, change in (
+        ("newer", "PRAGMA user_version=2"),
+        ("text-in-it", "UPDATE entries SET value = value || x'00' WHERE instr(key, '/jobs/')"),
+        ("flipped", "UPDATE entries SET value = zeroblob(9) WHERE instr(key, '/jobs/')"),
+        ("lacking", "DELETE FROM entries WHERE instr(key, '/pieces/')"),
+        ("other", "PRAGMA application_id=7"),
+    ):
+        (folder / name).write_bytes(whole)
+        with sqlite3.connect(folder / name) as database:
+            database.execute(change)
+    return folder
+
+
+async def fill(folder: Path) -> None:
+    store = await sqlite_store(folder / "good")
+    job = record("j-1", checkpoints=checkpoints(2000))
+    await (await office(store)).write([job])
+    await store.close()
+    copied = await back_up(f"sqlite:{folder / 'good'}", PREFIX, folder / "copy")
+    assert (copied.jobs, copied.term) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "store", "told"),
+    [
+        ("", "sqlite:{files}/none", "does not exist"),
+        ("", "etcd://127.0.0.1:1", "etcdctl snapshot save"),
+        ("", "memory:", "expected sqlite:PATH"),
+        ("", "sqlite:{files}/other", "no store of elastic-torch"),
+        ("none", "sqlite:{tmp}/x", "does not exist"),
+        ("text", "sqlite:{tmp}/x", "is damaged"),
+        ("cut", "sqlite:{tmp}/x", "damaged"),
+        ("newer", "sqlite:{tmp}/x", "has schema 2"),
+        ("flipped", "sqlite:{tmp}/x", "does not match its checksum"),
+        ("text-in-it", "sqlite:{tmp}/x", "another program has written"),
+        ("lacking", "sqlite:{tmp}/x", "0 of 1 pieces"),
+        ("other", "sqlite:{tmp}/x", "no store of elastic-torch"),
+        ("copy", "etcd://127.0.0.1:1", "etcdctl snapshot restore"),
+    ],
+)
+async def test_what_cannot_be_copied_is_refused_with_what_to_do_and_writes_nothing(
+    files: Path, tmp_path: Path, name: str, store: str, told: str
+) -> None:
+    url = store.format(files=files, tmp=tmp_path)
+    copying = restore(files / name, url, PREFIX) if name else back_up(url, PREFIX, tmp_path / "x")
+    with pytest.raises(ElasticError) as caught:
+        await copying
+    assert told in str(caught.value)
+    assert exit_code(caught.value) == 78
+    assert {path.name for path in tmp_path.iterdir()} <= {"x.lock"}  # noqa: ASYNC240
+
+
+async def test_a_copy_holds_what_the_store_held_and_begins_another_history(
+    files: Path, tmp_path: Path
+) -> None:
+    copied = await restore(files / "copy", f"sqlite:{tmp_path / 's'}", PREFIX)
+    assert (copied.jobs, copied.term) == (1, 1)
+    store, before = await sqlite_store(tmp_path / "s"), await sqlite_store(files / "good")
+    was = await before.read(f"{PREFIX}/history")
+    journal = await office(store, "b")
+    assert await journal.load() == (record("j-1", checkpoints=checkpoints(2000)),)
+    assert journal.term == 2
+    assert journal.history.encode() != was.entries[0].value
+    await store.close()
+    await before.close()
