@@ -1,0 +1,256 @@
+"""Stories on a network of our own, one after the other, while one job trains; run by the test.
+
+    unshare --net python -m tests.chaos.net.play DIRECTORY [STORY...]
+
+Prints a JSON line for each story, and one for how the job ended.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from elastic.core.view import JobView
+from elastic.core.world import ENDED
+from elastic.testing.chaos_jobs import ChaosJob, chaos_job
+from tests.chaos.net.cluster import AGENTS, COORDINATORS, MEMBERS, PATIENCE_S, NetCluster
+from tests.chaos.net.switch import CUT, Link
+
+LEASE_OVER_S = 3.0
+"""Longer than a lease: whoever could not renew his would have lost it."""
+
+
+class Play:
+    """A cluster that trains, and the job's state for the stories."""
+
+    def __init__(self, cluster: NetCluster, job: ChaosJob) -> None:
+        self.cluster = cluster
+        self.job = job
+        self.job_id = cluster.client.submit(job.spec)
+        self.seen: dict[str, float] = {}
+
+    def view(self) -> JobView:
+        return self.cluster.client.get(self.job_id)
+
+    def wait_view(self, holds: Callable[[JobView], bool], what: str) -> JobView:
+        found: list[JobView] = []
+
+        def there() -> bool:
+            found[:] = [self.view()]
+            return holds(found[0])
+
+        self.cluster.wait_until(there, what)
+        return found[0]
+
+    def wait_trains(self) -> JobView:
+        """Wait until the full group trains, and has gone on since now."""
+
+        def steps(view: JobView) -> int:
+            return min((w.steps for w in view.workers if w.rank >= 0), default=0)
+
+        def full(view: JobView) -> bool:
+            group = view.record.group
+            return group is not None and len(group.members) == len(AGENTS) and steps(view) > 0
+
+        first = self.wait_view(full, "the full group to train")
+        return self.wait_view(
+            lambda v: (
+                full(v)
+                and (steps(v) > steps(first) or v.record.generation > first.record.generation)
+            ),
+            "steps",
+        )
+
+    def pids(self) -> list[int]:
+        return sorted(worker.report.pid for worker in self.view().workers)
+
+    def undisturbed(self, fault: Callable[[], None]) -> None:
+        """Do something that no worker may notice: same group, same processes, more steps."""
+        before = self.wait_trains()
+        pids = self.pids()
+        fault()
+        after = self.wait_trains()
+        assert after.record.generation == before.record.generation, after.reason
+        assert self.pids() == pids
+
+
+# ---------------------------------------------------------------- stories
+
+
+def a_leader_that_is_killed_is_replaced(play: Play) -> None:
+    cluster = play.cluster
+
+    def fault() -> None:
+        leader = cluster.leader()
+        cluster.kill(leader)
+        play.seen["leads_after_s"] = cluster.wait_leader((other(leader),))
+        play.seen["agents_after_s"] = cluster.wait_nodes(len(AGENTS))
+        cluster.start_coordinator(leader)
+        cluster.wait_logged(leader, "standby leader=")
+
+    play.undisturbed(fault)
+
+
+def a_frozen_leader_wakes_as_a_standby(play: Play) -> None:
+    cluster = play.cluster
+
+    def fault() -> None:
+        leader = cluster.leader()
+        before = cluster.log(leader).count("leads_no_more")
+        cluster.freeze(leader)
+        play.seen["leads_after_s"] = cluster.wait_leader((other(leader),))
+        cluster.wait_nodes(len(AGENTS))
+        cluster.freeze(leader, False)
+        cluster.wait_logged(leader, "leads_no_more", before + 1)
+        assert cluster.leader() == other(leader)
+
+    play.undisturbed(fault)
+
+
+def a_leader_that_is_cut_off_from_the_store_lets_its_agents_go(play: Play) -> None:
+    """It reaches its agents, and they it: but another one leads."""
+    cluster = play.cluster
+
+    def fault() -> None:
+        leader = cluster.leader()
+        cluster.cut_from_store(leader)
+        play.seen["leads_after_s"] = cluster.wait_leader((other(leader),))
+        cluster.wait_nodes(len(AGENTS))
+        cluster.switch.heal()
+        cluster.wait_logged(leader, "standby leader=")
+
+    play.undisturbed(fault)
+
+
+def the_store_loses_its_quorum_and_it_returns(play: Play) -> None:
+    cluster = play.cluster
+
+    def fault() -> None:
+        leader = cluster.leader()
+        before = cluster.log(leader).count("leads_no_more")
+        for member in MEMBERS[1:]:
+            cluster.freeze(member)
+        cluster.wait_logged(leader, "leads_no_more", before + 1)
+        assert cluster.client.get(play.job_id, stale_ok=True).reason.startswith("as of ")
+        for member in MEMBERS[1:]:
+            cluster.freeze(member, False)
+        play.seen["leads_after_s"] = cluster.wait_leader()
+        play.seen["agents_after_s"] = cluster.wait_nodes(len(AGENTS))
+
+    play.undisturbed(fault)
+
+
+def a_member_of_the_store_is_lost(play: Play) -> None:
+    cluster = play.cluster
+
+    def fault() -> None:
+        cluster.freeze(MEMBERS[0])
+        time.sleep(LEASE_OVER_S)
+        play.seen["leads_after_s"] = cluster.wait_leader()
+        cluster.wait_nodes(len(AGENTS))
+        cluster.freeze(MEMBERS[0], False)
+
+    play.undisturbed(fault)
+
+
+def slow_and_lossy_links_disturb_nothing(play: Play) -> None:
+    cluster = play.cluster
+
+    def fault() -> None:
+        for name in (*COORDINATORS, *MEMBERS):
+            cluster.switch.set(name, "*", Link(loss=0.01, delay_s=0.03))
+        cluster.wait_nodes(len(AGENTS))
+        play.wait_trains()
+        cluster.switch.heal()
+
+    play.undisturbed(fault)
+
+
+def agents_that_lose_all_coordinators_go_on_training(play: Play) -> None:
+    cluster = play.cluster
+    before = play.wait_trains()
+    pids = play.pids()
+    for coordinator in COORDINATORS:
+        cluster.cut_from_agents(coordinator)
+    play.wait_view(lambda v: not any(w.rank >= 0 for w in v.workers), "the nodes to be given up")
+    cluster.switch.heal()
+    after = play.wait_trains()
+    assert play.pids() == pids, "the workers were replaced"
+    assert after.record.generation > before.record.generation
+
+
+def a_node_that_only_hears_is_left_behind_and_comes_back(play: Play) -> None:
+    """One way: what it says to the coordinators is lost, what they say to it arrives."""
+    cluster = play.cluster
+    before = play.wait_trains()
+    for coordinator in COORDINATORS:
+        cluster.switch.set(AGENTS[0], coordinator, CUT, one_way=True)
+    play.wait_view(
+        lambda v: (
+            v.record.generation > before.record.generation
+            and v.record.group is not None
+            and len(v.record.group.members) < len(AGENTS)
+        ),
+        "the others to go on without it",
+    )
+    cluster.switch.heal()
+    play.wait_trains()
+
+
+STORIES: dict[str, Callable[[Play], None]] = {
+    story.__name__: story
+    for story in (
+        a_leader_that_is_killed_is_replaced,
+        a_frozen_leader_wakes_as_a_standby,
+        a_leader_that_is_cut_off_from_the_store_lets_its_agents_go,
+        the_store_loses_its_quorum_and_it_returns,
+        a_member_of_the_store_is_lost,
+        slow_and_lossy_links_disturb_nothing,
+        agents_that_lose_all_coordinators_go_on_training,
+        a_node_that_only_hears_is_left_behind_and_comes_back,
+    )
+}
+
+
+def other(coordinator: str) -> str:
+    return next(name for name in COORDINATORS if name != coordinator)
+
+
+def finish(play: Play) -> None:
+    """Let the job end, and compare its weights with an undisturbed run's."""
+    play.job.finish.touch()
+    view = play.wait_view(lambda v: v.record.phase in ENDED, f"the end within {PATIENCE_S:g} s")
+    print(play.job.check(view).text, file=sys.stderr)
+
+
+def tell(story: str, play: Play, action: Callable[[Play], None]) -> bool:
+    began, error = time.monotonic(), ""
+    play.seen = {}
+    try:
+        action(play)
+    except Exception:
+        error = traceback.format_exc()
+        play.cluster.switch.heal()
+    took = round(time.monotonic() - began, 2)
+    seen = {name: round(value, 2) for name, value in play.seen.items()}
+    print(json.dumps({"story": story, "took_s": took, "error": error, **seen}), flush=True)
+    return not error
+
+
+def main() -> None:
+    directory, *wanted = sys.argv[1:]
+    with NetCluster(Path(directory)) as cluster:
+        job = chaos_job("steps", "net", workers=len(AGENTS), directory=Path(directory))
+        play = Play(cluster, job)
+        play.wait_trains()
+        outcomes = [tell(story, play, STORIES[story]) for story in wanted or STORIES]
+        outcomes.append(tell("finish", play, finish))
+        sys.exit(0 if all(outcomes) else 1)
+
+
+if __name__ == "__main__":
+    main()
