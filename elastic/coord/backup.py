@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.coord.journal import Journal
-from elastic.coord.leadership import Holder, Leadership
+from elastic.coord.leadership import Holder, Leadership, term_of
 from elastic.errors import ConfigError, StoreError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import Compare, Delete
@@ -142,7 +142,7 @@ async def _checked(draft: Path, prefix: str, *, begin_history: bool = False) -> 
     store = await sqlite_store(draft)
     try:
         everything = await store.read("")
-        terms = [int(e.value) for e in everything.entries if e.key == f"{prefix}/term"]
+        terms = [term_of(e) for e in everything.entries if e.key == f"{prefix}/term"]
         nobody = Holder("nobody", "", 0, "")
         leadership = Leadership(store, prefix, nobody, SystemClock(), shared=False)
         records = await Journal(store, prefix, leadership).load()
