@@ -39,9 +39,7 @@ def epochs(total: int, *, start: int = 0) -> Iterator[int]:
     for name, value in (("total", total), ("start", start)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise UsageError(f"train.epochs: {name}={value!r}: expected an int, 0 or more")
-    engine = require_engine("train.epochs")
-    # A sharded model is no member's own: its loop is like any other, and is re-entered.
-    return iter(range(start, total)) if engine.trains_plainly else engine.epochs(total, start)
+    return require_engine("train.epochs").epochs(total, start)
 
 
 def log(**values: Any) -> None:

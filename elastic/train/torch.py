@@ -24,6 +24,7 @@ from elastic.train.trainer import TorchTrainer
 from elastic.worker import context as worker_context
 from elastic.worker.context import WorkerContext
 from elastic.worker.prepared import Prepared
+from elastic.worker.sharded_state import has_shards, let_ranks_differ, shard
 
 __all__ = [
     "PreparedLoader",
@@ -62,46 +63,50 @@ def prepare_model(
     parallel_strategy: str | None = "ddp",
     parallel_strategy_kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Move a model to this worker's device and wrap it for the group.
+    """Move a model to this worker's device and have it trained by the group.
 
-    The model is wrapped at every world size, so that `model.module` and the keys of
-    `state_dict()` are the same before and after the group changed its size.
+    With "ddp" it is wrapped at every world size, so that `model.module` and the keys of
+    `state_dict()` are the same before and after the group changed its size. With "fsdp" each rank
+    keeps its rows of each parameter (`torch.distributed.fsdp.fully_shard`), and the model itself is
+    returned; so is one on which `fully_shard` was called already. Prepare its optimizer after that.
 
     Args:
-        model: the same on all ranks; rank 0's values are sent to the others.
+        model: the same on all ranks; rank 0's values are sent to the others, but for "fsdp": there
+            each rank keeps its rows of what it has made.
         move_to_device: False if it is where it belongs.
-        parallel_strategy: "ddp", "fsdp" (GPUs only) or None for no wrapper.
-        parallel_strategy_kwargs: passed to the wrapper.
+        parallel_strategy: "ddp", "fsdp" or None for no wrapper.
+        parallel_strategy_kwargs: passed to DistributedDataParallel, or to `fully_shard`; there
+            `modules=(Block, ...)` names the classes of modules that are sharded one by one, so
+            that only one of them at a time is gathered.
 
     Raises:
-        UsageError: unknown strategy, or FSDP without a GPU.
+        UsageError: unknown strategy, or a model that is sharded in a way that cannot be saved.
     """
     context = require_context("prepare_model")
+    is_sharded = has_shards([model])
     device = get_device()
-    if move_to_device:
+    if move_to_device and not is_sharded:
         model = model.to(device)
     kwargs = dict(parallel_strategy_kwargs or {})
+    if parallel_strategy not in ("ddp", "fsdp", None):
+        raise UsageError(
+            f"prepare_model(parallel_strategy={parallel_strategy!r}): expected 'ddp', 'fsdp' or "
+            f"None"
+        )
     if parallel_strategy is None:
         return model
-    if parallel_strategy == "ddp":
-        if device.type == "cuda":
-            kwargs.setdefault("device_ids", [device.index or 0])
-        return _prepared(context, model, kwargs)
-    if parallel_strategy == "fsdp":
-        if device.type != "cuda":
-            raise UsageError(
-                "prepare_model(parallel_strategy='fsdp') needs a GPU for each worker: pass "
-                "ScalingConfig(use_gpu=True), or parallel_strategy='ddp'"
-            )
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
+    if is_sharded or parallel_strategy == "fsdp":
         _ensure_group()
+        if not is_sharded:
+            shard(model, device.type, kwargs)
+        let_ranks_differ(model)
         if context.engine is not None:
-            context.engine.trains_plainly = True
-        return FullyShardedDataParallel(model, **kwargs)
-    raise UsageError(
-        f"prepare_model(parallel_strategy={parallel_strategy!r}): expected 'ddp', 'fsdp' or None"
-    )
+            # Under the names that it has with other strategies; its own wrapper reduces.
+            context.engine.add_model(Prepared(model, lambda module: module))
+        return model
+    if device.type == "cuda":
+        kwargs.setdefault("device_ids", [device.index or 0])
+    return _prepared(context, model, kwargs)
 
 
 def _prepared(context: WorkerContext, model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:

@@ -33,8 +33,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic.core.policy.shares import Extent, Piece
+from elastic.core.policy.shares import Extent, Piece, Rows
 from elastic.errors import UsageError, check
+from elastic.worker.sharded_state import Held
 from elastic.worker.transfer import TensorSpec, tensors_of
 
 HEADER = 16_384
@@ -86,24 +87,40 @@ class Layout:
         specs: of the tensors, by number.
         offsets: of their first bytes, from the beginning of the data.
         data_bytes: of all.
+        held: rows of each that are there, None for all of them; () if all tensors are whole.
     """
 
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
     data_bytes: int
+    held: Held = ()
 
     @staticmethod
-    def of(specs: Sequence[TensorSpec]) -> Layout:
-        """Lay tensors end to end."""
+    def of(specs: Sequence[TensorSpec], held: Held = ()) -> Layout:
+        """Lay tensors end to end, or what is held of them."""
         offsets, end = [], 0
         for spec in specs:
             offsets.append(end)
-            end = _aligned(end + size_of(spec))
-        return Layout(tuple(specs), tuple(offsets), end)
+            rows = held[spec.number] if held else None
+            size = size_of(spec) if rows is None else _span(rows).rows * extent_of(spec).row_bytes
+            end = _aligned(end + size)
+        return Layout(tuple(specs), tuple(offsets), end, held)
+
+    def offset_of(self, piece: Piece) -> int:
+        """Return where a piece begins, from the beginning of the data."""
+        rows = self.held[piece.tensor] if self.held else None
+        first = piece.first - (0 if rows is None else _span(rows).first)
+        row_bytes = extent_of(self.specs[piece.tensor]).row_bytes
+        return self.offsets[piece.tensor] + first * row_bytes
 
     def extents(self) -> list[Extent]:
         """Return the sizes of all tensors."""
         return [extent_of(spec) for spec in self.specs]
+
+
+def _span(held: Sequence[Rows]) -> Rows:
+    """Return the rows from the first to the last one that is held."""
+    return Rows(held[0].first, held[-1].end - held[0].first) if held else Rows(0, 0)
 
 
 def size_of(spec: TensorSpec) -> int:
@@ -282,7 +299,7 @@ class Slot:
         num_bytes = piece.rows * extent.row_bytes
         if not num_bytes:
             return torch.empty(shape, dtype=dtype_of(spec))
-        start = HEADER + layout.offsets[piece.tensor] + piece.first * extent.row_bytes
+        start = HEADER + layout.offset_of(piece)
         memory = memoryview(self._mapped())[start : start + num_bytes]
         return torch.frombuffer(memory, dtype=dtype_of(spec)).reshape(shape)
 
@@ -299,11 +316,19 @@ class Slot:
             raise ValueError("the snapshot's checksum does not fit")
         return text
 
-    def tensors(self, skeleton: Any) -> tuple[Layout, list[torch.Tensor]]:
-        """Return layout and tensors of the snapshot; they are views of this memory."""
-        layout = Layout.of(tensors_of(skeleton))
-        whole = [Piece(n, 0, extent.rows) for n, extent in enumerate(layout.extents())]
-        return layout, [self.chunk(layout, piece) for piece in whole]
+    def tensors(self, skeleton: Any, held: Held = ()) -> tuple[Layout, list[torch.Tensor]]:
+        """Return layout and tensors of the snapshot; they are views of this memory.
+
+        Of a tensor that is not there as a whole only type and shape are returned.
+        """
+        layout = Layout.of(tensors_of(skeleton), held)
+        found = []
+        for number, (spec, extent) in enumerate(zip(layout.specs, layout.extents(), strict=True)):
+            if held and held[number] is not None:
+                found.append(torch.empty(spec.shape, dtype=dtype_of(spec), device="meta"))
+            else:
+                found.append(self.chunk(layout, Piece(number, 0, extent.rows)))
+        return layout, found
 
     def _mapped(self) -> mmap.mmap:
         if self._map is None:

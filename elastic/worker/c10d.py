@@ -328,13 +328,16 @@ def _abort_one(backend: Any) -> None:
 # --------------------------------------------------------------------------------------- backward
 
 
-def around_backward(surround: Callable[[], Any]) -> Callable[[], None]:
+def around_backward(
+    surround: Callable[[], Any], *, scale: Callable[[], float] = lambda: 1.0
+) -> Callable[[], None]:
     """Have every outermost backward call of this process surrounded by a context manager.
 
     Reentrant checkpointing calls backward within backward; only the outer call is surrounded.
 
     Args:
         surround: returns a new context manager.
+        scale: returns what the gradients that backward begins with are multiplied by.
 
     Returns:
         A function that ends this.
@@ -352,6 +355,10 @@ def around_backward(surround: Callable[[], Any]) -> Callable[[], None]:
         if task_id() != -1 or not named.get("accumulate_grad", True):
             return real(*args, **named)
         with surround():
+            factor = scale()
+            if factor != 1.0:
+                first = tuple(None if one is None else one * factor for one in args[1])
+                args = (args[0], first, *args[2:])
             return real(*args, **named)
 
     torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]

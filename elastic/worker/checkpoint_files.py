@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils.serialization import config as serialization
 
-from elastic.core.policy.shares import Piece
+from elastic.core.policy.shares import Piece, Rows
 from elastic.storage.files import Files, Output
 from elastic.storage.marker import StoredFile
 from elastic.worker.arena import Layout, Slot
@@ -350,24 +350,33 @@ def _write_stock(
 # -------------------------------------------------------------------------------------- reading
 
 
-def read_tensors(files: Files, manifest: Manifest) -> list[torch.Tensor]:
-    """Return all tensors of a checkpoint, by number, after every byte of them was checked.
+def read_tensors(
+    files: Files, manifest: Manifest, wanted: Mapping[int, Rows] | None = None
+) -> list[torch.Tensor]:
+    """Return all tensors of a checkpoint, by number, after every byte that was read was checked.
+
+    Args:
+        files: of the checkpoint.
+        manifest: of it.
+        wanted: of which tensors only some rows are wanted, by number. Memory is taken for those
+            alone, and a part that has nothing of what is wanted is not read.
 
     Raises:
         StorageError: a file cannot be read.
-        ValueError: a file is not what was written, by name.
+        ValueError: a file is not what was written, by name; or the parts are not all there.
     """
-    tensors = [torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for one in manifest.specs]
+    wanted = wanted or {}
+    tensors = [_empty(spec, wanted.get(spec.number)) for spec in manifest.specs]
     missing = {spec.number: max([1, *spec.shape[:1]]) for spec in manifest.specs}
     for part in manifest.parts:
+        for item in part.items:
+            missing[item.tensor] -= max(item.rows, 1)
+        if not any(_overlap(item, wanted).rows or item.tensor not in wanted for item in part.items):
+            continue
         with files.reading(part.file.path) as file:
             source = _Source(file, part.file)
             for item in part.items:
-                target = tensors[item.tensor]
-                if target.dim():
-                    target = target[item.first : item.first + item.rows]
-                _read_item(source, item, target)
-                missing[item.tensor] -= max(item.rows, 1)
+                _read_item(source, item, tensors[item.tensor], wanted.get(item.tensor))
             source.finish()
     left = [number for number, rows in missing.items() if rows > 0]
     if left:
@@ -375,19 +384,41 @@ def read_tensors(files: Files, manifest: Manifest) -> list[torch.Tensor]:
     return tensors
 
 
-def _read_item(source: _Source, item: Item, target: torch.Tensor) -> None:
-    """Read a piece to where it belongs; directly, if we know where its elements are."""
+def _empty(spec: TensorSpec, rows: Rows | None) -> torch.Tensor:
+    shape = spec.shape if rows is None else (rows.rows, *spec.shape[1:])
+    return torch.empty(shape, dtype=getattr(torch, spec.dtype))
+
+
+def _overlap(item: Item, wanted: Mapping[int, Rows]) -> Rows:
+    """Return the rows of a piece that are wanted."""
+    rows = Rows(item.first, item.rows)
+    return wanted[item.tensor].with_both(rows) if item.tensor in wanted else rows
+
+
+def _read_item(source: _Source, item: Item, tensor: torch.Tensor, rows: Rows | None) -> None:
+    """Read what is wanted of a piece to where it belongs; directly, if we know where it is."""
+    whole = Rows(item.first, item.rows)
+    both = whole if rows is None else rows.with_both(whole)
+    target = tensor
+    if target.dim():
+        target = target[both.first - (rows.first if rows else 0) :][: both.rows]
     if item.data >= 0:
-        source.skip(item.data - item.offset)
+        size = target.nbytes // max(1, both.rows)
+        before = (both.first - item.first) * size
+        source.skip(item.data + before - source.size)
         source.read_into(memoryview(bytes_of(target).numpy()))  # type: ignore[arg-type]
         source.skip(item.offset + item.length - source.size)
         return
     blob = bytearray(item.length)
     source.read_into(memoryview(blob))
     chunk = torch.load(io.BytesIO(blob), weights_only=True)
-    if chunk.dtype != target.dtype or chunk.shape != target.shape:
+    if (
+        chunk.dtype != target.dtype
+        or chunk.shape[1:] != tensor.shape[1:]
+        or (chunk.dim() and chunk.shape[0] != item.rows)
+    ):
         raise ValueError(f"{MANIFEST}: tensor {item.tensor} is {tuple(chunk.shape)} in its part")
-    target.copy_(chunk)
+    target.copy_(chunk[both.first - item.first :][: both.rows] if chunk.dim() else chunk)
 
 
 class _Source:

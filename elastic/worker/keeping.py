@@ -11,11 +11,11 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.streams import Data
-from elastic.errors import StorageError, UsageError
+from elastic.errors import StorageError, UsageError, check
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import checkpoint_files
@@ -23,7 +23,9 @@ from elastic.worker.context import WorkerContext
 from elastic.worker.exchange import WAIT_SLICE_S
 from elastic.worker.logbook import Logbook
 from elastic.worker.rows import StepRow, tell_rows
-from elastic.worker.saving import Saver, Seat
+from elastic.worker.saving import LEAVING_S, Saver, Seat
+from elastic.worker.sharded_restore import Restorer
+from elastic.worker.sharded_state import like, places_of, rows_of, with_expected
 from elastic.worker.state import State, TrainState
 from elastic.worker.stream_book import StreamBook
 from elastic.worker.transfer import read_skeleton, tensors_of, unpack
@@ -60,6 +62,11 @@ class Keeper:
         self._place: WorkerContext | None = None
         self._options: Mapping[str, Any] = {}
         self._data: Mapping[str, Any] = {}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether every member has rows of the model, and none all of it."""
+        return self._objects.is_sharded
 
     def go_on(self, logbook: Logbook, streams: StreamBook, steps: int) -> None:
         """Go on from where an earlier call of the train function stood."""
@@ -115,14 +122,15 @@ class Keeper:
             if self._boundaries == WARM_UP_AT:
                 self._try(lambda: saver.warm_up(lambda: self.take(cursor, data)))
             return
-        self.is_due = False
+        self.is_due, request = False, self._request()
 
         def take() -> None:
             done = saver.take(
                 lambda: self.take(cursor, data),
                 cursor,
                 self.steps,
-                request=self._request(),
+                request=request,
+                durable=saver.plan.is_on or bool(request),
                 about=self._logbook.latest,
                 aliases=self._objects.aliases(),
             )
@@ -147,6 +155,28 @@ class Keeper:
             saver.wait_for_room(is_over)
             self.is_due = True
             self.at_boundary(cursor, data, is_over)
+
+    def before_leaving(
+        self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]
+    ) -> None:
+        """Save the state of a sharded model, because all members leave here by plan.
+
+        None of them could go on with its rows alone, and some may not come back: so they wait
+        until it is durable.
+
+        Args:
+            cursor: the next step.
+            data: how the data is cut.
+            is_over: whether the group is, so that there is nobody to wait for.
+        """
+        saver = self._saver
+        if saver is None:
+            return
+        if not saver.has_taken(self.steps):
+            saver.wait_for_room(is_over, LEAVING_S)
+            self.is_due = True
+            self.at_boundary(cursor, data, is_over)
+        saver.wait_durable(is_over, self._show_life)
 
     def take(self, cursor: Cursor, data: Data | None) -> State:
         """Return the state of the run; its tensors are the live ones.
@@ -261,6 +291,8 @@ class Keeper:
         saver, place = self._saver, self._place
         if saver is None or place is None:
             return None
+        if self._objects.is_sharded:
+            return self._restore_shards(group, saver, begin)
         run = RunDirectory(place.run_path) if place.run_path else None
         problems: list[str] = []
 
@@ -294,12 +326,39 @@ class Keeper:
             if is_over:
                 return _unless_before(state, begin)
         if max(newest, best_held) >= 0 or newest == UNKNOWN:
-            raise StorageError(
-                f"{place.run_path}: the checkpoints of this run cannot be read: "
-                f"{'; '.join(problems) or 'see the other workers'}; let this storage be reached, "
-                f"or move them away to begin anew"
-            )
+            raise _none_readable(place.run_path, problems)
         return None
+
+    def _restore_shards(self, group: Any, saver: Saver, begin: Cursor) -> State | None:
+        """Do the same for a model of which every member has rows; all come to them, or none."""
+        place = self._place
+        path, rank = (place.run_path, place.world_rank) if place is not None else ("", 0)
+        run = RunDirectory(path) if path else None
+        objects = self._objects
+        ours = {"objects": with_expected(objects.take(), objects.optimizers)}
+
+        def listed() -> Sequence[Candidate] | None:
+            if run is None:
+                return []
+            return _attempt(lambda: _candidates(run), path, restorer.problems)
+
+        def read(name: str, marker: Marker) -> State:
+            check(run is not None, "a checkpoint without a run directory")
+            return read_checkpoint(cast("RunDirectory", run), name, marker, ours=ours, rank=rank)
+
+        restorer = Restorer(group, saver, ours, listed=listed, read=read)
+        state, is_any = restorer.restore()
+        if state is None and is_any:
+            raise _none_readable(path, restorer.problems)
+        return _unless_before(state, begin)
+
+
+def _none_readable(path: str, problems: Sequence[str]) -> StorageError:
+    return StorageError(
+        f"{path}: the checkpoints of this run cannot be read: "
+        f"{'; '.join(problems) or 'see the other workers'}; let this storage be reached, "
+        f"or move them away to begin anew"
+    )
 
 
 def _plain(data: Data) -> dict[str, Any]:
@@ -368,8 +427,23 @@ def _attempt(read: Callable[[], T], where: str, problems: list[str]) -> T | None
         return None
 
 
-def read_checkpoint(run: RunDirectory, name: str, marker: Marker) -> State:
+def read_checkpoint(
+    run: RunDirectory,
+    name: str,
+    marker: Marker,
+    *,
+    ours: Mapping[str, Any] | None = None,
+    rank: int = 0,
+) -> State:
     """Return the state in a checkpoint, after every byte of it was checked; unpickles nothing.
+
+    Args:
+        run: the run directory.
+        name: of the checkpoint.
+        marker: of it.
+        ours: our state. Of tensors that are sharded in it only our rows are read, and placed as
+            ours are; parts that have none of them are left to those who need them.
+        rank: ours in the group, if anything is sharded.
 
     Raises:
         StorageError: a file cannot be read.
@@ -384,7 +458,13 @@ def read_checkpoint(run: RunDirectory, name: str, marker: Marker) -> State:
     )
     if tuple(tensors_of(skeleton)) != manifest.specs:
         raise ValueError(f"{checkpoint_files.MANIFEST} is of another state")
-    state: State = unpack(skeleton, checkpoint_files.read_tensors(files, manifest))
+    places = places_of(skeleton, ours) if ours is not None else {}
+    held = {number: rows_of(one, rank) for number, one in places.items()}
+    wanted = {number: rows for number, rows in held.items() if rows is not None}
+    tensors = checkpoint_files.read_tensors(files, manifest, wanted)
+    for number, one in places.items():
+        tensors[number] = like(one, tensors[number])
+    state: State = unpack(skeleton, tensors)
     # Also what only others read: storage that has lost a bit there is not to be relied on.
     used = {checkpoint_files.MANIFEST, checkpoint_files.SKELETON}
     used |= {part.file.path for part in manifest.parts}

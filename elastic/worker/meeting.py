@@ -115,6 +115,22 @@ def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:
     return True
 
 
+def share_bytes(group: Any, mine: bytes) -> tuple[bytes, ...]:
+    """Exchange bytes of any length; returns everyone's, by rank.
+
+    Args:
+        group: the process group that stands.
+        mine: what the others are to know; not empty.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    if group.size() == 1:
+        return (mine,)
+    sizes = [int(row[0]) for row in tell_rows(group, [float(len(mine))])]
+    return _share_all(group, mine, sizes)
+
+
 def _share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ...]:
     """Exchange bytes of any length; nothing is sent if nobody has any.
 

@@ -22,15 +22,22 @@ import torch
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.saving import SavingPlan, is_due
-from elastic.core.policy.shares import Piece, cut
+from elastic.core.policy.shares import Piece, share_of
 from elastic.core.world import SNAPSHOT_SLOTS
 from elastic.worker.arena import Layout, Mark, Slot
 from elastic.worker.exchange import WAIT_SLICE_S
+from elastic.worker.sharded_state import (
+    Held,
+    answered_by,
+    held_by,
+    spread_of,
+    with_held,
+    without_held,
+)
 from elastic.worker.transfer import (
     Trace,
     places_print,
     read_skeleton,
-    split,
     split_and_trace,
     tensors_of,
     unpack,
@@ -44,6 +51,9 @@ FINISH_S = 600.0
 """How long the end of a train function waits for what is still being written."""
 FINISH_TOLD_S = 10.0
 """How long it does so without a word."""
+
+LEAVING_S = 30.0
+"""How long members of a sharded model that leave by plan wait for its checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +78,19 @@ class Arrangement:
 
     Attributes:
         trace: of the state that it was made for.
-        part: ours, and of how many.
-        layout: of all tensors.
+        seat: ours.
+        layout: of all tensors, as far as this node has them.
         places: fingerprint of the tensors and their places.
-        pieces: ours.
+        pieces: what we copy.
+        written: what we write to storage.
     """
 
     trace: Trace
-    part: tuple[int, int]
+    seat: Seat
     layout: Layout
     places: int
     pieces: tuple[Piece, ...]
+    written: tuple[Piece, ...]
 
 
 class Saver:
@@ -142,11 +154,25 @@ class Saver:
         """Return whether there is no room for another one: storage is slow."""
         return bool(self._slots) and self._is_being_written(self._slot_of(self.number + 1))
 
-    def wait_for_room(self, is_over: Callable[[], bool]) -> None:
+    def wait_for_room(self, is_over: Callable[[], bool], timeout_s: float = FINISH_S) -> None:
         """Wait until there is room for another one; not in a group that is over, nor for ever."""
-        deadline = time.monotonic() + FINISH_S
-        while self.is_busy() and not is_over() and time.monotonic() < deadline:
-            time.sleep(WAIT_SLICE_S)
+        deadline, writer = time.monotonic() + timeout_s, self._writer
+        try:
+            while self.is_busy() and not is_over() and time.monotonic() < deadline:
+                if writer is not None:
+                    writer.is_awaited = True
+                time.sleep(WAIT_SLICE_S)
+        finally:
+            if writer is not None:
+                writer.is_awaited = False
+
+    def wait_durable(self, is_over: Callable[[], bool], beat: Callable[[], None]) -> None:
+        """Wait until what was taken is durable or given up; for a while, and in a living group."""
+        deadline = time.monotonic() + LEAVING_S
+        while self._writer is not None and not self._writer.finish(WAIT_SLICE_S):
+            if is_over() or time.monotonic() > deadline:
+                return
+            beat()
 
     def has_taken(self, steps: int) -> bool:
         """Return whether this group has taken one after so many steps."""
@@ -167,8 +193,8 @@ class Saver:
         if self._is_warm or not self.plan.is_on:
             return
         self._is_warm = True
-        values, _ = split(state())
-        layout = Layout.of(tensors_of(values))
+        values, tensors, trace = split_and_trace(state())
+        layout = self._arranged(values, tensors, trace).layout
         num_bytes = layout.data_bytes + 2 * len(write_skeleton(values))
 
         def find() -> None:
@@ -190,6 +216,7 @@ class Saver:
         request: int = 0,
         about: Mapping[str, Any] | None = None,
         aliases: Sequence[Mapping[str, str]] = (),
+        durable: bool = True,
     ) -> threading.Event:
         """Copy our share of the state, and have it written.
 
@@ -202,6 +229,7 @@ class Saver:
             request: the wish that this serves.
             about: values that people want to see beside it.
             aliases: see `checkpoint_files.write_rest`.
+            durable: False to leave it in memory only.
 
         Returns:
             Set once it is durable, or given up.
@@ -218,7 +246,7 @@ class Saver:
             self._warming.join()
             self._warming = None
         try:
-            slot, mark, layout, skeleton = self._copy(state(), steps)
+            slot, mark, arrangement, skeleton = self._copy(state(), steps)
         except Exception as error:
             if self._writer is not None:
                 name = name_of(steps, self._seat.generation, self.number)
@@ -226,13 +254,12 @@ class Saver:
             raise
         log.info(
             "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", self.number, cursor.epoch,
-            cursor.step, layout.data_bytes, (time.monotonic() - began) * 1e3,
+            cursor.step, mark.data_bytes, (time.monotonic() - began) * 1e3,
         )  # fmt: skip
-        done = threading.Event()
-        if self._writer is None:
+        done, seat = threading.Event(), self._seat
+        if self._writer is None or not durable:
             done.set()
             return done
-        seat = self._seat
         self._writer.put(
             Snapshot(
                 generation=seat.generation,
@@ -240,7 +267,8 @@ class Saver:
                 world_size=seat.world_size,
                 mark=mark,
                 slot=slot,
-                layout=layout,
+                layout=arrangement.layout,
+                pieces=arrangement.written,
                 skeleton=skeleton,
                 cursor=cursor,
                 about=dict(about or {}),
@@ -251,20 +279,23 @@ class Saver:
         )
         return done
 
-    def _copy(self, state: Any, steps: int) -> tuple[Slot, Mark, Layout, bytes]:
+    def _copy(self, state: Any, steps: int) -> tuple[Slot, Mark, Arrangement, bytes]:
         """Copy our share into the slot whose turn it is."""
         values, tensors, trace = split_and_trace(state)
-        arrangement, skeleton = self._arranged(values, trace), write_skeleton(values)
+        arrangement, skeleton = self._arranged(values, tensors, trace), write_skeleton(values)
         layout, pieces = arrangement.layout, arrangement.pieces
+        text = with_held(skeleton, layout.held)
         mark = Mark(
             self.number, self._seat.generation, steps, self._seat.local_world_size,
-            layout.data_bytes, arrangement.places, len(skeleton), zlib.crc32(skeleton),
+            layout.data_bytes, arrangement.places, len(text), zlib.crc32(text),
         )  # fmt: skip
         seat, slot = self._seat, self._slot_of(self.number)
         if self._is_being_written(slot):
             raise OSError(f"snapshot {self.number}: one in the same place is still being written")
         slot.unmark(seat.local_rank)
-        slot.reserve(layout.data_bytes + len(skeleton))
+        slot.reserve(layout.data_bytes + len(text))
+        if layout.held:
+            tensors = [answered_by(seat.rank, tensor) for tensor in tensors]
         ours = [tensors[piece.tensor] for piece in pieces]
         devices = {tensor.device for tensor in ours if tensor.is_cuda}
         if devices:
@@ -273,17 +304,29 @@ class Saver:
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         if seat.local_rank == 0:
-            slot.put_skeleton(layout, skeleton)
+            slot.put_skeleton(layout, text)
         slot.mark(seat.local_rank, mark)
-        return slot, mark, layout, skeleton
+        return slot, mark, arrangement, skeleton
 
-    def _arranged(self, values: Any, trace: Trace) -> Arrangement:
+    def _arranged(self, values: Any, tensors: Sequence[torch.Tensor], trace: Trace) -> Arrangement:
         """Return how this state lies in memory; for hundreds of tensors that takes a while."""
-        part, known = (self._seat.local_rank, self._seat.local_world_size), self._arrangement
-        if known is None or known.part != part or known.trace != trace:
-            layout = Layout.of(tensors_of(values))
-            pieces = cut(layout.extents(), *part)
-            known = Arrangement(trace, part, layout, places_print(values), pieces)
+        seat, known = self._seat, self._arrangement
+        if known is None or known.seat != seat or known.trace != trace:
+            spreads = [spread_of(tensor) for tensor in tensors]
+            held: Held = ()
+            if any(spread is not None for spread in spreads):
+                # Ranks are contiguous on a node.
+                first = seat.rank - seat.local_rank
+                held = held_by(spreads, range(first, first + seat.local_world_size))
+            layout = Layout.of(tensors_of(values), held)
+            copied, written = (
+                share_of(layout.extents(), spreads, rank=seat.rank, part=part, parts=parts)
+                for part, parts in (
+                    (seat.local_rank, seat.local_world_size),
+                    (seat.rank, seat.world_size),
+                )
+            )
+            known = Arrangement(trace, seat, layout, places_print(values), copied, written)
             self._arrangement = known
         return known
 
@@ -307,11 +350,22 @@ class Saver:
         """
         for slot, mark in self._whole():
             if mark.steps == steps:
-                skeleton = read_skeleton(slot.skeleton(mark))
+                text, held = without_held(slot.skeleton(mark))
+                if held is not None:
+                    raise ValueError(f"the snapshot of step {steps} is of a sharded model")
+                skeleton = read_skeleton(text)
                 _, tensors = slot.tensors(skeleton)
                 state = unpack(skeleton, [tensor.clone() for tensor in tensors])
                 return f"generation {mark.generation}, number {mark.number}", state
         raise ValueError(f"no snapshot of step {steps} in this node's memory")
+
+    def held_snapshots(self) -> list[tuple[Slot, Mark]]:
+        """Return the snapshots in this node's memory, newest first; none if it cannot be read."""
+        try:
+            return sorted(self._whole(), key=lambda pair: pair[1].steps, reverse=True)
+        except OSError as error:
+            log.warning("snapshot_unreadable error=%r", str(error))
+            return []
 
     def _whole(self) -> list[tuple[Slot, Mark]]:
         found = []

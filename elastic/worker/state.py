@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from elastic.errors import UsageError
+from elastic.worker.buckets import Unit
 from elastic.worker.complaints import unknown_parameters
-from elastic.worker.reduce import Unit
+from elastic.worker.sharded_state import has_shards, put_shards_back
 
 State = dict[str, Any]
 
@@ -105,6 +106,11 @@ class TrainState:
             units[id(optimizer)] = Unit(f"optimizer {number}", parameters)
         return units
 
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether every member has rows of the models' parameters, and none all of them."""
+        return has_shards(self.models)
+
     def aliases(self) -> list[dict[str, str]]:
         """Return for each model the other names of shared parameters, each with its first one."""
         found = []
@@ -121,6 +127,7 @@ class TrainState:
 
     def take(self) -> State:
         """Return the state as nested containers; tensors are the live ones, not copies."""
+        put_shards_back(self.models)
         return {
             "models": [dict(_tensors(model)) for model in self.models],
             "loose": self._loose(),

@@ -40,6 +40,7 @@ from elastic.worker.reduce import Reducer, Unit
 from elastic.worker.rows import StepRow, read_rows, tell_rows
 from elastic.worker.rungs import Carry, Home, Reenter
 from elastic.worker.seeding import seed_everything
+from elastic.worker.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
 from elastic.worker.state import Stateful, TrainState
 from elastic.worker.stream_book import StreamBook
 from elastic.worker.streams import MicroBatches
@@ -60,7 +61,6 @@ class StepEngine:
         at_close: what is to be done at the end of the call.
         streams: what is known of a dataset that is read as streams.
         data: how the data is cut, None while no loader was read.
-        trains_plainly: a model is sharded: its own wrapper reduces, and nothing goes in place.
     """
 
     def __init__(self, home: Home, *, carry: Carry | None = None) -> None:
@@ -73,13 +73,13 @@ class StepEngine:
         self.cursor = Cursor()
         self.state = TrainState()
         self.logbook, self.streams = Logbook(), StreamBook()
-        self.has_begun, self.trains_plainly = False, False
+        self.has_begun = False
         self.seed, self.recovery = 0, "auto"
         self._home, self._carry = home, carry
         self._place: WorkerContext | None = None
         self._consistency = "bitwise"
         self._has_state, self._phase = False, Phase.OUTSIDE
-        self._reducer: Reducer | None = None
+        self._reducer: Reducer | ShardedReducer | None = None
         self._units: dict[int, Unit] = {}
         self._keeper = Keeper(self.state, self.logbook, self.streams)
         self._loader: MicroBatches | None = None
@@ -91,7 +91,7 @@ class StepEngine:
         self._passed: int | None = None
         # Where each member of this group runs code of its own next; and our reports in it.
         self._places: tuple[Cursor, ...] = ()
-        self._reports, self._due = ReportPlaces(), DueSteps()
+        self._reports, self._due, self._padding = ReportPlaces(), DueSteps(), Padding()
         self._stack, self.at_close = ExitStack(), ExitStack()
 
     def configure(self, options: Mapping[str, Any]) -> None:
@@ -166,8 +166,9 @@ class StepEngine:
             raise UsageError("train.epochs: a loop over it is running already")
         self._units = self.state.units()
         units, activity = list(self._units.values()), self._context.activity
-        self._reducer = Reducer(
-            units, self.state.models, consistency=self._consistency, activity=activity
+        self.recovery = recovery_of(self.state, self.recovery)
+        self._reducer, self._padding = make_reducer(
+            self.state, units, consistency=self._consistency, activity=activity
         )
         self._stack.enter_context(scalers_know(self))
         self.has_begun = True
@@ -223,6 +224,7 @@ class StepEngine:
             if self._phase is Phase.COMMITTED:
                 self.logbook.commit_step()  # The loop was left after a step.
             self._phase, self._batch = Phase.OUTSIDE, None
+            self._padding.forget()
             self._forget_step()
             if self._reducer is not None:
                 self._reducer.rest()
@@ -253,20 +255,24 @@ class StepEngine:
 
     def _open_iteration(self, loader: MicroBatches) -> Any:
         """Return the next micro-batch, with everything set for it."""
-        batch = loader.next()
+        is_again = self._padding.is_under_way
+        batch = self._padding.take(loader.next)
         check(batch.cursor == self.cursor, f"micro-batch of {batch.cursor}, not of {self.cursor}")
         reducer, epochs, place = self._the_reducer(), loader.epochs, self._context
         share = loader.share(batch, place.world_rank, place.world_size)
         first, last = share.held
-        if batch.micro_batch == first:
+        if batch.micro_batch == first and not is_again:
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
             wishes = bool(self._context.link.wish(self._context.generation))
             logged = tuple(self.logbook.row())
             row = StepRow(wishes, self.cursor, self._stepped, logged, *self._keeper.flags())
             reducer.begin_step(share, row.numbers())
-        reducer.begin_micro_batch(batch.micro_batch)
-        self._batch = batch
-        self._phase = Phase.DUE if batch.micro_batch == last - 1 else Phase.GATHERING
+            self._padding.begin_step(share)
+        is_last, padded = batch.micro_batch == last - 1, self._padding.pad(batch)
+        if padded is None:
+            reducer.begin_micro_batch(batch.micro_batch)
+        self._batch = batch = padded or batch
+        self._phase = Phase.DUE if is_last and padded is None else Phase.GATHERING
         seed_everything(micro_batch_seed(epochs.seed, self.cursor, batch.micro_batch))
         return batch.value
 
@@ -403,6 +409,8 @@ class StepEngine:
             if not stays:
                 reducer.attach(None)
                 if self.recovery in ("reenter", "restart"):
+                    if at_boundary and self.state.is_sharded:
+                        self._keeper.before_leaving(self.cursor, self.data, self._is_called_back)
                     raise GroupChanged("the group changes", self._context.generation) from error
                 self._home.rejoin(self._context.generation, error, at_boundary)
             stays = at_boundary = False
@@ -472,7 +480,8 @@ class StepEngine:
         Args:
             in_this_group: it is called in the group that has agreed on this state.
         """
-        if self._carry is not None or not self._has_state:
+        # What is sharded comes from the memory of all nodes, or from storage.
+        if self._carry is not None or not self._has_state or self.state.is_sharded:
             return self._carry
         state, agreed = self.state.take(), self._context.generation if in_this_group else 0
         return Carry(
@@ -485,7 +494,7 @@ class StepEngine:
             raise InvariantViolation("the step engine is asked before a group stands")
         return self._place
 
-    def _the_reducer(self) -> Reducer:
+    def _the_reducer(self) -> Reducer | ShardedReducer:
         if self._reducer is None:
             raise UsageError("the loop over train.epochs() is over")
         return self._reducer

@@ -31,7 +31,7 @@ from elastic import __version__
 from elastic.core.events.worker import StateSaved
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.retention import superfluous_automatic
-from elastic.core.policy.shares import cut
+from elastic.core.policy.shares import Piece
 from elastic.core.world import FIRST_AUTOMATIC, JobId, RefusalCode
 from elastic.errors import StorageError
 from elastic.runtime.clock import Clock
@@ -85,6 +85,7 @@ class Snapshot:
         generation, rank, world_size: of the group that took it.
         mark: of it.
         slot, layout: where it lies.
+        pieces: what this rank writes of it.
         skeleton: what is no tensor.
         cursor: where in the run it was taken.
         about: values for people.
@@ -99,6 +100,7 @@ class Snapshot:
     mark: Mark
     slot: Slot
     layout: Layout
+    pieces: tuple[Piece, ...]
     skeleton: bytes
     cursor: Cursor
     about: Mapping[str, Any]
@@ -141,6 +143,7 @@ class Writer:
 
     Attributes:
         generation: of the group that this worker is in now.
+        is_awaited: the training loop waits for room for a snapshot.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class Writer:
             clock: for the time of day in files.
             num_to_keep: automatic checkpoints that are kept; -1 for a default of two.
         """
-        self.generation = 0
+        self.generation, self.is_awaited = 0, False
         self._run, self._job_id = run, job_id
         self._line, self._clock = line, clock
         self._num_to_keep = num_to_keep
@@ -235,8 +238,7 @@ class Writer:
         began = time.monotonic()
         files = self._run.checkpoint(self._name(snapshot.name))
         self._wait_for_node(snapshot)
-        pieces = cut(snapshot.layout.extents(), snapshot.rank, snapshot.world_size)
-        part = write_part(files, snapshot.rank, snapshot.slot, snapshot.layout, pieces)
+        part = write_part(files, snapshot.rank, snapshot.slot, snapshot.layout, snapshot.pieces)
         _check_unchanged(snapshot)
         write_note(files, snapshot.rank, replace(part, tensors=snapshot.mark.tensors))
         if snapshot.rank == 0:
@@ -254,8 +256,11 @@ class Writer:
     def _wait_for_node(self, snapshot: Snapshot) -> None:
         """Wait until all workers of this node have copied their share."""
         for _ in _looks(NODE_S):
+            is_over = self.generation != snapshot.generation
             if snapshot.mark.is_with(snapshot.slot.whole()):
                 return
+            if is_over:
+                break  # Whoever has not copied by now is in the next group, or lost.
         raise GivenUp("a worker of this node has not copied its share, or has other tensors")
 
     def _tell_failed(self, failure: Failure) -> None:
@@ -274,7 +279,8 @@ class Writer:
             written = read_parts(files, snapshot.world_size)
             if written is not None:
                 break
-            is_over, has_next = self.generation != snapshot.generation, len(self._outstanding) > 1
+            is_over = self.generation != snapshot.generation
+            has_next = len(self._outstanding) > 1 or self.is_awaited
             if is_over and has_next:
                 break  # The next one is of a group that lives.
             if is_over or has_next:
@@ -407,7 +413,7 @@ def _steps_in(name: str) -> int:
 def _state_of(snapshot: Snapshot) -> Any:
     """Return the objects of a snapshot; each tensor knows its number."""
     skeleton = read_skeleton(snapshot.skeleton)
-    _, tensors = snapshot.slot.tensors(skeleton)
+    _, tensors = snapshot.slot.tensors(skeleton, snapshot.layout.held)
     for number, tensor in enumerate(tensors):
         tensor.elastic_number = number  # type: ignore[attr-defined]
     return unpack(skeleton, tensors)["objects"]

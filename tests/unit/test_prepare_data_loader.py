@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -194,8 +195,21 @@ def test_a_model_is_wrapped_at_world_size_one_too() -> None:
 
 
 @pytest.mark.usefixtures("_inside")
-def test_an_unknown_strategy_is_refused_and_fsdp_needs_a_device() -> None:
+def test_an_unknown_strategy_and_options_of_another_fsdp_are_refused() -> None:
     with pytest.raises(UsageError, match=r"'zero'.*expected 'ddp', 'fsdp' or None"):
         prepare_model(nn.Linear(1, 1), parallel_strategy="zero")
-    with pytest.raises(UsageError, match="needs a GPU"):
-        prepare_model(nn.Linear(1, 1), parallel_strategy="fsdp")
+    options = {"auto_wrap_policy": None}
+    with pytest.raises(UsageError, match=r"auto_wrap_policy: expected those of .*fully_shard"):
+        prepare_model(nn.Linear(1, 1), parallel_strategy="fsdp", parallel_strategy_kwargs=options)
+
+
+@pytest.mark.usefixtures("_inside")
+def test_a_sharded_model_is_the_same_object_with_its_own_names() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = prepare_model(
+        inner, parallel_strategy="fsdp", parallel_strategy_kwargs={"modules": [nn.Linear]}
+    )
+    assert model is inner
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert prepare_model(model) is inner

@@ -1,0 +1,297 @@
+"""Sharded models in checkpoints and in the nodes' memory: by rows, read again by any group."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from elastic.core.policy.shares import Extent, Rows, chunk, givers, merged, share_of
+from elastic.errors import UsageError
+from elastic.storage.verify import verify
+from elastic.worker.keeping import read_checkpoint
+from elastic.worker.saving import Saver, Seat
+from elastic.worker.sharded_restore import Key, Restorer, Told, choices, complete
+from elastic.worker.sharded_state import check_shards, rows_of, spread_of
+from elastic.worker.state import State
+from tests.unit.saving_under_test import DEADLINE_S
+from tests.unit.sharded_under_test import (
+    Member,
+    Memory,
+    ShardedRun,
+    assert_rows_of,
+    mesh_of,
+    sharded,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
+]
+
+GROUPS = [(1,), (2,), (3,), (4,), (2, 2)]
+
+
+@pytest.mark.parametrize("shape", GROUPS)
+@pytest.mark.parametrize("other", [(1,), (3,), (2, 2)])
+def test_any_group_reads_its_rows_of_a_checkpoint(
+    tmp_path: Path, shape: tuple[int, ...], other: tuple[int, ...]
+) -> None:
+    run = ShardedRun(tmp_path, shape=shape)
+    run.save()
+    (name,) = run.committed()
+    marker = dict(run.directory.committed())[name]
+    assert verify(run.directory.checkpoint_path(name)).is_whole
+    for rank in range(int(torch.tensor(other).prod())):
+        member = Member(rank, other, seed=9, stepped=False)
+        state = read_checkpoint(run.directory, name, marker, ours=member.ours(), rank=rank)
+        member.objects.put(state["objects"])
+        assert_rows_of(member, run.members[0].whole, run.members[0].optimizer_state)
+
+
+@pytest.mark.parametrize("shape", GROUPS)
+def test_stock_pytorch_reads_the_whole_tensors(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    run = ShardedRun(tmp_path / "run", shape=shape)
+    run.save()
+    folder = run.directory.checkpoint_path(run.committed()[0])
+    whole = run.members[0].whole
+    wanted = {name.replace(".", "_"): tensor.detach() for name, tensor in whole.named_parameters()}
+    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    dcp.load({"model": found}, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    dcp_to_torch_save(folder, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert int(state["model"]["seen"]) == 3  # A buffer that is in no state_dict.
+    moments = {int(key): one for key, one in state["optimizer"]["state"].items()}
+    for number, name in enumerate(n for n, _ in whole.named_parameters()):
+        assert torch.equal(moments[number]["exp_avg"], run.members[0].optimizer_state[name])
+
+
+def test_each_rank_writes_its_own_rows_only(tmp_path: Path) -> None:
+    run = ShardedRun(tmp_path, shape=(4,))
+    run.save()
+    files = run.directory.checkpoint(run.committed()[0])
+    sizes = {name: len(files.read(name)) for name in files.list("part-*.distcp")}
+    assert len(sizes) == 4
+    mark = run.savers[0].held_snapshots()[0][1]
+    whole = sum(3 * p.nbytes for p in run.members[0].whole.parameters())
+    assert mark.data_bytes >= whole  # One node has all of it,
+    apart = ShardedRun(tmp_path / "apart", shape=(4,), nodes=4)
+    apart.save()
+    mark = apart.savers[3].held_snapshots()[0][1]
+    assert mark.data_bytes < run.savers[0].held_snapshots()[0][1].data_bytes  # here a part.
+
+
+def test_what_cannot_be_saved_is_refused_when_the_model_is_prepared() -> None:
+    mesh = mesh_of(0, (2,))
+    columns = DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(1)], run_check=False)
+    with pytest.raises(UsageError, match=r"head.*expected one Shard\(0\)"):
+        check_shards("head", columns, 2)
+    with pytest.raises(UsageError, match=r"head is not sharded.*fully_shard on the whole model"):
+        check_shards("head", torch.zeros(2), 2)
+    with pytest.raises(UsageError, match="mesh of 2 ranks, and the group has 4"):
+        check_shards("head", sharded(torch.zeros(4), mesh), 4)
+    copied = DTensor.from_local(torch.zeros(2), mesh, [Replicate()], run_check=False)
+    assert spread_of(copied) is None
+    assert rows_of(copied, 0) is None
+
+
+# ------------------------------------------------------------------------------ nodes' memory
+
+
+def together(size: int, do: Callable[[int, Any], Any]) -> list[Any]:
+    """Call a function on each member of a group that is threads."""
+    store, found = dist.HashStore(), [None] * size
+
+    def be(rank: int) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+        found[rank] = do(rank, group)
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    return found
+
+
+def restored(
+    run: ShardedRun, places: Sequence[Memory | None], *, reads: bool = True
+) -> tuple[list[Member], list[tuple[State | None, bool]]]:
+    """Return the members of a new group, and what each has come to.
+
+    Args:
+        run: the one before.
+        places: the node of each member, None for one that has held nothing.
+        reads: they can reach storage.
+    """
+    size = len(places)
+    members = [Member(rank, (size,), seed=9, stepped=False) for rank in range(size)]
+
+    def listed() -> Any:
+        found = [(int(m.about("steps", 0)), n, m) for n, m in run.directory.automatic()]
+        return found[::-1] if reads else None
+
+    def restore(rank: int, group: Any) -> tuple[State | None, bool]:
+        node, ours = places[rank], members[rank].ours()
+        saver = Saver((node or Memory()).paths, None)
+        saver.enter(Seat(2, rank, size))
+        restorer = Restorer(
+            group,
+            saver,
+            ours,
+            listed=listed,
+            read=lambda name, marker: read_checkpoint(
+                run.directory, name, marker, ours=ours, rank=rank
+            ),
+        )
+        state, is_any = restorer.restore()
+        if state is not None:
+            members[rank].objects.put(state["objects"])
+        return state, is_any
+
+    return members, together(size, restore)
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(1, 1), (2, 2), (3, 1), (4, 2)])
+@pytest.mark.parametrize("others", [1, 2, 3, 4])
+def test_rows_come_from_the_memory_of_all_nodes(
+    tmp_path: Path, size: int, nodes: int, others: int
+) -> None:
+    """Storage is empty; a newcomer's node has nothing, and every old node has a member."""
+    run = ShardedRun(tmp_path, shape=(size,), nodes=nodes)
+    run.save()
+    if others < nodes:
+        pytest.skip("a node without a member in the group is not asked")
+    for name in run.committed():
+        run.directory.remove(name)
+    places = [run.nodes[rank] if rank < nodes else None for rank in range(others)]
+    members, found = restored(run, places)
+    assert all(state is not None and state["steps"] == 1 for state, _ in found), found
+    for member in members:
+        assert_rows_of(member, run.members[0].whole, run.members[0].optimizer_state)
+
+
+def test_what_one_node_lacks_comes_from_storage(tmp_path: Path) -> None:
+    run = ShardedRun(tmp_path, shape=(4,), nodes=2)
+    run.save(steps=1)
+    newest = run.savers[0]
+    assert newest.held_snapshots()[0][1].steps == 1
+    members, found = restored(run, [run.nodes[0], None])
+    assert all(state is not None and state["steps"] == 1 for state, _ in found), found
+    for member in members:
+        assert_rows_of(member, run.members[0].whole, run.members[0].optimizer_state)
+
+
+def test_nothing_is_begun_anew_while_storage_is_away(tmp_path: Path) -> None:
+    run = ShardedRun(tmp_path, shape=(2,), nodes=2)
+    run.save()
+    _, found = restored(run, [run.nodes[0], None], reads=False)
+    assert found == [(None, True), (None, True)]
+    empty = ShardedRun(tmp_path / "empty", shape=(2,), nodes=2)
+    _, found = restored(empty, [None, None])
+    assert found == [(None, False), (None, False)]
+
+
+def test_a_part_that_one_member_finds_torn_is_used_by_nobody(tmp_path: Path) -> None:
+    run = ShardedRun(tmp_path, shape=(2,), nodes=2)
+    run.save(steps=1)
+    for saver in run.savers:
+        saver.number = 1
+    run.save(steps=2)
+    torn = Path(run.directory.checkpoint_path(run.committed()[-1])) / "part-00001.distcp"
+    content = bytearray(torn.read_bytes())
+    content[len(content) // 2] ^= 1
+    torn.write_bytes(content)
+    members, found = restored(run, [None, None])
+    assert all(state is not None and state["steps"] == 1 for state, _ in found), found
+    for member in members:
+        assert_rows_of(member, run.members[0].whole, run.members[0].optimizer_state)
+
+
+# ------------------------------------------------------------------------------ who has what
+
+
+def told(*snapshots: tuple[Key, dict[int, tuple[int, tuple[Rows, ...]]]], names: Any = ()) -> Told:
+    return Told.of(Told(dict(snapshots), names).to_bytes())
+
+
+def test_what_is_newest_and_complete_is_chosen_memory_first() -> None:
+    three, five = Key(3, 1, 1, 7), Key(5, 1, 2, 7)
+    half = {0: (4, (Rows(0, 2),))}
+    rest = {0: (4, (Rows(2, 2),))}
+    one = told((three, half), (five, half), names=((3, "c3"), (2, "c2")))
+    other = told((three, rest), names=None)
+    assert complete(three, [one, other])
+    assert not complete(five, [one, other])
+    assert choices([one, other]) == [three, "c3", "c2"]
+    assert choices([other]) == []
+
+
+rows = st.builds(Rows, st.integers(0, 20), st.integers(0, 9))
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
+    expected = [len(one) for one in torch.chunk(torch.zeros(size), parts)]
+    found = [chunk(size, parts, part) for part in range(parts)]
+    assert [one.rows for one in found if one.rows] == [one for one in expected if one]
+    assert merged(found) == ((Rows(0, size),) if size else ())
+
+
+@given(rows, st.lists(st.tuples(st.integers(0, 5), st.lists(rows, max_size=4)), max_size=5))
+def test_whatever_somebody_has_is_given_once(
+    wanted: Rows, held: list[tuple[int, list[Rows]]]
+) -> None:
+    given_rows = givers(wanted, held)
+    numbers = [n for _, one in given_rows for n in range(one.first, one.end)]
+    there = {n for _, many in held for one in many for n in range(one.first, one.end)}
+    assert sorted(numbers) == sorted(there & set(range(wanted.first, wanted.end)))
+    for rank, one in given_rows:
+        assert any(
+            rank == holder and stretch.with_both(one) == one
+            for holder, many in held
+            for stretch in many
+        )
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(1, 8), st.booleans()), max_size=6),
+    st.integers(1, 5),
+)
+def test_every_row_is_written_once(tensors: list[tuple[int, int, bool]], world_size: int) -> None:
+    extents = [Extent(size, row_bytes) for size, row_bytes, _ in tensors]
+    spreads = [
+        tuple(chunk(size, world_size, rank) for rank in range(world_size)) if is_cut else None
+        for size, _, is_cut in tensors
+    ]
+    pieces = [
+        piece
+        for rank in range(world_size)
+        for piece in share_of(extents, spreads, rank=rank, part=rank, parts=world_size)
+    ]
+    for number, extent in enumerate(extents):
+        mine = [piece for piece in pieces if piece.tensor == number]
+        assert mine  # Also one without rows is somebody's.
+        covered = [n for piece in mine for n in range(piece.first, piece.first + piece.rows)]
+        assert sorted(covered) == list(range(extent.rows))
+
+
+def test_a_model_without_shards_is_none() -> None:
+    member = Member(0, (1,), seed=0, stepped=False)
+    assert member.objects.is_sharded
+    member.objects.models = [nn.Linear(1, 1)]
+    assert not member.objects.is_sharded
