@@ -248,9 +248,7 @@ class Saver:
         try:
             slot, mark, arrangement, skeleton = self._copy(state(), steps)
         except Exception as error:
-            if self._writer is not None:
-                name = name_of(steps, self._seat.generation, self.number)
-                self._writer.tell(Failure(self._seat.rank, name, str(error)))
+            self._tell_failed(steps, error)
             raise
         log.info(
             "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", self.number, cursor.epoch,
@@ -278,6 +276,12 @@ class Saver:
             )
         )
         return done
+
+    def _tell_failed(self, steps: int, error: Exception) -> None:
+        """Let the others not wait for our part of a snapshot that we could not take."""
+        if self._writer is not None:
+            name = name_of(steps, self._seat.generation, self.number)
+            self._writer.tell(Failure(self._seat.rank, name, str(error)))
 
     def _copy(self, state: Any, steps: int) -> tuple[Slot, Mark, Arrangement, bytes]:
         """Copy our share into the slot whose turn it is."""
