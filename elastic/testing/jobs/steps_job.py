@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,6 +133,7 @@ def train_func(config: dict) -> dict:
             optimizer.zero_grad()
             counter.zero_grad()
             train.log(loss=loss, over=float(is_over(config)))
+            note_time(config)
         train.report({"epoch": epoch})
         if train.get_logged()["over"] > 0:
             break
@@ -145,6 +147,13 @@ def train_func(config: dict) -> dict:
     }
     train.report(result)
     return result
+
+
+def note_time(config: dict) -> None:
+    """Append when a step ended to this worker's file of `times`, as seconds since 1970."""
+    if config["times"] and train.stepped():
+        with Path(f"{config['times']}.{os.getpid()}").open("a") as file:
+            file.write(f"{time.time():.6f}\n")
 
 
 def is_over(config: dict) -> bool:
@@ -206,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pace", type=float, default=0.0, help="seconds for each micro-batch")
     parser.add_argument("--gpu", action="store_true", help="with deterministic kernels")
     parser.add_argument("--finish", default="", help="end with the epoch in which this file comes")
+    parser.add_argument("--times", default="", help="file for the moments at which steps ended")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, help="steps between automatic checkpoints")
     parser.add_argument("--name", help="of the run, if it is one of this process")

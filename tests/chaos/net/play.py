@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from elastic.core.view import JobView
@@ -20,6 +21,8 @@ from elastic.testing.chaos_jobs import ChaosJob, chaos_job
 from tests.chaos.net.cluster import AGENTS, COORDINATORS, MEMBERS, PATIENCE_S, NetCluster
 from tests.chaos.net.switch import CUT, Link
 
+KILLING_S = 300.0
+KILL_EVERY_S = 10.0
 LEASE_OVER_S = 3.0
 """Longer than a lease: whoever could not renew his would have lost it."""
 
@@ -27,8 +30,9 @@ LEASE_OVER_S = 3.0
 class Play:
     """A cluster that trains, and the job's state for the stories."""
 
-    def __init__(self, cluster: NetCluster, job: ChaosJob) -> None:
+    def __init__(self, cluster: NetCluster, job: ChaosJob, times: Path) -> None:
         self.cluster = cluster
+        self.times = times
         self.job = job
         self.job_id = cluster.client.submit(job.spec)
         self.seen: dict[str, float] = {}
@@ -67,6 +71,15 @@ class Play:
 
     def pids(self) -> list[int]:
         return sorted(worker.report.pid for worker in self.view().workers)
+
+    def step_times(self, first_s: float, last_s: float) -> list[float]:
+        """Seconds between two steps of a worker, of all workers, in order of size."""
+        gaps: list[float] = []
+        for path in self.times.parent.glob(f"{self.times.name}.*"):
+            ends = [float(line) for line in path.read_text().splitlines()]
+            ends = [end for end in ends if first_s <= end <= last_s]
+            gaps += [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        return sorted(gaps)
 
     def undisturbed(self, fault: Callable[[], None]) -> None:
         """Do something that no worker may notice: same group, same processes, more steps."""
@@ -201,6 +214,39 @@ def a_node_that_only_hears_is_left_behind_and_comes_back(play: Play) -> None:
     play.wait_trains()
 
 
+def the_leader_is_killed_again_and_again(play: Play) -> None:
+    """Half as long as it lasts nobody is killed, so that step times can be compared."""
+    cluster = play.cluster
+    play.wait_trains()
+    quiet_s = time.time()
+    time.sleep(KILLING_S / 2)
+    killing_s = time.time()
+
+    def fault() -> None:
+        kills = 0
+        while time.time() < killing_s + KILLING_S:
+            leader = cluster.leader()
+            due_s = time.time() + KILL_EVERY_S
+            cluster.kill(leader)
+            kills += 1
+            took_s = cluster.wait_leader((other(leader),))
+            play.seen["leads_after_s_max"] = max(took_s, play.seen.get("leads_after_s_max", 0))
+            cluster.start_coordinator(leader)
+            time.sleep(max(0.0, due_s - time.time()))
+        play.seen["kills"] = kills
+
+    play.undisturbed(fault)
+    for name, first_s, last_s in (
+        ("quiet", quiet_s, killing_s),
+        ("killing", killing_s, killing_s + KILLING_S),
+    ):
+        gaps = play.step_times(first_s, last_s)
+        play.seen[f"{name}_steps"] = len(gaps)
+        for label, part in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
+            play.seen[f"{name}_{label}_ms"] = 1000 * gaps[int(part * len(gaps))]
+        play.seen[f"{name}_max_ms"] = 1000 * gaps[-1]
+
+
 STORIES: dict[str, Callable[[Play], None]] = {
     story.__name__: story
     for story in (
@@ -213,6 +259,11 @@ STORIES: dict[str, Callable[[Play], None]] = {
         agents_that_lose_all_coordinators_go_on_training,
         a_node_that_only_hears_is_left_behind_and_comes_back,
     )
+}
+
+
+LONG = {
+    the_leader_is_killed_again_and_again.__name__: the_leader_is_killed_again_and_again,
 }
 
 
@@ -245,9 +296,13 @@ def main() -> None:
     directory, *wanted = sys.argv[1:]
     with NetCluster(Path(directory)) as cluster:
         job = chaos_job("steps", "net", workers=len(AGENTS), directory=Path(directory))
-        play = Play(cluster, job)
+        times = Path(directory) / "times"
+        entry = replace(job.spec.entry, args=(*job.spec.entry.args, "--times", str(times)))
+        job = replace(job, spec=replace(job.spec, entry=entry))
+        play = Play(cluster, job, times)
         play.wait_trains()
-        outcomes = [tell(story, play, STORIES[story]) for story in wanted or STORIES]
+        known = {**STORIES, **LONG}
+        outcomes = [tell(story, play, known[story]) for story in wanted or STORIES]
         outcomes.append(tell("finish", play, finish))
         sys.exit(0 if all(outcomes) else 1)
 

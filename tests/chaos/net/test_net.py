@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.net.play import STORIES
+from tests.chaos.net.play import LONG, STORIES
 from tests.etcd_server import find_etcd
 
 ROOT = Path(__file__).resolve().parents[3]
-PLAY_S_MAX = 600
+PLAY_S_MAX = 1200
 SHORT = (
     "a_leader_that_is_killed_is_replaced",
     "a_frozen_leader_wakes_as_a_standby",
@@ -83,3 +83,9 @@ def test_all_stories_twice_in_a_row_end_well_and_so_does_the_job(tmp_path: Path)
     assert {story: said.get(story, "it was not reached") for story in (*STORIES, "finish")} == (
         dict.fromkeys((*STORIES, "finish"), "")
     )
+
+
+@pytest.mark.slow
+def test_no_worker_notices_that_the_leader_is_killed_every_ten_seconds(tmp_path: Path) -> None:
+    said = told(tmp_path, tuple(LONG))
+    assert said == dict.fromkeys((*LONG, "finish"), "")
