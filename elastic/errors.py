@@ -18,6 +18,7 @@
     │   ├── NotFound          no job, node or worker of this name
     │   └── Fenced            you belong to a generation, life or leadership that is over
     ├── PeerError             another process sent what the protocol does not allow
+    │   └── UnknownMessage    of a newer minor version: to be passed over
     ├── StoreError            the membership store answered what it must not
     │   ├── Compacted         the asked-for revision is gone from the store's history
     │   └── CorruptRecord     a stored record does not decode
@@ -141,6 +142,10 @@ class Fenced(Refused):
 
 class PeerError(ElasticError):
     """Another process sent something that the protocol does not allow."""
+
+
+class UnknownMessage(PeerError):
+    """A message whose kind a newer minor version of the protocol has added."""
 
 
 class StoreError(ElasticError):

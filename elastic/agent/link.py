@@ -24,6 +24,7 @@ from elastic.errors import (
     ConfigError,
     CoordinatorUnreachable,
     ElasticError,
+    UnknownMessage,
 )
 from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
@@ -211,7 +212,12 @@ class Link:
         if waiting.cancelled_caught:
             return f"the coordinator at {stream.endpoint} took the stream and does not answer"
         while data is not None:
-            message = decode_coordinator_message(data)
+            try:
+                message = decode_coordinator_message(data)
+            except UnknownMessage as error:
+                log.warning("message_passed_over error=%r", str(error))
+                data = await stream.read()
+                continue
             if isinstance(message, FollowLogs):
                 self._callbacks.on_follow(message)
             else:

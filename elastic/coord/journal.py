@@ -29,7 +29,7 @@ from elastic.core.events.coordinator import JobRecord
 from elastic.core.world import JobId
 from elastic.errors import CorruptRecord, Fenced, StoreUnavailable
 from elastic.store.interface import CommitResult, Compare, Delete, Entry, Put, Store, Write
-from elastic.wire.codec_records import decode_record, encode_record
+from elastic.wire.codec_records import decode_record, encode_record, unknown_of
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,11 @@ class Kept:
     Attributes:
         revision: of its record, 0 before the first.
         labels: keys of the pieces under each label.
+        unknown: fields of its record that a newer version wrote, as bytes.
     """
 
     revision: int = 0
+    unknown: bytes = b""
     labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -127,7 +129,8 @@ class Journal:
                 raise CorruptRecord(f"record {entry.key} is about job {record.spec.job_id!r}")
             payload = _join(entry.key, ENTRY, blobs.get((job_id, ENTRY), ()), may_lack=True)
             records.append(replace(record, spec=_with_payload(record.spec, payload)))
-            self._kept.setdefault(job_id, Kept()).revision = entry.mod_revision
+            kept = self._kept.setdefault(job_id, Kept())
+            kept.revision, kept.unknown = entry.mod_revision, unknown_of(data)
         # Left by a coordinator that died before it wrote the record, or while forgetting it.
         self._unwanted = {job_id: None for job_id, kept in self._kept.items() if not kept.revision}
         return tuple(sorted(records, key=lambda record: record.sequence))
@@ -150,6 +153,7 @@ class Journal:
             if payload and not kept.revision:
                 await self._write_pieces(job_id, ENTRY, payload)
             data = encode_record(replace(record, spec=_with_payload(record.spec, b"")))
+            data += kept.unknown
             if len(data) > RECORD_BYTES:
                 data = await self._split(job_id, data)
             puts[job_id] = Put(self._jobs_prefix + job_id, data)

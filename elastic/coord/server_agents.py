@@ -18,7 +18,7 @@ from elastic.coord.office import Office, Tenure
 from elastic.coord.roles import CALLER
 from elastic.coord.sessions import Session
 from elastic.core.messages import AgentMessage, Hello, LogLines
-from elastic.errors import ConfigError, ElasticError, NotPermitted, PeerError
+from elastic.errors import ConfigError, ElasticError, NotPermitted, PeerError, UnknownMessage
 from elastic.runtime.rpc import TERM_KEY
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
@@ -145,8 +145,12 @@ async def _next(context: Context) -> AgentMessage | None:
     Raises:
         PeerError: bytes that are no message.
     """
-    data = await context.read()
-    return decode_agent_message(data) if isinstance(data, bytes) else None
+    while isinstance(data := await context.read(), bytes):
+        try:
+            return decode_agent_message(data)
+        except UnknownMessage as error:
+            log.warning("message_passed_over peer=%s error=%r", context.peer(), str(error))
+    return None
 
 
 def _name(message: object) -> str:

@@ -1,9 +1,12 @@
 """What the coordinator keeps in its store, as bytes.
 
-Rule: a record that does not decode, or was written by a newer version, is refused by its key.
+Rule: a record that does not decode, or has a newer format, is refused by its key; fields that a
+newer minor version added within the format are kept as they are.
 """
 
 from __future__ import annotations
+
+from google.protobuf.message import Message
 
 from elastic.core.events.coordinator import JobRecord
 from elastic.errors import CorruptRecord, PeerError
@@ -28,6 +31,38 @@ def encode_record(record: JobRecord) -> bytes:
     stored = _RECORD.to_proto(record)
     stored.format = RECORD_FORMAT
     return stored.SerializeToString()
+
+
+def unknown_of(data: bytes) -> bytes:
+    """Return the fields of a stored record that this version does not know, to be put behind it.
+
+    A newer minor version wrote them: two versions may share a store while a cluster is upgraded,
+    and the older one must not lose what the newer keeps. Only where a record has one value for
+    its whole life: beside the job's own fields and in its specification.
+
+    Args:
+        data: a record that `decode_record` reads.
+
+    Returns:
+        Bytes to append to `encode_record`; protobuf reads two encodings in a row as one message.
+    """
+    stored = records_pb2.StoredRecord.FromString(data)
+    kept = records_pb2.StoredRecord()
+    if spec := _bare(stored.job_record.spec):
+        kept.job_record.spec.MergeFromString(spec)
+    if record := _bare(stored.job_record):
+        kept.job_record.MergeFromString(record)
+    kept.MergeFromString(_bare(stored))
+    return kept.SerializeToString()
+
+
+def _bare(message: Message) -> bytes:
+    """Return only what is unknown in a message, itself and not what is in it."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for field in message.DESCRIPTOR.fields:
+        copy.ClearField(field.name)
+    return copy.SerializeToString()
 
 
 def decode_record(data: bytes, *, key: str) -> JobRecord:

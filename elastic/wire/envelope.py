@@ -1,7 +1,8 @@
 """Envelopes: messages of which exactly one body is set, one for each direction of each wire.
 
 Rule: an envelope knows a body for every member of its union and none besides; an envelope that
-arrives without a body is refused, as is one whose body the reader does not know.
+arrives without a body is refused, and so is, by an error of its own, one whose body only a newer
+minor version knows: the daemons pass such a message over, and go on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from google.protobuf.message import Message
 
 from elastic.core.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from elastic.errors import PeerError, check
+from elastic.errors import PeerError, UnknownMessage, check
 from elastic.wire.codec import Codec, parse
 
 Body = TypeVar("Body")
@@ -70,11 +71,14 @@ class Envelope(Generic[Body, Proto]):
         """Return what an envelope holds.
 
         Raises:
-            PeerError: no body, an unknown one, or one that does not decode.
+            UnknownMessage: a body that only a newer minor version knows.
+            PeerError: no body, or one that does not decode.
         """
         field = envelope.WhichOneof("body")
         if field is None:
-            raise PeerError(
+            # What is unknown counts as well: there is a body, of a kind that was added since.
+            kind = UnknownMessage if envelope.ByteSize() else PeerError
+            raise kind(
                 f"{envelope.DESCRIPTOR.name} without a body that protocol {PROTOCOL_MAJOR}."
                 f"{PROTOCOL_MINOR} knows; expected one of {', '.join(self._codecs)}"
             )

@@ -60,9 +60,9 @@ class SmallCoordinator:
         self._token = token
         self._refusal = refusal
         self._admitting = anyio.Event()
-        self._out: asyncio.Queue[CoordinatorMessage | None] = asyncio.Queue()
+        self._out: asyncio.Queue[CoordinatorMessage | bytes | None] = asyncio.Queue()
 
-    def say(self, message: CoordinatorMessage | None) -> None:
+    def say(self, message: CoordinatorMessage | bytes | None) -> None:
         """Send to the newest agent; None ends its stream."""
         self._out.put_nowait(message)
 
@@ -97,7 +97,8 @@ class SmallCoordinator:
         self, context: grpc.aio.ServicerContext[bytes, bytes], scope: anyio.CancelScope
     ) -> None:
         while (message := await self._out.get()) is not None:
-            await context.write(encode_coordinator_message(message))
+            is_raw = isinstance(message, bytes)
+            await context.write(message if is_raw else encode_coordinator_message(message))
         scope.cancel()
 
 

@@ -231,3 +231,13 @@ async def test_output_waits_for_room_and_ends_with_the_stream() -> None:
             assert await link.send_lines(lines)
         link.disconnect(S1)
         assert not await link.send_lines(lines)
+
+
+async def test_a_message_of_a_newer_minor_version_is_passed_over() -> None:
+    coordinator = SmallCoordinator()
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
+        await welcomed(link, heard, coordinator)
+        coordinator.say(b"\xc2\x3e\x03new")  # A body with the number 1000.
+        coordinator.say(Release("still heard"))
+        said = await heard.wait_for(CoordinatorSaid)
+        assert said.message == Release("still heard")

@@ -19,6 +19,7 @@ from elastic.runtime.clock import SystemClock
 from elastic.store.interface import CommitResult, Compare, Delete, Lease, Put, Snapshot, Write
 from elastic.store.local import LocalStore
 from elastic.store.memory import memory_store
+from elastic.wire.generated.elastic.v1 import records_pb2
 
 pytestmark = pytest.mark.anyio
 PREFIX = "test"
@@ -379,3 +380,51 @@ async def test_a_claim_whose_answer_was_lost_counts() -> None:
     with anyio.fail_after(2.0):
         await leader.acquire(lambda _: None)
     await Journal(weak, PREFIX, leader).write([record()])  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------ another version
+
+
+def newer(data: bytes) -> bytes:
+    """A record as a newer minor version writes it: fields at each level that we do not know."""
+    stored = records_pb2.StoredRecord.FromString(data)
+    unknown = b"\xc2\x3e\x03new"  # Field 1000, three bytes.
+    stored.job_record.spec.MergeFromString(unknown)
+    stored.job_record.MergeFromString(unknown)
+    stored.MergeFromString(unknown)
+    return stored.SerializeToString()
+
+
+def parts(data: bytes) -> list[bytes]:
+    """What is unknown in a record, in its job, and in the job's specification."""
+    stored = records_pb2.StoredRecord.FromString(data)
+    found = []
+    for message in (stored, stored.job_record, stored.job_record.spec):
+        for field in message.DESCRIPTOR.fields:
+            if field.name not in ("job_record", "spec"):
+                message.ClearField(field.name)
+        found.append(message)
+    record = found[1]
+    record.ClearField("spec")
+    found[0].ClearField("job_record")
+    return [message.SerializeToString() for message in found]
+
+
+@pytest.mark.parametrize("number", [3, 9000], ids=["whole", "in pieces"])
+async def test_fields_that_a_newer_version_added_outlive_an_older_leader(number: int) -> None:
+    store = memory_store()
+    await (await office(store)).write([record(checkpoints=checkpoints(3))])
+    key = f"{PREFIX}/jobs/j-1"
+    (entry,) = (await store.read(key)).entries
+    await store.commit([Compare(key, entry.mod_revision)], [Put(key, newer(entry.value))])
+    older = await office(store, "older")
+    (job,) = await older.load()
+    assert job == record(checkpoints=checkpoints(3))
+    await older.write([replace(job, generation=7, reason="changed")])
+    await older.write([replace(job, generation=8, checkpoints=checkpoints(number))])
+    third = await office(store, "third")
+    (job,) = await third.load()
+    assert (job.generation, len(job.checkpoints)) == (8, number)
+    await third.write([replace(job, checkpoints=())])
+    (entry,) = (await store.read(key)).entries
+    assert parts(entry.value) == [b"\xc2\x3e\x03new"] * 3

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from elastic.core.view import JobView
@@ -78,7 +79,7 @@ class Play:
         for path in self.times.parent.glob(f"{self.times.name}.*"):
             ends = [float(line) for line in path.read_text().splitlines()]
             ends = [end for end in ends if first_s <= end <= last_s]
-            gaps += [after - before for before, after in zip(ends, ends[1:], strict=False)]
+            gaps += [after - before for before, after in pairwise(ends)]
         return sorted(gaps)
 
     def undisturbed(self, fault: Callable[[], None]) -> None:
