@@ -141,6 +141,11 @@ class Office:
                     return
                 await self._news.wait()
 
+    async def wait_change(self, timeout_s: float) -> None:
+        """Wait until anything here is different, or this long: what grows old tells nobody."""
+        with anyio.move_on_after(timeout_s):
+            await self._news.wait()
+
     def _age_s(self) -> float:
         return (self._clock.monotonic_ns() - self._seen_ns) / 1e9 if self._seen_ns else 1e9
 

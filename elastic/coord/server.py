@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import anyio
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -102,7 +101,7 @@ class Server:
     async def keep_health(self) -> None:
         """Say by health what this coordinator is, for ever."""
         while True:
-            await anyio.sleep(HEALTH_INTERVAL_S)
+            await self.office.wait_change(HEALTH_INTERVAL_S)
             await self.tell_health()
 
     async def tell_health(self) -> None:

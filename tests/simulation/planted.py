@@ -27,7 +27,7 @@ from elastic.core.machine import (
 from elastic.core.messages import Announce, WorkerUpdate
 from elastic.core.policy import hang, membership, placement
 from elastic.core.policy.decision import Decision
-from elastic.core.world import Group
+from elastic.core.world import Group, RefusalCode
 from elastic.testing import hosts, terms
 
 Patch = pytest.MonkeyPatch
@@ -141,8 +141,10 @@ def splits_a_replica(patch: Patch) -> None:
 def records_checkpoints_of_old_generations(patch: Patch) -> None:
     """Reports are not fenced."""
 
-    def accept(job: Any, report: Any) -> str:
-        return "" if job is not None and not job.has_ended() else "over"
+    def accept(job: Any, report: Any) -> tuple[RefusalCode, str]:
+        if job is None or job.has_ended():
+            return RefusalCode.JOB_ENDED, "over"
+        return RefusalCode.NONE, ""
 
     patch.setattr(reports, "_refuse_report", accept)
 
