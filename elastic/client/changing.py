@@ -33,7 +33,7 @@ from elastic.client.terminal import (
 from elastic.client.values import parse_amounts, parse_num_workers, parse_pairs
 from elastic.client.watching import Follower
 from elastic.client.wording import workers
-from elastic.core.config import JobSpec
+from elastic.core.config import PRIORITY_MAX, JobSpec
 from elastic.core.view import JobView
 from elastic.core.world import NodePhase, Strategy, host_of
 from elastic.errors import Refused
@@ -91,6 +91,14 @@ timeout_option = click.option(
 @click.option(
     "--max-preemptions", default=-1, type=click.IntRange(min=-1), help="How many nodes may be "
     "taken by notices and drains before the job fails; -1 for ever.",
+)  # fmt: skip
+@click.option(
+    "--priority", default=0, type=click.IntRange(-PRIORITY_MAX, PRIORITY_MAX), metavar="N",
+    help="Of jobs that wait, those with a greater one go first.",
+)  # fmt: skip
+@click.option(
+    "--project", default="", show_default=False, metavar="NAME",
+    help="Label; the coordinator divides by projects, and may limit them.",
 )  # fmt: skip
 @click.option("--num-to-keep", default=-1, help="Checkpoints that are kept; -1 for all.")
 @click.option(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import click
 from click.core import ParameterSource
 
-from elastic.client import asking, changing, checkpoints, run
+from elastic.client import asking, changing, checkpoints, run, steering
 from elastic.client.terminal import Target
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
@@ -67,8 +67,13 @@ for command in (
     checkpoints.checkpoint,
     checkpoints.checkpoints,
     checkpoints.verify,
+    steering.pause,
+    steering.resume,
+    steering.scale,
     changing.stop,
     asking.nodes,
+    steering.cordon,
+    steering.uncordon,
     changing.drain,
     asking.version,
 ):

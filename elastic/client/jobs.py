@@ -150,6 +150,38 @@ class Client:
         request = jobs_pb2.CheckpointRequest(job=job)
         return int(self._ask("Checkpoint", request, timeout_s=CHANGE_TIMEOUT_S).request)
 
+    def pause(self, job: str) -> None:
+        """Have a job give its workers back, after a checkpoint; does not wait for that.
+
+        Raises:
+            NotFound: there is no such job.
+            Refused: it has ended, or has no run directory to go on from.
+            ElasticError: see the class.
+        """
+        self._ask("Pause", jobs_pb2.PauseRequest(job=job), timeout_s=CHANGE_TIMEOUT_S)
+
+    def resume(self, job: str) -> None:
+        """Let a paused job go on.
+
+        Raises:
+            NotFound: there is no such job.
+            Refused: it has ended.
+            ElasticError: see the class.
+        """
+        self._ask("Resume", jobs_pb2.ResumeRequest(job=job), timeout_s=CHANGE_TIMEOUT_S)
+
+    def scale(self, job: str, *, min_workers: int = 0, max_workers: int = 0) -> None:
+        """Set other bounds for a job's group, which follows at a boundary; 0 leaves one as it is.
+
+        Raises:
+            NotFound: there is no such job.
+            Refused: it has ended.
+            UsageError: it cannot have these bounds.
+            ElasticError: see the class.
+        """
+        request = jobs_pb2.ScaleRequest(job=job, min_workers=min_workers, max_workers=max_workers)
+        self._ask("Scale", request, timeout_s=CHANGE_TIMEOUT_S)
+
     def get(self, job: str, *, stale_ok: bool = False) -> JobView:
         """Return one job as it stands; moments are on this process's monotonic clock.
 
@@ -256,6 +288,16 @@ class Client:
         request = jobs_pb2.DrainRequest(node=node, timeout_s=timeout_s, reason=reason)
         self._ask("Drain", request, timeout_s=CHANGE_TIMEOUT_S)
 
+    def cordon(self, node: str, *, cordoned: bool = True, reason: str = "") -> None:
+        """Let no new workers start on a node, or let them again; those that are there stay.
+
+        Raises:
+            NotFound: there is none.
+            ElasticError: see the class.
+        """
+        request = jobs_pb2.CordonRequest(node=node, cordoned=cordoned, reason=reason)
+        self._ask("Cordon", request, timeout_s=CHANGE_TIMEOUT_S)
+
     # ------------------------------------------------------------ calls
 
     def _ask(
@@ -267,7 +309,7 @@ class Client:
         stale_ok: bool = False,
     ) -> Any:
         def start(channel: grpc.Channel) -> Any:
-            is_clusters = method in ("Status", "Drain")
+            is_clusters = method in ("Status", "Drain", "Cordon")
             stub = jobs_pb2_grpc.ClusterStub if is_clusters else jobs_pb2_grpc.JobsStub
             return getattr(stub(channel), method)
 

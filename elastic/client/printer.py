@@ -43,6 +43,7 @@ COLOURS = {
     JobPhase.PENDING: "yellow",
     JobPhase.RUNNING: "green",
     JobPhase.STOPPING: "yellow",
+    JobPhase.PAUSED: "yellow",
     JobPhase.SUCCEEDED: "green",
     JobPhase.FAILED: "red",
     JobPhase.STOPPED: "yellow",
@@ -50,6 +51,7 @@ COLOURS = {
 RULED = {
     "change_planned": "a change is planned: {reason}",
     "checkpoint_refused": "checkpoint {path} does not count: {reason}",
+    "gives_back": "{workers} will be given back to another job",
     "notes_dropped": "{number} events were too many to be told",
 }
 
@@ -165,7 +167,8 @@ class Printer:
             place = f" (rank {rank})" if rank != "-1" else ""
             self.say(f"worker {fields.get('worker')}{place} is gone: {fields.get('cause')}")
         elif name in RULED:
-            self.say(RULED[name].format_map({"reason": "", "path": "", "number": "", **fields}))
+            blank = dict.fromkeys(("reason", "path", "number", "workers"), "")
+            self.say(RULED[name].format_map({**blank, **fields}))
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Take what rank 0 reported; said at most once a second where nothing moves."""

@@ -27,8 +27,8 @@ NS_PER_S = 1e9
 PHASE_COLOURS = {
     "ready": "green", "running": "green", "succeeded": "green", "training": "green",
     "finished": "green", "pending": "yellow", "draining": "yellow", "disconnected": "yellow",
-    "stopping": "yellow", "stopped": "yellow", "failed": "red", "lost": "red", "broken": "red",
-    "whole": "green", "damaged": "red",
+    "stopping": "yellow", "stopped": "yellow", "paused": "yellow",
+    "failed": "red", "lost": "red", "broken": "red", "whole": "green", "damaged": "red",
 }  # fmt: skip
 
 # ------------------------------------------------------------------------------------ for programs
@@ -58,6 +58,7 @@ def node_as_dict(view: NodeView, now_ns: int) -> dict[str, Any]:
         "since_s": _age_s(now_ns, view.since_ns),
         "reason": view.reason,
         "host": node.host,
+        "cordoned": view.cordoned,
         "slots": node.num_slots,
         "free_slots": view.free_slots,
         "resources": node.resources.as_dict(),
@@ -79,8 +80,10 @@ def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
         "reason": view.reason,
         "generation": record.generation,
         "world_size": world_size(view),
-        "min_workers": spec.min_workers,
-        "max_workers": spec.max_workers,
+        "min_workers": record.bounds[0],
+        "max_workers": record.bounds[1],
+        "priority": spec.priority,
+        "project": spec.project,
         "failures": record.failures,
         "losses": record.losses,
         "preemptions": record.preemptions,
@@ -142,7 +145,7 @@ def print_nodes(nodes: tuple[NodeView, ...], now_ns: int, console: Console) -> N
         amounts = [f"{name}={amount:g}" for name, amount in node.resources.as_dict().items()]
         table.add_row(
             node.node_id,
-            coloured(view.phase.value),
+            coloured(view.phase.value) + (" cordoned" if view.cordoned else ""),
             duration(now_ns - view.since_ns),
             f"{view.free_slots}/{node.num_slots}",
             " ".join([*amounts, node.accelerator_type]).strip() or "-",
@@ -157,12 +160,15 @@ def print_jobs(jobs: tuple[JobView, ...], now_ns: int, console: Console) -> None
     if not jobs:
         console.print("no jobs")
         return
-    table = new_table("job", "name", "phase", "since", "workers", "generation", "reason")
+    with_turn = any(view.record.spec.priority or view.record.spec.project for view in jobs)
+    turn = ("priority", "project") if with_turn else ()
+    table = new_table("job", "name", *turn, "phase", "since", "workers", "generation", "reason")
     for view in jobs:
         spec = view.record.spec
         table.add_row(
             spec.job_id,
             spec.name,
+            *((str(spec.priority), escape(spec.project) or "-") if with_turn else ()),
             coloured(view.record.phase.value),
             duration(now_ns - view.since_ns),
             f"{world_size(view)} of {_bounds(view)}",
@@ -185,6 +191,8 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
         ("state", state),
         ("entry", " ".join((spec.entry.target, *spec.entry.args))),
         ("run", spec.run_path),
+        ("project", spec.project),
+        ("priority", str(spec.priority) if spec.priority else ""),
         ("metrics", metrics_line(parsed_metrics(record.metrics))),
         ("checkpoint", record.checkpoints[-1].path if record.checkpoints else ""),
         (
@@ -236,8 +244,7 @@ def _preempted(view: JobView) -> str:
 
 
 def _bounds(view: JobView) -> str:
-    spec = view.record.spec
-    low, high = spec.min_workers, spec.max_workers
+    low, high = view.record.bounds
     return str(low) if low == high else f"{low}-{high}"
 
 

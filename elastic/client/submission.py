@@ -43,6 +43,8 @@ class Options:
     hang_timeout: float
     max_failures: int
     max_preemptions: int = -1
+    priority: int = 0
+    project: str = ""
     num_to_keep: int
     storage_path: str
     env: dict[str, str]
@@ -81,6 +83,8 @@ def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
         hang_timeout_s=options.hang_timeout,
         max_failures=options.max_failures,
         preemption_limit=options.max_preemptions + 1,
+        priority=options.priority,
+        project=options.project,
         num_to_keep=options.num_to_keep,
         run_path=run_path_of(options.storage_path, name),
     )

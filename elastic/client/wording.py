@@ -58,6 +58,8 @@ def missing(view: JobView) -> str:
     """Return what a job waits for, "" if it does not wait."""
     if view.record.phase is JobPhase.PENDING:
         return view.reason.removeprefix(WAITING) or "its turn"
+    if view.record.phase is JobPhase.PAUSED:
+        return view.reason
     if view.record.phase is JobPhase.STOPPING:
         return f"{workers(len(view.workers))} to end"
     return ""

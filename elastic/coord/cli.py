@@ -27,6 +27,7 @@ from elastic.coord.cli_locks import certs, tokens
 from elastic.coord.serve import PREFIX, ServeOptions, parse_listen, serve
 from elastic.coord.server_probe import fetch_health, first_answer
 from elastic.core.config import CoordinatorConfig
+from elastic.core.projects import parse_project
 from elastic.errors import (
     ElasticError,
     Fenced,
@@ -171,6 +172,11 @@ def main() -> None:
     "More than a round trip and the longest pause of an agent on a loaded machine.",
 )  # fmt: skip
 @click.option(
+    "--project", "projects", multiple=True, metavar="NAME:weight=2,max_workers=8,GPU=8",
+    help="Share and limits of a project's jobs, any of them; may be repeated. Others have weight 1 "
+    "and no limit. Standbys need the same.",
+)  # fmt: skip
+@click.option(
     "--tether-fd", type=int, default=-1, metavar="FD",
     help="End when this inherited pipe closes: for programs that start a coordinator for "
     "themselves.",
@@ -201,7 +207,10 @@ def serve_command(log_level: str, **settings: Any) -> None:
             event_log=settings["event_log"],
             ready_file=settings["ready_file"],
             tether_fd=settings["tether_fd"],
-            config=CoordinatorConfig(probe_timeout_s=settings["probe_timeout"]),
+            config=CoordinatorConfig(
+                probe_timeout_s=settings["probe_timeout"],
+                projects=tuple(parse_project(text) for text in settings["projects"]),
+            ),
         )
         anyio.run(serve, options, functools.partial(print, flush=True))
     except ElasticError as error:

@@ -28,6 +28,7 @@ from elastic.core.events.coordinator import (
     CoordinatorEffect,
     CoordinatorEvent,
     Persist,
+    PersistNodes,
     Recovered,
     Reply,
     SendAgent,
@@ -110,7 +111,7 @@ class Driver:
         """
         journal = self._journal
         records = await patiently("the journal", journal.load, self._clock)
-        await self._step(Recovered(records, journal.term, journal.history))
+        await self._step(Recovered(records, journal.term, journal.history, journal.nodes))
         self._recovered.set()
         await self._journal.forget()
         while True:
@@ -239,6 +240,11 @@ class Driver:
             self._tell(effect)
         elif isinstance(effect, Persist):
             await self._persist(effect)
+        elif isinstance(effect, PersistNodes):
+            self._persisting_since_ns = self._clock.monotonic_ns()
+            record = effect.record
+            await patiently("the nodes", lambda: self._journal.write_nodes(record), self._clock)
+            self._persisting_since_ns = 0
         elif isinstance(effect, Reply):
             future = self._replies.get(effect.request_id)
             if future is not None and not future.done():

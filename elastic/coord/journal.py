@@ -9,6 +9,7 @@ Keys, under the prefix:
                                else "pieces:DIGEST:N"
     pieces/JOB/LABEL/I-of-N    parts of what is large: LABEL is "entry" for the payload, else the
                                DIGEST of a record
+    nodes                      what is kept of nodes
 
 Pieces are written before the record that needs them and are never changed, so a record that is
 there is whole. A payload may have megabytes and a record is written at each generation; kept
@@ -25,11 +26,11 @@ from dataclasses import dataclass, field, replace
 
 from elastic.coord.leadership import Leadership
 from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import JobRecord
+from elastic.core.events.coordinator import JobRecord, NodesRecord
 from elastic.core.world import JobId
 from elastic.errors import CorruptRecord, Fenced, StoreUnavailable
 from elastic.store.interface import CommitResult, Compare, Delete, Entry, Put, Store, Write
-from elastic.wire.codec_records import decode_record, encode_record, unknown_of
+from elastic.wire.codec_records import decode_nodes, decode_record, encode_record, unknown_of
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,11 @@ class Kept:
 
 
 class Journal:
-    """Records of jobs, written by the leader only."""
+    """Records of jobs and of nodes, written by the leader only.
+
+    Attributes:
+        nodes: what `load` found of nodes.
+    """
 
     def __init__(
         self, store: Store, prefix: str, leadership: Leadership, *, compacts: bool = False
@@ -80,6 +85,9 @@ class Journal:
         self._store = store
         self._jobs_prefix = f"{prefix}/jobs/"
         self._pieces_prefix = f"{prefix}/pieces/"
+        self._nodes_key = f"{prefix}/nodes"
+        self._nodes_revision = 0
+        self.nodes = NodesRecord()
         self._leadership = leadership
         self._compacts = compacts
         self._commits = 0
@@ -115,6 +123,7 @@ class Journal:
         # Pieces last: the leader that wrote them is gone, and wrote them before their record.
         entries = (await self._store.read(self._jobs_prefix)).entries
         pieces = (await self._store.read(self._pieces_prefix)).entries
+        await self._load_nodes()
         self._kept = {}
         blobs = self._take_pieces(pieces)
         records = []
@@ -168,6 +177,26 @@ class Journal:
             self._kept[job_id].revision = revisions[put.key]
             await self._drop_old_pieces(job_id, put.value)
         await self._compact(max(revisions.values()))
+
+    async def write_nodes(self, record: NodesRecord) -> None:
+        """Make this durable, replacing what was kept of nodes; repeating it is safe.
+
+        Raises:
+            Fenced: another coordinator leads.
+            StoreUnavailable: not known whether it was written; to be repeated.
+        """
+        put = Put(self._nodes_key, encode_record(record))
+        result = await self._commit_fenced([put], [Compare(put.key, self._nodes_revision)])
+        revisions = {put.key: result.revision}
+        if not result.committed:
+            revisions = self._own_revisions([put], result.current)
+        self._nodes_revision = revisions[put.key]
+
+    async def _load_nodes(self) -> None:
+        for entry in (await self._store.read(self._nodes_key)).entries:
+            if entry.key == self._nodes_key:
+                self.nodes = decode_nodes(entry.value, key=entry.key)
+                self._nodes_revision = entry.mod_revision
 
     async def forget(self, job_ids: Iterable[JobId] = ()) -> None:
         """Remove these jobs, and those that an earlier call could not remove.

@@ -20,7 +20,11 @@ from elastic.coord.server_desk import Desk, answering, streaming
 from elastic.core.config import check_name, ns
 from elastic.core.events.coordinator import (
     CheckpointRequested,
+    NodeCordonRequested,
     NodeDrainRequested,
+    PauseRequested,
+    ResumeRequested,
+    ScaleRequested,
     StopRequested,
     SubmitRequested,
 )
@@ -92,6 +96,32 @@ class JobsService:
         job_id = self._find(request.job)
         number = await self._desk.ask(lambda request_id: CheckpointRequested(request_id, job_id))
         return jobs_pb2.CheckpointResponse(request=int(number))
+
+    @answering
+    async def Pause(self, request: jobs_pb2.PauseRequest) -> jobs_pb2.PauseResponse:
+        """Have a job give its workers back."""
+        job_id = self._find(request.job)
+        await self._desk.ask(lambda request_id: PauseRequested(request_id, job_id))
+        return jobs_pb2.PauseResponse()
+
+    @answering
+    async def Resume(self, request: jobs_pb2.ResumeRequest) -> jobs_pb2.ResumeResponse:
+        """Let a paused job go on."""
+        job_id = self._find(request.job)
+        await self._desk.ask(lambda request_id: ResumeRequested(request_id, job_id))
+        return jobs_pb2.ResumeResponse()
+
+    @answering
+    async def Scale(self, request: jobs_pb2.ScaleRequest) -> jobs_pb2.ScaleResponse:
+        """Set other bounds for a job's group."""
+        job_id, low, high = self._find(request.job), request.min_workers, request.max_workers
+        if low < 0 or high < 0 or not (low or high):
+            raise UsageError(
+                f"scale {request.job}: min={low}, max={high}: expected numbers of workers, at "
+                f"least one of the two"
+            )
+        await self._desk.ask(lambda request_id: ScaleRequested(request_id, job_id, low, high))
+        return jobs_pb2.ScaleResponse()
 
     @answering
     async def Get(self, request: jobs_pb2.GetJobRequest) -> jobs_pb2.Job:
@@ -252,3 +282,12 @@ class ClusterService:
             lambda request_id: NodeDrainRequested(request_id, node_id, ns(timeout_s), reason)
         )
         return jobs_pb2.DrainResponse()
+
+    @answering
+    async def Cordon(self, request: jobs_pb2.CordonRequest) -> jobs_pb2.CordonResponse:
+        """Let no new workers start on a node, or let them again."""
+        node_id, reason = NodeId(request.node), request.reason or "by an operator"
+        await self._desk.ask(
+            lambda request_id: NodeCordonRequested(request_id, node_id, request.cordoned, reason)
+        )
+        return jobs_pb2.CordonResponse()

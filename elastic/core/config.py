@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from elastic.core.projects import ProjectShare, check_projects
 from elastic.core.world import Entry, JobId, Resources, Strategy
 from elastic.errors import ConfigError
 
@@ -16,6 +17,7 @@ NS_PER_S = 1_000_000_000
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ENTRY_BYTES_MAX = 16 * 1024 * 1024
 """A pickled train function larger than this carries data that belongs in a file."""
+PRIORITY_MAX = 1000
 
 KNOWN_ACCELERATORS = (
     "A10", "A10G", "A30", "A40", "A100", "A6000", "B100", "B200", "B300", "GB200", "GB300", "GH200",
@@ -65,11 +67,12 @@ class JobSpec:
         preemption_limit: the job fails once so many nodes were taken from its groups by announced
             drains (a notice of the cloud, SIGTERM, an operator); 0 for never.
         run_path: the run directory, storage_path/name, as an fsspec path.
-        project: label for accounting, free text.
+        project: label for accounting and shares, free text; "" for none.
         num_to_keep: checkpoints that are kept; -1 for all.
         score_attribute, score_order: which are the best ones; "" for the newest.
         resume_from: path of the reported checkpoint that the job begins with, "" for none: until
             it has recorded one of its own.
+        priority: of the jobs that wait, those with a greater one go first; -1000 to 1000.
     """
 
     job_id: JobId
@@ -93,6 +96,7 @@ class JobSpec:
     score_attribute: str = ""
     score_order: str = "max"
     resume_from: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -139,6 +143,11 @@ class JobSpec:
             raise ConfigError(
                 f"job {self.name}: score_order={self.score_order!r}: expected max or min"
             )
+        if not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:
+            raise ConfigError(
+                f"job {self.name}: priority={self.priority}: expected -{PRIORITY_MAX} to "
+                f"{PRIORITY_MAX}"
+            )
         if len(self.entry.payload) > ENTRY_BYTES_MAX:
             raise ConfigError(
                 f"job {self.name}: the pickled train function has {len(self.entry.payload)} bytes, "
@@ -172,6 +181,7 @@ class CoordinatorConfig:
         healthy_after_s: training this long without a loss ends a row of losses.
         jobs_max: jobs that have not ended, at once.
         ended_jobs_kept: ended jobs that are remembered.
+        projects: shares and limits of projects; others have weight 1 and no limit.
     """
 
     start_patience_s: float = 10.0
@@ -187,9 +197,11 @@ class CoordinatorConfig:
     healthy_after_s: float = 30.0
     jobs_max: int = 1000
     ended_jobs_kept: int = 200
+    projects: tuple[ProjectShare, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        check_projects(self.projects)
         for name in (
             "start_patience_s", "node_grace_s", "adoption_grace_s", "broken_grace_s",
             "form_timeout_s", "boundary_timeout_s", "stop_grace_s", "restart_delay_s_max",

@@ -15,7 +15,8 @@ class NodeView:
     Attributes:
         since_ns: when it entered its phase, on the coordinator's monotonic clock.
         free_slots: workers that could still start here.
-        reason: why it drains or was lost, "" otherwise.
+        reason: why it drains, was lost or is cordoned, "" otherwise.
+        cordoned: no new workers start here until an operator says otherwise.
     """
 
     node: Node
@@ -23,6 +24,7 @@ class NodeView:
     since_ns: int
     free_slots: int
     reason: str = ""
+    cordoned: bool = False
 
 
 @dataclass(frozen=True)

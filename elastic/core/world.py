@@ -401,6 +401,8 @@ class JobPhase(Enum):
     """No group yet, or none now: waits for workers; the reason says for which."""
     RUNNING = "running"
     STOPPING = "stopping"
+    PAUSED = "paused"
+    """A user gave its workers back; it goes on where it was when a user resumes it."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from elastic.core.config import JobSpec
 from elastic.core.world import Assignment, Generation, JobId, NodeId, WorkerId
 from elastic.errors import ElasticError
+from elastic.testing.crowd_checks import CrowdChecks
 
 
 class CheckFailed(ElasticError):
@@ -42,6 +43,7 @@ class Checkers:
         announced_ranks: which worker was told which rank, by job and generation.
         leaders: who led under each term.
         obeyed_terms: the newest term that each life of an agent took orders under.
+        crowd: what users did with several jobs, for the properties of queue, pause and cordon.
     """
 
     specs: dict[JobId, JobSpec] = field(default_factory=dict)
@@ -50,10 +52,12 @@ class Checkers:
     announced_ranks: dict[tuple[JobId, Generation, int], WorkerId] = field(default_factory=dict)
     recorded: dict[tuple[JobId, str, Generation], None] = field(default_factory=dict)
     ended: dict[JobId, str] = field(default_factory=dict)
+    _shaped: dict[tuple[JobId, Generation], None] = field(default_factory=dict)
     returned: dict[tuple[JobId, Generation, int], None] = field(default_factory=dict)
     preempted: dict[WorkerId, str] = field(default_factory=dict)
     leaders: dict[int, str] = field(default_factory=dict)
     obeyed_terms: dict[tuple[NodeId, int], int] = field(default_factory=dict)
+    crowd: CrowdChecks = field(default_factory=CrowdChecks)
     steps: int = 0
     groups: int = 0
 
@@ -61,6 +65,10 @@ class Checkers:
         """Fail the run unless the property holds."""
         if not condition:
             raise CheckFailed(prop, detail)
+
+    def failed(self, prop: str, detail: str) -> None:
+        """Fail the run if a property is named."""
+        self.require(not prop, prop, detail)
 
     # ------------------------------------------------------------ the store
 
@@ -98,16 +106,19 @@ class Checkers:
             "a generation is never reused",
             f"job {job_id} generation {group.generation}: {known.ranks}, now {group.ranks}",
         )
-        self._check_shape(job_id, group)
+        if key not in self._shaped:
+            self._shaped[key] = None
+            self._check_shape(job_id, group)
 
     def _check_shape(self, job_id: JobId, group: DurableGroup) -> None:
         spec = self.specs[job_id]
         size = len(group.ranks)
         who = f"job {job_id} generation {group.generation}"
+        low, high = self.crowd.bounds.get(job_id, (spec.min_workers, spec.max_workers))
         self.require(
-            spec.min_workers <= size <= spec.max_workers,
+            low <= size <= high,
             "a group is within min and max",
-            f"{who}: {size} members, allowed {spec.min_workers} to {spec.max_workers}",
+            f"{who}: {size} members, allowed {low} to {high}",
         )
         self.require(
             size % spec.workers_per_replica == 0,
@@ -214,6 +225,7 @@ class Checkers:
     def stepped(self, job_id: JobId, generation: Generation, step: int) -> None:
         """A group made a step."""
         self.steps += 1
+        self.failed(self.crowd.stepped(job_id), f"job {job_id} generation {generation}")
         self.require(
             (job_id, generation) in self.durable,
             "only durable generations train",

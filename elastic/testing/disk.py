@@ -13,6 +13,7 @@ class Disk:
     def __init__(self, checkers: Checkers) -> None:
         """Begin empty."""
         self.records: dict[JobId, events.JobRecord] = {}
+        self.nodes = events.NodesRecord()
         self._checkers = checkers
 
     def write(self, records: tuple[events.JobRecord, ...]) -> None:
@@ -21,6 +22,8 @@ class Disk:
             job_id = record.spec.job_id
             group = record.group
             durable = DurableGroup(group.generation, group.worker_ids()) if group else None
+            wrong = self._checkers.crowd.persisted(record)
+            self._checkers.failed(wrong, f"job {job_id}: {record.reason}")
             self._checkers.persisted(job_id, durable, record.generation, record.phase.value)
             for checkpoint in record.checkpoints:
                 self._checkers.checkpoint_recorded(

@@ -30,6 +30,8 @@ from elastic.testing.terms import Candidate
 from elastic.testing.training import DataPlane, SimProcess
 from elastic.testing.world import MS, Timeline
 
+WRITES = (events.Persist, events.PersistNodes)
+
 
 class CoordinatorHost:
     """The coordinator's process: may be down, slow, stopped, a standby, or between two effects.
@@ -93,7 +95,8 @@ class CoordinatorHost:
         self._is_busy = False
         self._deadline = None
         self.timeline.tell(self.name, f"starts, life {self.life}")
-        self.post(events.Recovered(tuple(self.disk.records.values()), self.life, "one store"))
+        records = tuple(self.disk.records.values())
+        self.post(events.Recovered(records, self.life, "one store", self.disk.nodes))
 
     def may_act(self) -> bool:
         """Return whether no other coordinator can lead, as far as this one knows."""
@@ -113,7 +116,7 @@ class CoordinatorHost:
         if not self.is_up:
             return
         effect = self._effects[0] if self.machine is not None and self._effects else None
-        if isinstance(effect, events.Persist) and self.timeline.chance(0.5):
+        if isinstance(effect, WRITES) and self.timeline.chance(0.5):
             self._write(effect)
         self.machine = None
         self.is_up = False
@@ -180,7 +183,7 @@ class CoordinatorHost:
                 return
 
     def _perform(self, effect: events.CoordinatorEffect) -> None:
-        if isinstance(effect, events.Persist):
+        if isinstance(effect, WRITES):
             self._is_busy = True
             life = self.life
             delay = self.timeline.between(MS // 2, self.disk_delay_max_ns)
@@ -215,17 +218,20 @@ class CoordinatorHost:
             self.timeline.after(200 * MS, self._written, life)
             return
         effect = self._effects.popleft()
-        if isinstance(effect, events.Persist) and not self._write(effect):
+        if isinstance(effect, WRITES) and not self._write(effect):
             self.step_down()
             return
         self._is_busy = False
         self._pump()
 
-    def _write(self, effect: events.Persist) -> bool:
+    def _write(self, effect: events.Persist | events.PersistNodes) -> bool:
         """Write, unless the store is out of reach or somebody else leads by now."""
         if self.candidate is not None and not self.candidate.write(self.life):
             return False
-        self.disk.write(effect.records)
+        if isinstance(effect, events.Persist):
+            self.disk.write(effect.records)
+        else:
+            self.disk.nodes = effect.record
         return True
 
     def _arm(self) -> None:

@@ -22,6 +22,7 @@ import click
 from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec, ns
 from elastic.core.events.coordinator import (
     CheckpointRequested,
+    JobRecord,
     NodeDrainRequested,
     StopRequested,
     SubmitRequested,
@@ -30,6 +31,7 @@ from elastic.core.events.shared import Note
 from elastic.core.messages import CoordinatorMessage
 from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, Strategy
 from elastic.errors import ElasticError
+from elastic.testing import crowd
 from elastic.testing.checkers import Checkers, CheckFailed
 from elastic.testing.disk import Disk
 from elastic.testing.faults import Faults, draw_mix
@@ -89,6 +91,7 @@ class Simulation:
             healthy_after_s=5.0,
             # Longer than a healthy agent needs to answer, with all the delay that there is.
             probe_timeout_s=max(0.6, 2 * self.network.conditions.delay_max_ns / S + 0.2),
+            projects=crowd.draw_projects(seed),
         )
         self.lease = LeaseStore(self.checkers)
         self.coordinators = [
@@ -124,6 +127,13 @@ class Simulation:
         )
         for host in self.coordinators:
             host.on_note = self._noted
+        self.crowd = crowd.Crowd(
+            self.timeline,
+            crowd.Place(self.disk, [str(a.node_id) for a in self.agents], config.projects),
+            self.checkers.crowd,
+            lambda event: self.coordinator.post(event),
+            seed=seed,
+        )
         self.submissions: dict[str, JobSpec] = {}
         self.stops: set[JobId] = set()
 
@@ -153,6 +163,7 @@ class Simulation:
     def _noted(self, note: Note) -> None:
         """Hold what the coordinator accuses somebody of against the truth."""
         said = dict(note.fields)
+        self.checkers.failed(self.crowd.noted(note.name, said), f"{note.job_id} {said}")
         if note.name == "node_silent":
             window = ns(self.coordinator.config.probe_timeout_s) + SLACK_NS
             since_ns = self.timeline.now_ns - window
@@ -181,12 +192,13 @@ class Simulation:
             self.timeline.after(0, host.start)
         for agent in self.agents:
             self.timeline.after(self.timeline.between(0, 5 * S), agent.start)
-        for index in range(self.timeline.rng.randint(1, 3)):
+        for index in range(self.timeline.rng.randint(1, 3) + self.crowd.more_jobs):
             self._plan_job(index)
         self.faults.begin()
         self.timeline.run_until(SAFETY_NS)
         self.timeline.tell("world", "liveness phase: all is healed")
         self.faults.heal()
+        self.crowd.heal()
         until = self.timeline.now_ns + LIVENESS_NS
         self.timeline.after(1 * S, self._keep_alive)
         longest = HANG_TIMEOUTS_S[-1] + self.coordinator.config.form_timeout_s
@@ -231,6 +243,7 @@ class Simulation:
             raise_at=rng.randint(1, 20) if raises else -1,
             raises=raises,
         )
+        spec, script = self.crowd.plan_job(spec, script)
         self.plane.scripts[job_id] = script
         self.checkers.specs[job_id] = spec
         self.timeline.after(self.timeline.between(0, 20 * S), self._submit, spec)
@@ -283,20 +296,20 @@ class Simulation:
             record = self.disk.records.get(spec.job_id)
             if record is None:
                 return f"{spec.name} is not in the store"
-            if record.phase.value in ("pending", "running"):
-                if self._can_never_run(spec):
+            if record.phase.value in ("pending", "running", "paused"):
+                if self._can_never_run(record):
                     continue
                 return f"{spec.name} is {record.phase.value}: {record.reason}"
         for agent in self.agents:
             for process in agent.workers():
                 record = self.disk.records.get(process.job_id)
-                if record is None or record.phase.value not in ("pending", "running"):
+                if record is None or record.phase.value not in ("pending", "running", "paused"):
                     return f"worker {process.worker_id} of an ended job still runs"
         return ""
 
-    def _can_never_run(self, spec: JobSpec) -> bool:
+    def _can_never_run(self, record: JobRecord) -> bool:
         slots = sum(agent.node.num_slots for agent in self.agents)
-        return slots < spec.min_workers
+        return min(slots, self.crowd.limit(record.spec.project)) < record.bounds[0]
 
 
 def run_seed(seed: int, *, transcript: bool = False) -> tuple[Outcome | None, list[str], str]:

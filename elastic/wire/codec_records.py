@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from elastic.core.events.coordinator import JobRecord
+from elastic.core.events.coordinator import JobRecord, NodesRecord
 from elastic.errors import CorruptRecord, PeerError
 from elastic.wire.codec import parse
 from elastic.wire.envelope import Envelope
@@ -17,12 +17,13 @@ from elastic.wire.generated.elastic.v1 import records_pb2
 RECORD_FORMAT = 1
 """Written into every record; to be raised when an older reader would misread a newer record."""
 
-_RECORD: Envelope[JobRecord, records_pb2.StoredRecord] = Envelope(
-    records_pb2.StoredRecord, (JobRecord,)
+Record = JobRecord | NodesRecord
+_RECORD: Envelope[Record, records_pb2.StoredRecord] = Envelope(
+    records_pb2.StoredRecord, (JobRecord, NodesRecord)
 )
 
 
-def encode_record(record: JobRecord) -> bytes:
+def encode_record(record: Record) -> bytes:
     """Return a record as it is stored.
 
     Raises:
@@ -66,11 +67,30 @@ def _bare(message: Message) -> bytes:
 
 
 def decode_record(data: bytes, *, key: str) -> JobRecord:
-    """Return the record that is stored under a key.
+    """Return the job that is stored under a key.
 
     Raises:
         CorruptRecord: it cannot be read; the text names the key and says what to do.
     """
+    record = _decode(data, key)
+    if not isinstance(record, JobRecord):
+        raise CorruptRecord(f"the record {key} is about nodes, expected a job; remove this key")
+    return record
+
+
+def decode_nodes(data: bytes, *, key: str) -> NodesRecord:
+    """Return what is stored of nodes.
+
+    Raises:
+        CorruptRecord: as `decode_record`.
+    """
+    record = _decode(data, key)
+    if not isinstance(record, NodesRecord):
+        raise CorruptRecord(f"the record {key} is about a job, expected nodes; remove this key")
+    return record
+
+
+def _decode(data: bytes, key: str) -> Record:
     try:
         stored = parse(records_pb2.StoredRecord, data)
         if not 1 <= stored.format <= RECORD_FORMAT:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from elastic.core.events.coordinator import SendAgent
+from elastic.core import projects
+from elastic.core.events.coordinator import Persist, SendAgent
 from elastic.core.machine import (
     agent,
     agent_connection,
@@ -20,14 +21,16 @@ from elastic.core.machine import (
     intake,
     invariants,
     jobs,
+    pausing,
     reports,
+    requests,
     settle,
     suspicion,
 )
 from elastic.core.messages import Announce, WorkerUpdate
-from elastic.core.policy import hang, membership, placement
+from elastic.core.policy import hang, membership, packing, placement
 from elastic.core.policy.decision import Decision
-from elastic.core.world import Group, RefusalCode
+from elastic.core.world import Group, JobPhase, RefusalCode
 from elastic.testing import hosts, terms
 
 Patch = pytest.MonkeyPatch
@@ -44,6 +47,7 @@ def plant(name: str, patch: Patch) -> None:
     """Plant one bug, with the machines' own invariants switched off."""
     patch.setattr(invariants, "check_cluster", lambda cluster: None)
     patch.setattr(invariants, "check_job", lambda cluster, job: None)
+    patch.setattr(invariants, "check_bounds", lambda job: None)
     BUGS[name](patch)
 
 
@@ -287,3 +291,60 @@ def leads_on_while_its_lease_is_not_renewed(patch: Patch) -> None:
 def writes_without_comparing_the_leader(patch: Patch) -> None:
     """A write is taken from whoever brings it."""
     patch.setattr(terms.LeaseStore, "fence", lambda self, name, term: True)
+
+
+@bug
+def forgets_the_limits_of_projects(patch: Patch) -> None:
+    """Every project may have all there is."""
+    patch.setattr(projects.ProjectShare, "excess", lambda self, count, taken: "")
+
+
+@bug
+def forgets_what_is_paused_after_a_restart(patch: Patch) -> None:
+    """What a user paused runs again when another coordinator takes over."""
+    honest = coordinator.restore
+
+    def restore(record: Any, now_ns: int) -> Any:
+        is_paused = record.phase is JobPhase.PAUSED
+        phase = JobPhase.PENDING if is_paused else record.phase
+        return honest(dataclasses.replace(record, phase=phase, paused=False), now_ns)
+
+    patch.setattr(coordinator, "restore", restore)
+
+
+@bug
+def pauses_without_letting_the_group_go(patch: Patch) -> None:
+    """A job is called paused while it trains."""
+
+    def advance(cluster: Any, job: Any) -> None:
+        if job.paused and not job.has_ended() and job.phase is not JobPhase.PAUSED:
+            job.is_open = False
+            job.move(JobPhase.PENDING, cluster.now_ns)
+            job.move(JobPhase.PAUSED, cluster.now_ns)
+            cluster.do(Persist((job.record(),)))
+
+    patch.setattr(pausing, "advance", advance)
+
+
+@bug
+def starts_workers_on_cordoned_nodes(patch: Patch) -> None:
+    """A cordon is written down and not looked at."""
+    honest = requests.on_cordon
+
+    def on_cordon(cluster: Any, event: Any) -> None:
+        honest(cluster, event)
+        cluster.book.cordons.clear()
+
+    patch.setattr(requests, "on_cordon", on_cordon)
+
+
+@bug
+def lets_a_user_go_beyond_the_micro_batches(patch: Patch) -> None:
+    """Any bounds are taken."""
+    patch.setattr(requests, "_refuse_bounds", lambda job, low, high: "")
+
+
+@bug
+def keeps_free_slots_for_a_job_that_can_never_run(patch: Patch) -> None:
+    """The first job that does not fit is waited for, also if no end of another lets it fit."""
+    patch.setattr(packing.Shape, "fitting", lambda self, spec: 1_000_000)

@@ -41,6 +41,8 @@ def options(script: Path | str, **changes: Any) -> Options:
         backend="auto",
         hang_timeout=30.0,
         max_failures=0,
+        priority=3,
+        project="vision",
         num_to_keep=-1,
         storage_path="results",
         env={},

@@ -131,7 +131,7 @@ NO_DURATIONS = (-0.001, -1, math.nan, math.inf)
 
 
 def test_the_tables_here_name_every_field_of_the_coordinators_configuration() -> None:
-    named = {*SECONDS, *COUNTS, "probe_timeout_s"}
+    named = {*SECONDS, *COUNTS, "probe_timeout_s", "projects"}
     assert named == set(CoordinatorConfig.__dataclass_fields__)
 
 

@@ -334,7 +334,8 @@ def test_of_two_jobs_the_older_takes_the_slots_and_the_other_waits_for_them() ->
     owners = [w.report.job_id for job in "ab" for w in coordinator.job(job).workers]
     assert owners == ["a", "a"]
     assert coordinator.job("b").reason == (
-        "waiting: needs 2 more workers by PACK, 1 fit now (1 free slots on 3 nodes)"
+        "waiting: needs 2 workers by PACK, 1 can be had: a (priority 0) keeps 2, which is its min; "
+        "waits for an end, or for 1 more slots"
     )
     coordinator.stop("a")
     coordinator.exits("n1/1", STOPPED)
@@ -396,7 +397,7 @@ def test_nodes_that_are_longest_gone_are_forgotten(monkeypatch: pytest.MonkeyPat
 def test_the_view_shows_nodes_by_id_and_jobs_in_order_of_submission() -> None:
     coordinator = running("b", nodes=2)
     coordinator.agent("n0", slots=3)
-    coordinator.submit("a", 4)
+    coordinator.submit("a", 5)
     view = coordinator.machine.view(coordinator.now_ns)
     assert view.now_ns == coordinator.now_ns
     assert [(n.node.node_id, n.free_slots) for n in view.nodes] == [

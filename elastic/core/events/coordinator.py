@@ -40,6 +40,8 @@ class JobRecord:
         result: JSON that rank 0's train function returned.
         metrics: JSON of rank 0's newest report.
         sequence: order of submission.
+        min_workers, max_workers: the bounds that a user set later, 0 for those of the spec.
+        paused: a user wants it to hold no workers; the phase says whether it holds some still.
     """
 
     spec: JobSpec
@@ -56,6 +58,37 @@ class JobRecord:
     result: str = ""
     metrics: str = ""
     sequence: int = 0
+    min_workers: int = 0
+    max_workers: int = 0
+    paused: bool = False
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Return the smallest and the largest group that it may have now."""
+        return self.min_workers or self.spec.min_workers, self.max_workers or self.spec.max_workers
+
+
+@dataclass(frozen=True)
+class Cordon:
+    """A node on which no new workers start, because an operator said so.
+
+    Attributes:
+        reason: for people.
+    """
+
+    node_id: NodeId
+    reason: str
+
+
+@dataclass(frozen=True)
+class NodesRecord:
+    """All that must survive the coordinator of nodes; written whole.
+
+    Attributes:
+        cordons: by node, also of nodes that are not here now.
+    """
+
+    cordons: tuple[Cordon, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,11 +98,13 @@ class Recovered:
     Attributes:
         term: counts the lives of coordinators on this store from 1, and never falls.
         history: names the store that the term counts in.
+        nodes: what it holds of nodes.
     """
 
     jobs: tuple[JobRecord, ...]
     term: int = 1
     history: str = ""
+    nodes: NodesRecord = NodesRecord()
 
 
 @dataclass(frozen=True)
@@ -146,6 +181,51 @@ class Several:
     events: tuple[CoordinatorEvent, ...]
 
 
+@dataclass(frozen=True)
+class NodeCordonRequested:
+    """An operator lets no new workers start on a node, or lets them again; answered by `Reply`.
+
+    Attributes:
+        cordoned: False takes a cordon back.
+        reason: for people; of a cordon only.
+    """
+
+    request_id: str
+    node_id: NodeId
+    cordoned: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class PauseRequested:
+    """A user wants a job to give its workers back, and to go on later; answered by `Reply`."""
+
+    request_id: str
+    job_id: JobId
+
+
+@dataclass(frozen=True)
+class ResumeRequested:
+    """A user wants a paused job to go on; answered by `Reply`."""
+
+    request_id: str
+    job_id: JobId
+
+
+@dataclass(frozen=True)
+class ScaleRequested:
+    """A user sets other bounds for a job's group; answered by `Reply`.
+
+    Attributes:
+        min_workers, max_workers: 0 leaves that bound as it is.
+    """
+
+    request_id: str
+    job_id: JobId
+    min_workers: int
+    max_workers: int
+
+
 CoordinatorEvent = (
     Recovered
     | Several
@@ -156,6 +236,10 @@ CoordinatorEvent = (
     | StopRequested
     | CheckpointRequested
     | NodeDrainRequested
+    | NodeCordonRequested
+    | PauseRequested
+    | ResumeRequested
+    | ScaleRequested
     | Tick
 )
 
@@ -165,6 +249,13 @@ class Persist:
     """Make these records durable (replacing those of the same job) before what follows."""
 
     records: tuple[JobRecord, ...]
+
+
+@dataclass(frozen=True)
+class PersistNodes:
+    """Make this record durable (replacing the one before) before what follows."""
+
+    record: NodesRecord
 
 
 @dataclass(frozen=True)
@@ -205,4 +296,4 @@ class Reply:
     text: str
 
 
-CoordinatorEffect = Persist | Forget | SendAgent | CloseSession | Reply | Note
+CoordinatorEffect = Persist | PersistNodes | Forget | SendAgent | CloseSession | Reply | Note

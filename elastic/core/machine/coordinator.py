@@ -17,16 +17,29 @@ from elastic.core.events.coordinator import (
     CoordinatorEffect,
     CoordinatorEvent,
     Forget,
+    NodeCordonRequested,
     NodeDrainRequested,
+    PauseRequested,
     Persist,
     Recovered,
     Reply,
+    ResumeRequested,
+    ScaleRequested,
     Several,
     StopRequested,
     SubmitRequested,
 )
 from elastic.core.events.shared import Tick
-from elastic.core.machine import intake, invariants, saves, settle, suspicion
+from elastic.core.machine import (
+    intake,
+    invariants,
+    pausing,
+    queueing,
+    requests,
+    saves,
+    settle,
+    suspicion,
+)
 from elastic.core.machine.jobs import Cluster, JobState, restore
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.story import Story
@@ -40,6 +53,8 @@ HOLD_AFTER_RESTART_S = 2.0
 """Agents that run something report it within this time of a restart, as a rule; starting
 workers earlier would start some of them twice."""
 GONE_NODES_MAX = 1000
+PLANS_MAX = 100
+"""The queue is asked again after what it said was done, once or twice as a rule."""
 SERIALS_PER_TERM = 1000
 """Worker n1/2007 is the seventh that node n1 started under the third coordinator."""
 
@@ -103,7 +118,7 @@ class CoordinatorMachine:
         """Return all that status shows."""
         return ClusterView(
             now_ns,
-            tuple(state.view() for state in self._cluster.book.ordered()),
+            self._cluster.book.views(),
             tuple(job.view() for job in self._cluster.jobs.values()),
         )
 
@@ -131,6 +146,14 @@ class CoordinatorMachine:
             saves.on_requested(cluster, event)
         elif isinstance(event, NodeDrainRequested):
             self._drain(event)
+        elif isinstance(event, NodeCordonRequested):
+            requests.on_cordon(cluster, event)
+        elif isinstance(event, PauseRequested):
+            requests.on_pause(cluster, event)
+        elif isinstance(event, ResumeRequested):
+            requests.on_resume(cluster, event)
+        elif isinstance(event, ScaleRequested):
+            requests.on_scale(cluster, event)
         elif isinstance(event, Recovered):
             self._recover(event)
         else:
@@ -144,15 +167,21 @@ class CoordinatorMachine:
     def _come_to_rest(self) -> None:
         cluster = self._cluster
         intake.settle_nodes(cluster)
+        queueing.plan(cluster)
+        plans = 0
         while cluster.dirty:
             job_id = next(iter(cluster.dirty))
             del cluster.dirty[job_id]
             job = cluster.jobs.get(job_id)
             if job is not None:
                 settle.settle_job(cluster, job)
+                pausing.advance(cluster, job)
                 invariants.check_job(cluster, job)
             if not cluster.dirty:
                 intake.settle_nodes(cluster)
+                queueing.plan(cluster)
+                plans += 1
+                check(plans <= PLANS_MAX, "the queue and the jobs do not come to rest")
         self._drop_ended()
         cluster.book.drop_gone(GONE_NODES_MAX)
 
@@ -177,6 +206,7 @@ class CoordinatorMachine:
         cluster.first_serial = (event.term - 1) * SERIALS_PER_TERM
         cluster.first_save = (event.term - 1) * saves.REQUESTS_PER_TERM
         cluster.sequence = max((record.sequence for record in event.jobs), default=0)
+        cluster.book.cordons = {c.node_id: c.reason for c in event.nodes.cordons}
         for record in sorted(event.jobs, key=lambda r: r.sequence):
             job = restore(record, cluster.now_ns)
             cluster.jobs[job.job_id] = job
@@ -241,6 +271,7 @@ class CoordinatorMachine:
                 max_workers=spec.max_workers,
             )
             cluster.touch(job)
+            cluster.replan = True
 
     def _stop(self, event: StopRequested) -> None:
         job = self._cluster.jobs.get(event.job_id)

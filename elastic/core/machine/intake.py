@@ -356,6 +356,7 @@ def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> Non
     worker.update(report, cluster.now_ns)
     if report.phase is WorkerPhase.FINISHED and report.generation == job.generation:
         job.finished[report.worker_id] = report.result
+        cluster.replan = True
     cluster.touch(job)
     if _is_broken(job, worker) and job.is_open:
         _blame_silent_nodes(cluster, job)

@@ -41,10 +41,17 @@ def check_job(cluster: Cluster, job: JobState) -> None:
     check(len(set(members)) == len(members), f"{who}: a worker is a member twice: {members}")
     ranks = [member.rank for member in job.group.members]
     check(ranks == list(range(len(ranks))), f"{who}: ranks {ranks} are no permutation")
-    spec = job.spec
     check(
-        spec.min_workers <= len(members) <= spec.max_workers
-        and len(members) % spec.workers_per_replica == 0,
-        f"{who}: {len(members)} members, allowed {spec.min_workers} to {spec.max_workers} in "
+        len(members) <= job.spec.max_workers,
+        f"{who}: {len(members)} members, submitted with max_workers={job.spec.max_workers}",
+    )
+
+
+def check_bounds(job: JobState) -> None:
+    """Check the size of a group that was just formed; its bounds may change later."""
+    spec, size = job.limits, len(job.member_ids())
+    check(
+        spec.min_workers <= size <= spec.max_workers and size % spec.workers_per_replica == 0,
+        f"job {job.job_id}: {size} members, allowed {spec.min_workers} to {spec.max_workers} in "
         f"replicas of {spec.workers_per_replica}",
     )

@@ -17,6 +17,7 @@ from elastic.core.machine.transitions import JOB, check_move
 from elastic.core.policy.failure import History
 from elastic.core.policy.hang import Sight
 from elastic.core.policy.membership import Candidate, Current
+from elastic.core.policy.queue import Grant
 from elastic.core.policy.ranks import Place, assign_ranks
 from elastic.core.view import JobView, WorkerView
 from elastic.core.world import (
@@ -84,6 +85,12 @@ class JobState:
             cannot do without, None while there are none.
         hung: members that are about to be killed as hung, and since when their stacks are written.
         seated: the places of a group, worked out once.
+        bounds: (min, max) workers that a user set after the submission, None for those of the spec.
+        paused: a user wants it to hold no workers.
+        pause_wish: number of the wish for a checkpoint that was made for the pause, 0 before.
+        is_saved: that wish came true.
+        gives_all: since then its group was asked to leave, and no other one is formed.
+        yields: workers that it gives back for another job, as the queue has it.
     """
 
     spec: JobSpec
@@ -116,6 +123,20 @@ class JobState:
     save_request: int = 0
     preemptions: int = 0
     saved_before_ns: int | None = None
+    bounds: tuple[int, int] | None = None
+    paused: bool = False
+    pause_wish: int = 0
+    is_saved: bool = False
+    gives_all: bool = False
+    yields: frozenset[WorkerId] = frozenset()
+
+    @property
+    def limits(self) -> JobSpec:
+        """Return the spec with the bounds that hold now; what workers are given is the spec."""
+        if self.bounds is None:
+            return self.spec
+        low, high = self.bounds
+        return replace(self.spec, min_workers=low, max_workers=high)
 
     @property
     def job_id(self) -> JobId:
@@ -177,9 +198,14 @@ class JobState:
             present=node.is_present() and worker.stop_cause is None,
             reachable=node.is_live(),
             awaited=node.is_awaited(),
-            leaving=node.draining,
+            leaving=node.draining or self.gives_back(worker_id),
             leave_by_ns=node.leave_by_ns if node.draining else None,
         )
+
+    def gives_back(self, worker_id: WorkerId) -> bool:
+        """Return whether the worker is to leave for another job, or because the job pauses."""
+        rests = self.paused and (self.gives_all or not self.is_open)
+        return rests or worker_id in self.yields
 
     def latest_checkpoint(self) -> str:
         """Return the path of the newest reported checkpoint that is recorded, "" for none.
@@ -208,6 +234,9 @@ class JobState:
             result=self.result,
             metrics=self.metrics,
             sequence=self.sequence,
+            min_workers=self.bounds[0] if self.bounds else 0,
+            max_workers=self.bounds[1] if self.bounds else 0,
+            paused=self.paused,
         )
 
     def view(self) -> JobView:
@@ -248,6 +277,8 @@ def restore(record: JobRecord, now_ns: int) -> JobState:
         result=record.result,
         metrics=record.metrics,
         announced_ns=now_ns,
+        bounds=record.bounds if record.min_workers or record.max_workers else None,
+        paused=record.paused,
     )
 
 
@@ -268,6 +299,8 @@ class Cluster:
         look_by_ns: when the machine has asked to be called for a look or a probe, None for never.
         hold_until_ns: after a restart no worker is started before, so that agents can report
             what runs already.
+        grants: what the queue has for each job; a job that is not in it has no rival.
+        replan: something changed that the queue depends on.
     """
 
     config: CoordinatorConfig
@@ -287,6 +320,8 @@ class Cluster:
     history: str = ""
     first_serial: int = 0
     hold_until_ns: int = 0
+    grants: dict[JobId, Grant] = field(default_factory=dict)
+    replan: bool = False
     now_ns: int = 0
     effects: list[CoordinatorEffect] = field(default_factory=list)
 
@@ -304,6 +339,7 @@ class Cluster:
 
     def touch_active(self) -> None:
         """Look at every job that has not ended: capacity changed."""
+        self.replan = True
         for job in self.active():
             self.touch(job)
 
@@ -325,6 +361,7 @@ class Cluster:
         worker = WorkerState(report, state.node.node_id, self.now_ns)
         job.workers[report.worker_id] = worker
         self.owner[report.worker_id] = job.job_id
+        self.replan = True
         state.held[report.worker_id] = job.spec.resources_per_worker
         state.saw_worker(report.worker_id)
         return worker

@@ -73,7 +73,7 @@ def save_is_due(cluster: Cluster, job: JobState) -> Decision[bool]:
         job.saved_before_ns = None
         return Decision(False, "no node of the group leaves")
     candidates = {w: job.candidate(w, cluster.book) for w in sorted(job.workers)}
-    can_go_on = bool(membership.choose(job.spec, job.current(), candidates, interrupting=True))
+    can_go_on = bool(membership.choose(job.limits, job.current(), candidates, interrupting=True))
     leave_by_ns = min(state.leave_by_ns or 0 for state in nodes)
     return policy.save_before(
         leave_by_ns, last_ns=job.saved_before_ns, now_ns=cluster.now_ns, can_go_on=can_go_on

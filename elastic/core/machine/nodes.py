@@ -5,8 +5,9 @@ Rule: this module keeps books; what a change means for jobs is decided by the co
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.machine.transitions import NODE, check_move
 from elastic.core.policy.placement import Offer
 from elastic.core.view import NodeView
@@ -110,11 +111,16 @@ class NodeState:
 
 @dataclass
 class NodeBook:
-    """All nodes, and which session belongs to which."""
+    """All nodes, and which session belongs to which.
+
+    Attributes:
+        cordons: nodes on which no new workers start, and why; they need not be here now.
+    """
 
     nodes: dict[NodeId, NodeState] = field(default_factory=dict)
     sessions: dict[SessionId, NodeId] = field(default_factory=dict)
     unsettled: dict[NodeId, None] = field(default_factory=dict)
+    cordons: dict[NodeId, str] = field(default_factory=dict)
 
     def of_session(self, session: SessionId) -> NodeState | None:
         """Return the node that speaks over this session; None for an old or refused one."""
@@ -137,6 +143,20 @@ class NodeBook:
     def ordered(self) -> list[NodeState]:
         """Return all nodes by id."""
         return [self.nodes[node_id] for node_id in sorted(self.nodes)]
+
+    def record(self) -> NodesRecord:
+        """Return what must survive the coordinator."""
+        return NodesRecord(tuple(Cordon(n, self.cordons[n]) for n in sorted(self.cordons)))
+
+    def views(self) -> tuple[NodeView, ...]:
+        """Return what status shows, by id."""
+        shown = []
+        for state in self.ordered():
+            view, cordon = state.view(), self.cordons.get(state.node.node_id)
+            if cordon is not None:
+                view = replace(view, cordoned=True, reason=view.reason or f"cordoned: {cordon}")
+            shown.append(view)
+        return tuple(shown)
 
     def settle(self, state: NodeState) -> None:
         """Note whether time may still change this node (it drains, or its stream broke)."""

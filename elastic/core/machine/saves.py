@@ -25,13 +25,18 @@ def on_requested(cluster: Cluster, event: CheckpointRequested) -> None:
     elif refusal := _refuse(job):
         cluster.do(Reply(event.request_id, "failed_precondition", refusal))
     else:
-        cluster.num_saves += 1
-        job.save_request = cluster.first_save + cluster.num_saves
-        for worker_id in job.member_ids():
-            if worker_id in job.workers:
-                remind_of_save(cluster, job, job.workers[worker_id])
+        wish(cluster, job)
         cluster.do(Reply(event.request_id, "", str(job.save_request)))
-        cluster.note("checkpoint_wished", job.job_id, request=job.save_request)
+
+
+def wish(cluster: Cluster, job: JobState) -> None:
+    """Tell the group that a checkpoint is wished for."""
+    cluster.num_saves += 1
+    job.save_request = cluster.first_save + cluster.num_saves
+    for worker_id in job.member_ids():
+        if worker_id in job.workers:
+            remind_of_save(cluster, job, job.workers[worker_id])
+    cluster.note("checkpoint_wished", job.job_id, request=job.save_request)
 
 
 def _refuse(job: JobState) -> str:
@@ -52,3 +57,5 @@ def served(job: JobState, request: int) -> None:
     """An automatic checkpoint is recorded that was taken after this wish; a newer one stands."""
     if request >= job.save_request:
         job.save_request = 0
+    if job.paused and 0 < job.pause_wish <= request:
+        job.is_saved = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist, SendAgent
-from elastic.core.machine import leaving
+from elastic.core.machine import invariants, leaving, queueing
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.messages import (
     Announce,
@@ -19,7 +19,7 @@ from elastic.core.messages import (
     StartWorker,
     StopWorker,
 )
-from elastic.core.policy import failure, membership, placement
+from elastic.core.policy import failure, membership
 from elastic.core.policy.membership import Act, Plan
 from elastic.core.policy.ranks import assign_ranks
 from elastic.core.world import (
@@ -30,6 +30,7 @@ from elastic.core.world import (
     Group,
     JobPhase,
     Member,
+    NodeId,
     WorkerId,
     WorkerPhase,
     WorkerReport,
@@ -45,6 +46,8 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
     job.wake_ns = None
     if job.has_ended():
         _stop_all(cluster, job)
+        return
+    if job.phase is JobPhase.PAUSED:
         return
     for _ in range(ROUNDS_MAX):
         _give_up_stuck(cluster, job)
@@ -86,6 +89,7 @@ def stop_worker(cluster: Cluster, job: JobState, worker_id: WorkerId, cause: Exi
     if worker.stop_cause is not None:
         return
     worker.stop_cause = cause
+    cluster.replan = True
     grace = 0 if cause.kind is ExitKind.HUNG else ns(cluster.config.stop_grace_s)
     tell(cluster, worker, StopWorker(worker_id, grace, cause.detail))
 
@@ -143,7 +147,7 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
     """Ask the membership policy and do what it says; True if that may change its next answer."""
     candidates = [job.candidate(worker_id, cluster.book) for worker_id in job.workers]
     decision = membership.decide(
-        job.spec, job.current(), candidates, cluster.now_ns, cluster.config
+        job.limits, job.current(), candidates, cluster.now_ns, cluster.config
     )
     _wake(job, decision.wake_ns)
     plan = decision.value
@@ -156,7 +160,7 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
         _form(cluster, job, plan, decision.reason)
         return True
     if plan.act is Act.ASK:
-        _ask(cluster, job, plan, decision.reason)
+        ask(cluster, job, plan, decision.reason)
         return True
     if plan.act is Act.SUSPEND:
         if leaving.exhausts_budget(cluster, job, ()):
@@ -202,6 +206,8 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     job.announced_ns, job.training_since_ns = cluster.now_ns, None
     job.first_steps, job.finished = {}, {}
     job.reason = reason
+    cluster.replan = True
+    invariants.check_bounds(job)
     job.move(JobPhase.RUNNING, cluster.now_ns)
     cluster.do(Persist((job.record(),)))
     for place in places:
@@ -224,7 +230,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     )
 
 
-def _ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
+def ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     """Ask every member to leave at the next boundary."""
     job.asked = True
     for worker_id in job.member_ids():
@@ -238,6 +244,7 @@ def _ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
 def _suspend(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     """Let the members leave at once; they keep their state and wait."""
     job.is_open, job.asked = False, False
+    cluster.replan = True
     job.announced_ns = cluster.now_ns
     job.reason = reason
     job.move(JobPhase.PENDING, cluster.now_ns)
@@ -252,7 +259,7 @@ def _suspend(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
 def _say_why_waiting(cluster: Cluster, job: JobState) -> None:
     """Keep why the job waits, if it does; log it when it changes."""
     full = f"waiting: {job.waits_for}"
-    if job.waits_for and job.reason != full:
+    if job.waits_for and job.reason != full and not job.paused:
         job.reason = full
         cluster.note("waiting", job.job_id, reason=job.waits_for)
 
@@ -341,22 +348,21 @@ def _start_workers(cluster: Cluster, job: JobState) -> bool:
     if job.is_open and any(w.report.phase is WorkerPhase.FINISHED for w in members):
         return False
     alive = [w for w in job.workers.values() if w.stop_cause is None]
-    have = sum(1 for w in alive if not cluster.node_of(w).draining)
-    if have >= job.spec.max_workers:
+    have = sum(
+        1
+        for w in alive
+        if not cluster.node_of(w).draining and not job.gives_back(w.report.worker_id)
+    )
+    if have >= job.limits.max_workers or job.paused:
         return False
     not_before = max(job.restart_at_ns, cluster.hold_until_ns)
     if cluster.now_ns < not_before:
         _wake(job, not_before)
         return False
-    hosting: dict[str, int] = {}
+    hosting: dict[NodeId, int] = {}
     for worker in alive:
         hosting[worker.node_id] = hosting.get(worker.node_id, 0) + 1
-    offers = [
-        state.offer(hosting.get(state.node.node_id, 0))
-        for state in cluster.book.ordered()
-        if state.is_live() and not state.draining
-    ]
-    decision = placement.place(job.spec, offers, have)
+    decision = queueing.place(cluster, job, hosting, have)
     for node_id in decision.value:
         state = cluster.book.nodes[node_id]
         worker_id = state.next_worker_id()
@@ -374,12 +380,14 @@ def _start_workers(cluster: Cluster, job: JobState) -> bool:
 
 
 def _stop_leavers(cluster: Cluster, job: JobState) -> None:
-    """End workers on draining nodes as soon as no group needs them."""
+    """End workers on draining nodes, and those given back, as soon as no group needs them."""
     for worker_id in sorted(job.workers):
         node = cluster.node_of(job.workers[worker_id])
-        if node.draining and not (job.is_open and job.is_member(worker_id)):
-            cause = ExitCause(ExitKind.STOPPED, detail=f"node drains: {node.reason}")
-            stop_worker(cluster, job, worker_id, cause)
+        if job.is_open and job.is_member(worker_id):
+            continue
+        if node.draining or worker_id in job.yields:
+            detail = f"node drains: {node.reason}" if node.draining else "given back to another job"
+            stop_worker(cluster, job, worker_id, ExitCause(ExitKind.STOPPED, detail=detail))
 
 
 def _stop_surplus(cluster: Cluster, job: JobState) -> None:
@@ -391,8 +399,9 @@ def _stop_surplus(cluster: Cluster, job: JobState) -> None:
     ]
     idle = [w for w in alive if not (job.is_open and job.is_member(w))]
     idle.sort(key=lambda w: (-job.workers[w].since_ns, w))
-    for worker_id in idle[: max(0, len(alive) - job.spec.max_workers)]:
-        cause = ExitCause(ExitKind.STOPPED, detail=f"max_workers={job.spec.max_workers} is reached")
+    high = job.limits.max_workers
+    for worker_id in idle[: max(0, len(alive) - high)]:
+        cause = ExitCause(ExitKind.STOPPED, detail=f"max_workers={high} is reached")
         stop_worker(cluster, job, worker_id, cause)
 
 

@@ -111,9 +111,10 @@ JOB: Table[JobPhase] = Table(
     "JOB",
     (_J.PENDING,),
     {
-        _J.PENDING: (_J.RUNNING, _J.STOPPING, _J.FAILED, _J.STOPPED),
+        _J.PENDING: (_J.RUNNING, _J.PAUSED, _J.STOPPING, _J.FAILED, _J.STOPPED),
         _J.RUNNING: (_J.PENDING, _J.STOPPING, _J.SUCCEEDED, _J.FAILED, _J.STOPPED),
         _J.STOPPING: (_J.SUCCEEDED, _J.FAILED, _J.STOPPED),
+        _J.PAUSED: (_J.PENDING, _J.FAILED, _J.STOPPED),
         _J.SUCCEEDED: (),
         _J.FAILED: (),
         _J.STOPPED: (),

@@ -43,6 +43,40 @@ class CheckpointResponse(_message.Message):
     request: int
     def __init__(self, request: _Optional[int] = ...) -> None: ...
 
+class PauseRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class PauseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class ResumeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("job", "min_workers", "max_workers")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    min_workers: int
+    max_workers: int
+    def __init__(self, job: _Optional[str] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ...) -> None: ...
+
+class ScaleResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetJobRequest(_message.Message):
     __slots__ = ("job",)
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -146,18 +180,20 @@ class WorkerView(_message.Message):
     def __init__(self, report: _Optional[_Union[_facts_pb2.WorkerReport, _Mapping]] = ..., node_id: _Optional[str] = ..., rank: _Optional[int] = ..., age_ns: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class NodeView(_message.Message):
-    __slots__ = ("node", "phase", "age_ns", "free_slots", "reason")
+    __slots__ = ("node", "phase", "age_ns", "free_slots", "reason", "cordoned")
     NODE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     AGE_NS_FIELD_NUMBER: _ClassVar[int]
     FREE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CORDONED_FIELD_NUMBER: _ClassVar[int]
     node: _facts_pb2.Node
     phase: _facts_pb2.NodePhase
     age_ns: int
     free_slots: int
     reason: str
-    def __init__(self, node: _Optional[_Union[_facts_pb2.Node, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.NodePhase, str]] = ..., age_ns: _Optional[int] = ..., free_slots: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    cordoned: bool
+    def __init__(self, node: _Optional[_Union[_facts_pb2.Node, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.NodePhase, str]] = ..., age_ns: _Optional[int] = ..., free_slots: _Optional[int] = ..., reason: _Optional[str] = ..., cordoned: bool = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -194,5 +230,19 @@ class DrainRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., timeout_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CordonRequest(_message.Message):
+    __slots__ = ("node", "cordoned", "reason")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    CORDONED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    cordoned: bool
+    reason: str
+    def __init__(self, node: _Optional[str] = ..., cordoned: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class CordonResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -51,6 +51,21 @@ class JobsStub(object):
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.CheckpointRequest.SerializeToString,
                 response_deserializer=elastic_dot_v1_dot_jobs__pb2.CheckpointResponse.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/elastic.v1.Jobs/Pause',
+                request_serializer=elastic_dot_v1_dot_jobs__pb2.PauseRequest.SerializeToString,
+                response_deserializer=elastic_dot_v1_dot_jobs__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/elastic.v1.Jobs/Resume',
+                request_serializer=elastic_dot_v1_dot_jobs__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=elastic_dot_v1_dot_jobs__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/elastic.v1.Jobs/Scale',
+                request_serializer=elastic_dot_v1_dot_jobs__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=elastic_dot_v1_dot_jobs__pb2.ScaleResponse.FromString,
+                _registered_method=True)
         self.Get = channel.unary_unary(
                 '/elastic.v1.Jobs/Get',
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.GetJobRequest.SerializeToString,
@@ -105,6 +120,33 @@ class JobsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Have a job give its workers back: a checkpoint first, then they leave at a boundary and end.
+        Answers at once, durable: after a restart of the coordinator it is still wanted. Idempotent.
+        FAILED_PRECONDITION when it has ended, or has no run directory to go on from. Fenced by the
+        job's id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Let a paused job go on; also takes back a pause that is under way. Durable when it answers.
+        Idempotent; FAILED_PRECONDITION when the job has ended. Fenced by the job's id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Set other bounds for a job's group; it changes at a boundary. Durable when it answers.
+        Idempotent. INVALID_ARGUMENT for bounds that the job cannot have, FAILED_PRECONDITION when it
+        has ended. Fenced by the job's id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Get(self, request, context):
         """Show one job. Reads only; idempotent, not fenced. A standby answers too, from the store,
         unless the call carries the metadata elastic-fresh.
@@ -153,6 +195,21 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.Checkpoint,
                     request_deserializer=elastic_dot_v1_dot_jobs__pb2.CheckpointRequest.FromString,
                     response_serializer=elastic_dot_v1_dot_jobs__pb2.CheckpointResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=elastic_dot_v1_dot_jobs__pb2.PauseRequest.FromString,
+                    response_serializer=elastic_dot_v1_dot_jobs__pb2.PauseResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=elastic_dot_v1_dot_jobs__pb2.ResumeRequest.FromString,
+                    response_serializer=elastic_dot_v1_dot_jobs__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=elastic_dot_v1_dot_jobs__pb2.ScaleRequest.FromString,
+                    response_serializer=elastic_dot_v1_dot_jobs__pb2.ScaleResponse.SerializeToString,
             ),
             'Get': grpc.unary_unary_rpc_method_handler(
                     servicer.Get,
@@ -258,6 +315,87 @@ class Jobs(object):
             '/elastic.v1.Jobs/Checkpoint',
             elastic_dot_v1_dot_jobs__pb2.CheckpointRequest.SerializeToString,
             elastic_dot_v1_dot_jobs__pb2.CheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elastic.v1.Jobs/Pause',
+            elastic_dot_v1_dot_jobs__pb2.PauseRequest.SerializeToString,
+            elastic_dot_v1_dot_jobs__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elastic.v1.Jobs/Resume',
+            elastic_dot_v1_dot_jobs__pb2.ResumeRequest.SerializeToString,
+            elastic_dot_v1_dot_jobs__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elastic.v1.Jobs/Scale',
+            elastic_dot_v1_dot_jobs__pb2.ScaleRequest.SerializeToString,
+            elastic_dot_v1_dot_jobs__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -397,6 +535,11 @@ class ClusterStub(object):
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.DrainRequest.SerializeToString,
                 response_deserializer=elastic_dot_v1_dot_jobs__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/elastic.v1.Cluster/Cordon',
+                request_serializer=elastic_dot_v1_dot_jobs__pb2.CordonRequest.SerializeToString,
+                response_deserializer=elastic_dot_v1_dot_jobs__pb2.CordonResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer(object):
@@ -419,6 +562,14 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Cordon(self, request, context):
+        """Let no new workers start on a node, or let them again; those that are there stay. Durable when
+        it answers. Idempotent. Fenced by nothing: the newest word counts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -431,6 +582,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=elastic_dot_v1_dot_jobs__pb2.DrainRequest.FromString,
                     response_serializer=elastic_dot_v1_dot_jobs__pb2.DrainResponse.SerializeToString,
+            ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=elastic_dot_v1_dot_jobs__pb2.CordonRequest.FromString,
+                    response_serializer=elastic_dot_v1_dot_jobs__pb2.CordonResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -488,6 +644,33 @@ class Cluster(object):
             '/elastic.v1.Cluster/Drain',
             elastic_dot_v1_dot_jobs__pb2.DrainRequest.SerializeToString,
             elastic_dot_v1_dot_jobs__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elastic.v1.Cluster/Cordon',
+            elastic_dot_v1_dot_jobs__pb2.CordonRequest.SerializeToString,
+            elastic_dot_v1_dot_jobs__pb2.CordonResponse.FromString,
             options,
             channel_credentials,
             insecure,

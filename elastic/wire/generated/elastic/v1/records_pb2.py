@@ -25,15 +25,19 @@ _sym_db = _symbol_database.Default()
 from elastic.wire.generated.elastic.v1 import facts_pb2 as elastic_dot_v1_dot_facts__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65lastic/v1/records.proto\x12\nelastic.v1\x1a\x16\x65lastic/v1/facts.proto\"S\n\x0cStoredRecord\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12+\n\njob_record\x18\x02 \x01(\x0b\x32\x15.elastic.v1.JobRecordH\x00\x42\x06\n\x04\x62ody\"\xf3\x02\n\tJobRecord\x12!\n\x04spec\x18\x01 \x01(\x0b\x32\x13.elastic.v1.JobSpec\x12#\n\x05phase\x18\x02 \x01(\x0e\x32\x14.elastic.v1.JobPhase\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12 \n\x05group\x18\x04 \x01(\x0b\x32\x11.elastic.v1.Group\x12\x10\n\x08\x66\x61ilures\x18\x05 \x01(\x05\x12\x0e\n\x06losses\x18\x06 \x01(\x05\x12\x31\n\x0b\x63heckpoints\x18\x07 \x03(\x0b\x32\x1c.elastic.v1.CheckpointRecord\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12$\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32\x13.elastic.v1.Failure\x12\x15\n\rfailed_worker\x18\n \x01(\t\x12\x0e\n\x06result\x18\x0b \x01(\t\x12\x0f\n\x07metrics\x18\x0c \x01(\t\x12\x10\n\x08sequence\x18\r \x01(\x03\x12\x13\n\x0bpreemptions\x18( \x01(\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65lastic/v1/records.proto\x12\nelastic.v1\x1a\x16\x65lastic/v1/facts.proto\"\x84\x01\n\x0cStoredRecord\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12+\n\njob_record\x18\x02 \x01(\x0b\x32\x15.elastic.v1.JobRecordH\x00\x12/\n\x0cnodes_record\x18\x14 \x01(\x0b\x32\x17.elastic.v1.NodesRecordH\x00\x42\x06\n\x04\x62ody\"2\n\x0bNodesRecord\x12#\n\x07\x63ordons\x18\x01 \x03(\x0b\x32\x12.elastic.v1.Cordon\")\n\x06\x43ordon\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xad\x03\n\tJobRecord\x12!\n\x04spec\x18\x01 \x01(\x0b\x32\x13.elastic.v1.JobSpec\x12#\n\x05phase\x18\x02 \x01(\x0e\x32\x14.elastic.v1.JobPhase\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12 \n\x05group\x18\x04 \x01(\x0b\x32\x11.elastic.v1.Group\x12\x10\n\x08\x66\x61ilures\x18\x05 \x01(\x05\x12\x0e\n\x06losses\x18\x06 \x01(\x05\x12\x31\n\x0b\x63heckpoints\x18\x07 \x03(\x0b\x32\x1c.elastic.v1.CheckpointRecord\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12$\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32\x13.elastic.v1.Failure\x12\x15\n\rfailed_worker\x18\n \x01(\t\x12\x0e\n\x06result\x18\x0b \x01(\t\x12\x0f\n\x07metrics\x18\x0c \x01(\t\x12\x10\n\x08sequence\x18\r \x01(\x03\x12\x13\n\x0bpreemptions\x18( \x01(\x05\x12\x13\n\x0bmin_workers\x18\x14 \x01(\x05\x12\x13\n\x0bmax_workers\x18\x15 \x01(\x05\x12\x0e\n\x06paused\x18\x16 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'elastic.wire.generated.elastic.v1.records_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STOREDRECORD']._serialized_start=64
-  _globals['_STOREDRECORD']._serialized_end=147
-  _globals['_JOBRECORD']._serialized_start=150
-  _globals['_JOBRECORD']._serialized_end=521
+  _globals['_STOREDRECORD']._serialized_start=65
+  _globals['_STOREDRECORD']._serialized_end=197
+  _globals['_NODESRECORD']._serialized_start=199
+  _globals['_NODESRECORD']._serialized_end=249
+  _globals['_CORDON']._serialized_start=251
+  _globals['_CORDON']._serialized_end=292
+  _globals['_JOBRECORD']._serialized_start=295
+  _globals['_JOBRECORD']._serialized_end=724
 # @@protoc_insertion_point(module_scope)

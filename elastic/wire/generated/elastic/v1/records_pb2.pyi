@@ -7,15 +7,31 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class StoredRecord(_message.Message):
-    __slots__ = ("format", "job_record")
+    __slots__ = ("format", "job_record", "nodes_record")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     JOB_RECORD_FIELD_NUMBER: _ClassVar[int]
+    NODES_RECORD_FIELD_NUMBER: _ClassVar[int]
     format: int
     job_record: JobRecord
-    def __init__(self, format: _Optional[int] = ..., job_record: _Optional[_Union[JobRecord, _Mapping]] = ...) -> None: ...
+    nodes_record: NodesRecord
+    def __init__(self, format: _Optional[int] = ..., job_record: _Optional[_Union[JobRecord, _Mapping]] = ..., nodes_record: _Optional[_Union[NodesRecord, _Mapping]] = ...) -> None: ...
+
+class NodesRecord(_message.Message):
+    __slots__ = ("cordons",)
+    CORDONS_FIELD_NUMBER: _ClassVar[int]
+    cordons: _containers.RepeatedCompositeFieldContainer[Cordon]
+    def __init__(self, cordons: _Optional[_Iterable[_Union[Cordon, _Mapping]]] = ...) -> None: ...
+
+class Cordon(_message.Message):
+    __slots__ = ("node_id", "reason")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    reason: str
+    def __init__(self, node_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class JobRecord(_message.Message):
-    __slots__ = ("spec", "phase", "generation", "group", "failures", "losses", "checkpoints", "reason", "failure", "failed_worker", "result", "metrics", "sequence", "preemptions")
+    __slots__ = ("spec", "phase", "generation", "group", "failures", "losses", "checkpoints", "reason", "failure", "failed_worker", "result", "metrics", "sequence", "preemptions", "min_workers", "max_workers", "paused")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +46,9 @@ class JobRecord(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     spec: _facts_pb2.JobSpec
     phase: _facts_pb2.JobPhase
     generation: int
@@ -44,4 +63,7 @@ class JobRecord(_message.Message):
     metrics: str
     sequence: int
     preemptions: int
-    def __init__(self, spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.JobPhase, str]] = ..., generation: _Optional[int] = ..., group: _Optional[_Union[_facts_pb2.Group, _Mapping]] = ..., failures: _Optional[int] = ..., losses: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[_facts_pb2.CheckpointRecord, _Mapping]]] = ..., reason: _Optional[str] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ..., failed_worker: _Optional[str] = ..., result: _Optional[str] = ..., metrics: _Optional[str] = ..., sequence: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    min_workers: int
+    max_workers: int
+    paused: bool
+    def __init__(self, spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.JobPhase, str]] = ..., generation: _Optional[int] = ..., group: _Optional[_Union[_facts_pb2.Group, _Mapping]] = ..., failures: _Optional[int] = ..., losses: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[_facts_pb2.CheckpointRecord, _Mapping]]] = ..., reason: _Optional[str] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ..., failed_worker: _Optional[str] = ..., result: _Optional[str] = ..., metrics: _Optional[str] = ..., sequence: _Optional[int] = ..., preemptions: _Optional[int] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., paused: bool = ...) -> None: ...

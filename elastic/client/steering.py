@@ -1,0 +1,150 @@
+"""The commands that steer what runs: pause, resume, scale, cordon, uncordon.
+
+Rule: each says what it has begun, and what happens by itself from there on; saying it twice is as
+good as once.
+"""
+
+from __future__ import annotations
+
+import time
+
+import click
+from rich.console import Console
+
+from elastic.client.changing import timeout_option
+from elastic.client.jobs import Client
+from elastic.client.printer import REPEAT_S, Printer
+from elastic.client.terminal import Target, reporting_errors
+from elastic.client.wording import has_ended, workers
+from elastic.core.view import JobView
+from elastic.core.world import JobPhase
+from elastic.errors import Refused, UsageError
+
+POLL_S = 0.2
+
+
+@click.command()
+@click.argument("job")
+@click.option("--wait/--no-wait", default=True, show_default=True, help="Until its workers ended.")
+@timeout_option
+@click.pass_obj
+@reporting_errors
+def pause(target: Target, job: str, wait: bool, timeout_s: float | None) -> None:
+    """Have JOB (id or name) give all its workers back; it goes on with: elastic resume JOB.
+
+    A checkpoint is taken first, then the workers leave at a boundary. The job keeps its name, and
+    is paused after a restart of the coordinator too.
+    """
+    with target.connect() as client:
+        job_id = client.get(job).record.spec.job_id
+        client.pause(job_id)
+        if wait:
+            _wait_until_paused(client, job_id, target, timeout_s)
+    click.echo(
+        f"job {job} {'is paused' if wait else 'pauses'}; go on: {target.command('resume', job)}",
+        err=True,
+    )
+
+
+def _wait_until_paused(
+    client: Client, job_id: str, target: Target, timeout_s: float | None
+) -> None:
+    """Look until the job holds no workers; say what it waits for.
+
+    Raises:
+        Refused: it ended, or somebody resumed it.
+        TimeoutError: it still holds some at the end of the time.
+    """
+    printer = Printer(Console(stderr=True), ranks=None)
+    started = said_at = time.monotonic()
+    said = ""
+    while True:
+        view = client.get(job_id)
+        phase, name = view.record.phase, view.record.spec.name
+        if phase is JobPhase.PAUSED and not view.workers:
+            return
+        if has_ended(view):
+            raise Refused(f"job {name} has ended meanwhile: {phase.value}")
+        if not view.record.paused:
+            raise Refused(f"job {name} was resumed meanwhile: {view.reason}")
+        text, waited_s = _pausing(view), time.monotonic() - started
+        if timeout_s is not None and waited_s > timeout_s:
+            again = target.command("resume", job_id)
+            raise TimeoutError(f"{text} after {timeout_s:g} s; the pause goes on; end it: {again}")
+        if (text != said and waited_s > 1) or time.monotonic() - said_at > REPEAT_S:
+            said, said_at = text, time.monotonic()
+            printer.say(f"waits since {waited_s:.1f} s: {text}")
+        time.sleep(POLL_S)
+
+
+def _pausing(view: JobView) -> str:
+    if view.record.phase is JobPhase.PAUSED:
+        return f"{workers(len(view.workers))} to end"
+    return f"job {view.record.spec.name} {view.reason}"
+
+
+@click.command()
+@click.argument("job")
+@click.pass_obj
+@reporting_errors
+def resume(target: Target, job: str) -> None:
+    """Let a paused JOB (id or name) go on where it was, as soon as its workers fit."""
+    with target.connect() as client:
+        client.resume(job)
+    click.echo(f"job {job} goes on; state: {target.command('status', job)}", err=True)
+
+
+@click.command()
+@click.argument("job")
+@click.option("--min", "low", type=click.IntRange(min=1), metavar="N", help="Smallest group.")
+@click.option("--max", "high", type=click.IntRange(min=1), metavar="N", help="Largest group.")
+@click.pass_obj
+@reporting_errors
+def scale(target: Target, job: str, low: int | None, high: int | None) -> None:
+    """Set how many workers JOB (id or name) may have; its group follows at a boundary.
+
+    At most as many as it was submitted with: its step is shared out in that many micro-batches.
+    """
+    if low is None and high is None:
+        raise UsageError("scale: expected --min N, --max N, or both")
+    with target.connect() as client:
+        client.scale(job, min_workers=low or 0, max_workers=high or 0)
+        bounds = client.get(job).record.bounds
+    click.echo(f"job {job} may have {bounds[0]} to {bounds[1]} workers", err=True)
+
+
+@click.command()
+@click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
+@click.option("--reason", default="", help="Shown with the node.")
+@click.pass_obj
+@reporting_errors
+def cordon(target: Target, nodes: tuple[str, ...], reason: str) -> None:
+    """Let no new workers start on nodes; those that are there stay. See also: elastic drain."""
+    _cordon(target, nodes, cordoned=True, reason=reason)
+
+
+@click.command()
+@click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
+@click.pass_obj
+@reporting_errors
+def uncordon(target: Target, nodes: tuple[str, ...]) -> None:
+    """Let new workers start on nodes again."""
+    _cordon(target, nodes, cordoned=False, reason="")
+
+
+def _cordon(target: Target, nodes: tuple[str, ...], *, cordoned: bool, reason: str) -> None:
+    """Tell each node's state; the first refusal is the outcome, after all were tried."""
+    refusals: list[Refused] = []
+    with target.connect() as client:
+        for node in nodes:
+            try:
+                client.cordon(node, cordoned=cordoned, reason=reason)
+            except Refused as error:
+                refusals.append(error)
+            else:
+                what = "takes no new workers" if cordoned else "takes workers again"
+                click.echo(f"node {node} {what}", err=True)
+    for refusal in refusals[1:]:
+        click.echo(f"elastic: {refusal}", err=True)
+    if refusals:
+        raise refusals[0]

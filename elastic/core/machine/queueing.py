@@ -1,0 +1,180 @@
+"""The queue at work: facts for its policy, and what its answer means for each job.
+
+Rule: the plan is made anew when something changed that it depends on, never per report or per
+step, and a job alone in the cluster needs none. A worker that is given back leaves as one on a
+draining node does: at a boundary, and nothing is done twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from elastic.core.machine.jobs import Cluster, JobState, WorkerState
+from elastic.core.machine.nodes import NodeState
+from elastic.core.policy import placement, queue
+from elastic.core.policy.decision import Decision
+from elastic.core.policy.packing import Room
+from elastic.core.policy.placement import Offer
+from elastic.core.policy.queue import Claim, Grant
+from elastic.core.world import JobId, NodeId, Resources, WorkerId, WorkerPhase
+
+
+def plan(cluster: Cluster) -> None:
+    """Divide the cluster again if that may have another result; touch the jobs that it concerns."""
+    if not cluster.replan:
+        return
+    # After a restart most nodes are still away: a plan without them would move everybody.
+    held = cluster.now_ns < cluster.hold_until_ns
+    cluster.replan = held
+    jobs = [] if held else [job for job in cluster.active() if not job.paused]
+    grants = _grants(cluster, jobs)
+    for job in cluster.active():
+        before, now = cluster.grants.get(job.job_id), grants.get(job.job_id)
+        if before == now:
+            continue
+        yields = now.yields if now is not None else ()
+        job.yields = frozenset(yields)
+        cluster.touch(job)
+        if yields and job.is_open and (before is None or before.yields != yields):
+            cluster.note("gives_back", job.job_id, workers=" ".join(yields))
+    cluster.grants = grants
+
+
+def _grants(cluster: Cluster, jobs: list[JobState]) -> dict[JobId, Grant]:
+    """Return what each job may have; nothing for a job without rival and limit."""
+    projects = cluster.config.projects
+    limited = {share.project for share in projects}
+    if len(jobs) < 2 and not any(job.spec.project in limited for job in jobs):
+        return {}
+    rooms = [room_of(cluster, s) for s in cluster.book.ordered() if may_host(s)]
+    decision = queue.decide([claim_of(cluster, job) for job in jobs], rooms, projects)
+    return {grant.job_id: grant for grant in decision.value}
+
+
+def may_host(state: NodeState) -> bool:
+    """Return whether workers may be on the node from now on."""
+    return state.is_live() and not state.draining
+
+
+def room_of(cluster: Cluster, state: NodeState) -> Room:
+    """Return a node as the plan sees it."""
+    return Room(
+        node_id=state.node.node_id,
+        slots=state.node.num_slots,
+        resources=state.node.resources,
+        free_slots=state.free_slots(),
+        accelerator_type=state.node.accelerator_type,
+        labels=state.node.labels,
+        cordoned=state.node.node_id in cluster.book.cordons,
+    )
+
+
+def claim_of(cluster: Cluster, job: JobState) -> Claim:
+    """Return a job as the plan sees it."""
+    alive = {w: job.workers[w] for w in _by_preference(job) if job.workers[w].stop_cause is None}
+    nodes = {worker_id: cluster.node_of(worker) for worker_id, worker in alive.items()}
+    return Claim(
+        spec=job.limits,
+        sequence=job.sequence,
+        seats=tuple((w, nodes[w].node.node_id) for w in alive if may_host(nodes[w])),
+        away=sum(1 for w in alive if not nodes[w].is_live()),
+        trains=job.is_open,
+        is_ending=job.is_open and any(_has_finished(job, alive.get(w)) for w in job.member_ids()),
+        keeps_state=job.generation > 0,
+        in_place=job.is_in_place(),
+    )
+
+
+def _by_preference(job: JobState) -> list[WorkerId]:
+    """Members by rank, then those who are ready, then those who start."""
+    members = [w for w in job.member_ids() if w in job.workers]
+    others = sorted(
+        set(job.workers) - set(members),
+        key=lambda w: (job.workers[w].report.phase is WorkerPhase.STARTING, w),
+    )
+    return members + others
+
+
+def _has_finished(job: JobState, worker: WorkerState | None) -> bool:
+    if worker is None:
+        return False
+    report = worker.report
+    return report.phase is WorkerPhase.FINISHED and report.generation == job.generation
+
+
+def place(
+    cluster: Cluster, job: JobState, hosting: Mapping[NodeId, int], have: int
+) -> Decision[tuple[NodeId, ...]]:
+    """Choose nodes for further workers of a job: what its plan says and is free by now.
+
+    Args:
+        cluster: all there is.
+        job: whose workers are to start.
+        hosting: its living workers by node.
+        have: how many of them it will keep.
+
+    Returns:
+        Nothing when nothing can or need be started, with the reason.
+    """
+    grant = cluster.grants.get(job.job_id)
+    planned = None if grant is None else dict(grant.starts)
+    decision = placement.place(job.limits, _offers(cluster, hosting, planned), have)
+    if not decision.value and grant is not None:
+        reason = grant.reason
+        if not reason:
+            reason = placement.place(job.limits, _offers(cluster, hosting, None), have).reason
+        return Decision((), reason)
+    chosen = _within_project(cluster, job, decision.value, have)
+    if decision.value and not chosen:
+        project = job.spec.project or "(none)"
+        return Decision((), f"project {project} is at its limit until workers of it have ended")
+    return Decision(chosen, decision.reason)
+
+
+def _offers(
+    cluster: Cluster, hosting: Mapping[NodeId, int], planned: Mapping[NodeId, int] | None
+) -> list[Offer]:
+    """Return what nodes could take now, and no more than planned if there is a plan."""
+    found = []
+    for state in cluster.book.ordered():
+        node_id = state.node.node_id
+        if not may_host(state) or node_id in cluster.book.cordons:
+            continue
+        offer = state.offer(hosting.get(node_id, 0))
+        if planned is not None:
+            offer = replace(offer, free_slots=min(offer.free_slots, planned.get(node_id, 0)))
+        found.append(offer)
+    return found
+
+
+def _within_project(
+    cluster: Cluster, job: JobState, nodes: tuple[NodeId, ...], have: int
+) -> tuple[NodeId, ...]:
+    """Return as many of the chosen nodes as the project's limits allow at this moment.
+
+    The plan counts what will be; workers that were told to end may still run. Gang: none if the
+    job would stay below min.
+    """
+    share = next((s for s in cluster.config.projects if s.project == job.spec.project), None)
+    if share is None or not nodes:
+        return nodes
+    held = [
+        other.spec.resources_per_worker
+        for other in cluster.jobs.values()
+        if other.spec.project == job.spec.project
+        for _ in other.workers
+    ]
+    count = len(nodes)
+    need = job.spec.resources_per_worker
+    while count and share.excess(len(held) + count, _sum([*held, *[need] * count])):
+        count -= 1
+    return nodes[:count] if have + count >= job.limits.min_workers else ()
+
+
+def _sum(parts: Iterable[Resources]) -> Resources:
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, amount in part.milli:
+            total[name] = total.get(name, 0) + amount
+    return Resources(tuple((name, total[name]) for name in sorted(total)))

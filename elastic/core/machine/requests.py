@@ -1,0 +1,135 @@
+"""What users ask of jobs and nodes while they run: pause, resume, other bounds, a cordon.
+
+Rule: what was granted is durable before it is answered, and asking twice is as good as once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.core.events.coordinator import (
+    NodeCordonRequested,
+    PauseRequested,
+    Persist,
+    PersistNodes,
+    Reply,
+    ResumeRequested,
+    ScaleRequested,
+)
+from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.world import JobPhase
+from elastic.errors import ConfigError
+
+
+def on_pause(cluster: Cluster, event: PauseRequested) -> None:
+    """Note that a job is to hold no workers."""
+    job = _active(cluster, event)
+    if job is None:
+        return
+    if job.generation and not job.spec.run_path:
+        text = (
+            f"job {job.job_id} has no run directory to go on from, and would begin anew: stop it "
+            f"instead, or submit it with one (RunConfig(storage_path=...), or --storage-path)"
+        )
+        cluster.do(Reply(event.request_id, "failed_precondition", text))
+        return
+    if not job.paused:
+        _forget_pause(job)
+        job.paused = True
+        cluster.do(Persist((job.record(),)))
+        cluster.note("pause_wished", job.job_id, generation=job.generation)
+        cluster.touch_active()
+    cluster.do(Reply(event.request_id, "", job.job_id))
+
+
+def _forget_pause(job: JobState) -> None:
+    """How far a pause has come does not count for the next one."""
+    job.pause_wish, job.is_saved, job.gives_all = 0, False, False
+
+
+def on_resume(cluster: Cluster, event: ResumeRequested) -> None:
+    """Let a job go on, also one that has not come to rest yet."""
+    job = _active(cluster, event)
+    if job is None:
+        return
+    if job.paused:
+        _forget_pause(job)
+        job.paused = False
+        if job.phase is JobPhase.PAUSED:
+            job.move(JobPhase.PENDING, cluster.now_ns)
+            job.reason = "resumed"
+        cluster.do(Persist((job.record(),)))
+        cluster.note("job_resumed", job.job_id, generation=job.generation)
+        cluster.touch_active()
+    cluster.do(Reply(event.request_id, "", job.job_id))
+
+
+def on_scale(cluster: Cluster, event: ScaleRequested) -> None:
+    """Set other bounds; the group follows at a boundary."""
+    job = _active(cluster, event)
+    if job is None:
+        return
+    limits = job.limits
+    low, high = event.min_workers or limits.min_workers, event.max_workers or limits.max_workers
+    refusal = _refuse_bounds(job, low, high)
+    if refusal:
+        cluster.do(Reply(event.request_id, "invalid", refusal))
+        return
+    if (low, high) != (limits.min_workers, limits.max_workers):
+        job.bounds = (low, high)
+        cluster.do(Persist((job.record(),)))
+        cluster.note("job_scaled", job.job_id, min_workers=low, max_workers=high)
+        cluster.touch_active()
+    cluster.do(Reply(event.request_id, "", job.job_id))
+
+
+def _refuse_bounds(job: JobState, low: int, high: int) -> str:
+    """Return why a job cannot have these bounds, "" if it can."""
+    if high > job.spec.max_workers:
+        return (
+            f"job {job.job_id}: max {high}: it was submitted with at most "
+            f"{job.spec.max_workers} workers, which fixed the number of micro-batches that a step "
+            f"is shared out in; submit it again with a greater maximum to go beyond"
+        )
+    try:
+        replace(job.spec, min_workers=low, max_workers=high)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def on_cordon(cluster: Cluster, event: NodeCordonRequested) -> None:
+    """Let no new workers start on a node, or let them again."""
+    book, node_id = cluster.book, event.node_id
+    if node_id not in book.nodes and node_id not in book.cordons:
+        known = ", ".join(sorted(book.nodes)) or "none"
+        text = f"no node {node_id} is known here; known: {known}"
+        cluster.do(Reply(event.request_id, "not_found", text))
+        return
+    before = book.cordons.get(node_id)
+    if event.cordoned and before != event.reason:
+        book.cordons[node_id] = event.reason
+    elif not event.cordoned and before is not None:
+        del book.cordons[node_id]
+    if book.cordons.get(node_id) != before:
+        cluster.do(PersistNodes(book.record()))
+        name = "node_cordoned" if event.cordoned else "node_uncordoned"
+        cluster.note(name, node=node_id, reason=event.reason)
+        cluster.touch_active()
+    cluster.do(Reply(event.request_id, "", node_id))
+
+
+def _active(
+    cluster: Cluster, event: PauseRequested | ResumeRequested | ScaleRequested
+) -> JobState | None:
+    """Return the job, or answer why it is none to change."""
+    job = cluster.jobs.get(event.job_id)
+    if job is None:
+        text = f"no job {event.job_id} is known here"
+        cluster.do(Reply(event.request_id, "not_found", text))
+        return None
+    if job.has_ended():
+        text = f"job {job.job_id} has ended already: {job.phase.value}"
+        cluster.do(Reply(event.request_id, "failed_precondition", text))
+        return None
+    return job

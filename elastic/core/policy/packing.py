@@ -1,0 +1,199 @@
+"""Nodes while a plan for several jobs is made: what is left, and where the next worker goes.
+
+Rule: a plan begins with empty nodes and puts everybody back, so that slots which are about to come
+free count; nothing here outlives one decision. Slots on which nobody sits go first, so that as few
+workers as possible have to move.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.core.config import JobSpec
+from elastic.core.world import NodeId, Resources, Strategy
+
+
+@dataclass(frozen=True)
+class Room:
+    """A node that may take workers.
+
+    Attributes:
+        slots: workers that may run here at once.
+        free_slots: of these, the ones that no process holds now.
+        resources: of the empty node.
+        cordoned: workers that are here may stay, new ones may not come.
+    """
+
+    node_id: NodeId
+    slots: int
+    resources: Resources
+    free_slots: int = 0
+    accelerator_type: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    cordoned: bool = False
+
+    def matches(self, spec: JobSpec) -> bool:
+        """Return whether new workers of the job may come here, some time."""
+        if self.cordoned:
+            return False
+        if spec.accelerator_type and self.accelerator_type != spec.accelerator_type:
+            return False
+        return set(spec.label_selector) <= set(self.labels)
+
+    def capacity(self, need: Resources) -> int:
+        """Return how many workers fit onto the empty node."""
+        return _capacity(self.slots, dict(self.resources.milli), need)
+
+
+def _capacity(slots: int, free: Mapping[str, int], need: Resources) -> int:
+    count = slots
+    for name, amount in need.milli:
+        count = min(count, free.get(name, 0) // amount)
+    return max(0, count)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What workers of one kind see of the cluster.
+
+    Attributes:
+        rooms: the nodes that could ever take one of them, by id.
+        capacity: how many each of these takes when it is empty.
+    """
+
+    rooms: tuple[Room, ...]
+    capacity: Mapping[NodeId, int]
+
+    def fitting(self, spec: JobSpec) -> int:
+        """Return how many of the job's workers would fit if it were alone."""
+        return together(spec.strategy, list(self.capacity.values()))
+
+
+def together(strategy: Strategy, counts: Sequence[int]) -> int:
+    """Return how many workers of one job fit onto nodes of which each takes so many."""
+    if strategy is Strategy.STRICT_PACK:
+        return max(counts, default=0)
+    return sum(min(count, 1) if strategy is Strategy.STRICT_SPREAD else count for count in counts)
+
+
+class Space:
+    """What is left of all nodes.
+
+    Attributes:
+        idle: slots of each node that no process holds, less the new workers that were put there.
+    """
+
+    def __init__(self, rooms: Sequence[Room]) -> None:
+        """Begin with empty nodes, in any order."""
+        self.rooms = {room.node_id: room for room in sorted(rooms, key=lambda r: r.node_id)}
+        self.slots = {node_id: room.slots for node_id, room in self.rooms.items()}
+        self.idle = {node_id: room.free_slots for node_id, room in self.rooms.items()}
+        self._free = {n: dict(room.resources.milli) for n, room in self.rooms.items()}
+        self._shapes: dict[tuple[object, ...], Shape] = {}
+
+    def shape(self, spec: JobSpec) -> Shape:
+        """Return what the workers of this job see; equal kinds of workers share one shape."""
+        key = (spec.resources_per_worker, spec.accelerator_type, spec.label_selector)
+        if key not in self._shapes:
+            need = spec.resources_per_worker
+            rooms = tuple(r for r in self.rooms.values() if r.matches(spec) and r.capacity(need))
+            self._shapes[key] = Shape(rooms, {r.node_id: r.capacity(need) for r in rooms})
+        return self._shapes[key]
+
+    def capacity(self, node_id: NodeId, need: Resources) -> int:
+        """Return how many more workers fit onto the node."""
+        return _capacity(self.slots[node_id], self._free[node_id], need)
+
+    def take(self, node_id: NodeId, need: Resources, *, is_new: bool) -> None:
+        """Put one worker onto the node; `is_new`: it does not live there already."""
+        self._change(node_id, need, -1)
+        self.idle[node_id] -= int(is_new)
+
+    def give(self, node_id: NodeId, need: Resources, *, is_new: bool) -> None:
+        """Take back `take`."""
+        self._change(node_id, need, 1)
+        self.idle[node_id] += int(is_new)
+
+    def _change(self, node_id: NodeId, need: Resources, sign: int) -> None:
+        self.slots[node_id] += sign
+        free = self._free[node_id]
+        for name, amount in need.milli:
+            free[name] = free.get(name, 0) + sign * amount
+
+
+class Dealer:
+    """Says where the next worker of one job goes, by its strategy.
+
+    Rule of the heap: while others take room a node only becomes a worse choice, so an entry that is
+    out of date stands too early, never too late, and is put back where it belongs.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        space: Space,
+        hosting: Mapping[NodeId, int],
+        *,
+        barred: Mapping[NodeId, object],
+        pinned: bool = False,
+    ) -> None:
+        """Look at the nodes.
+
+        Args:
+            spec: needs and strategy.
+            space: what is left; read, and not changed here.
+            hosting: workers of the job that are counted already, by node.
+            barred: nodes that are kept for another job.
+            pinned: further workers of the job are on nodes that are away.
+        """
+        self._spec = spec
+        self._space = space
+        self.hosting = dict(hosting)
+        rooms = [r for r in space.shape(spec).rooms if r.node_id not in barred]
+        if spec.strategy is Strategy.STRICT_PACK:
+            rooms = self._one_room(rooms, pinned=pinned)
+        self._heap = [(self._key(r.node_id), r.node_id) for r in rooms]
+        heapq.heapify(self._heap)
+
+    def next(self) -> NodeId | None:
+        """Return the node for one more worker, None when there is none; takes nothing."""
+        need = self._spec.resources_per_worker
+        while self._heap:
+            key, node_id = self._heap[0]
+            full = self._spec.strategy is Strategy.STRICT_SPREAD and self.hosting.get(node_id, 0)
+            if full or not self._space.capacity(node_id, need):
+                heapq.heappop(self._heap)
+                continue
+            now = self._key(node_id)
+            if now == key:
+                return node_id
+            heapq.heapreplace(self._heap, (now, node_id))
+        return None
+
+    def host(self, node_id: NodeId, count: int) -> None:
+        """One worker of the job more (or less) is counted on the node."""
+        self.hosting[node_id] = self.hosting.get(node_id, 0) + count
+        if count > 0:
+            # For PACK that makes the node a better choice, which the heap cannot find by itself.
+            heapq.heappush(self._heap, (self._key(node_id), node_id))
+
+    def _key(self, node_id: NodeId) -> tuple[int, int, int]:
+        load, room = self.hosting.get(node_id, 0), self._space.slots[node_id]
+        spreads = self._spec.strategy in (Strategy.SPREAD, Strategy.STRICT_SPREAD)
+        return int(self._space.idle[node_id] <= 0), load if spreads else -load, -room
+
+    def _one_room(self, rooms: Sequence[Room], *, pinned: bool) -> list[Room]:
+        """The node that hosts the job already, else the one that can take most of it."""
+        hosting = [r for r in rooms if self.hosting.get(r.node_id)]
+        if hosting or pinned:
+            return hosting[:1]
+        need, low = self._spec.resources_per_worker, self._spec.min_workers
+
+        def rank(room: Room) -> tuple[int, int, int, NodeId]:
+            fits = self._space.capacity(room.node_id, need)
+            idle = min(fits, self._space.idle[room.node_id])
+            return -min(fits, low), -min(idle, low), -fits, room.node_id
+
+        return sorted(rooms, key=rank)[:1]

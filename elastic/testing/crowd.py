@@ -1,0 +1,164 @@
+"""What users do with several jobs in a simulated run: priorities, projects, pause, scale, cordon.
+
+Rule: only every fourth seed has a crowd, and its dice are its own, so that the other seeds are
+drawn as if there were none. In the liveness phase all that was paused is resumed and every cordon
+taken back, as often as it takes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from elastic.core.config import JobSpec
+from elastic.core.events.coordinator import (
+    CoordinatorEvent,
+    NodeCordonRequested,
+    PauseRequested,
+    ResumeRequested,
+    ScaleRequested,
+)
+from elastic.core.projects import ProjectShare
+from elastic.core.world import JobId, NodeId
+from elastic.testing.crowd_checks import CrowdChecks
+from elastic.testing.disk import Disk
+from elastic.testing.training import Script
+from elastic.testing.world import MS, S, Timeline
+
+EVERY = 4
+"""Seeds 3, 7, 11, ... have a crowd."""
+NO_LIMIT = 1_000_000
+
+
+def has_crowd(seed: int) -> bool:
+    """Return whether users do more than submit and stop in this run."""
+    return seed % EVERY == EVERY - 1
+
+
+def draw_projects(seed: int) -> tuple[ProjectShare, ...]:
+    """Return the shares of the coordinator's configuration."""
+    if not has_crowd(seed):
+        return ()
+    rng = random.Random(f"projects {seed}")
+    return (
+        ProjectShare(project="a", weight=rng.choice([0.5, 1.0, 3.0])),
+        ProjectShare(project="b", max_workers=rng.choice([2, 4, 8])),
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where users are: the store, the nodes' ids, and the shares of projects."""
+
+    disk: Disk
+    nodes: list[str]
+    projects: tuple[ProjectShare, ...]
+
+
+class Crowd:
+    """The users of one run."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        place: Place,
+        checks: CrowdChecks,
+        post: Callable[[CoordinatorEvent], None],
+        *,
+        seed: int,
+    ) -> None:
+        """Draw how many there are.
+
+        Args:
+            timeline: of the run.
+            place: where they are.
+            checks: are told what was asked for.
+            post: brings a request to the coordinator that leads.
+            seed: of the run.
+        """
+        self._timeline = timeline
+        self._place = place
+        self._post = post
+        self._checks = checks
+        self._is_there = has_crowd(seed)
+        self._rng = random.Random(f"crowd {seed}")
+        self._requests = 0
+        self._jobs: list[JobId] = []
+        self.more_jobs = self._rng.randint(1, 3) if self._is_there else 0
+        for share in place.projects:
+            if share.max_workers:
+                checks.limits[share.project] = share.max_workers
+        if self._is_there and self._rng.random() < 0.5:
+            self._at(5, 50, self._cordon_some_node)
+
+    def plan_job(self, spec: JobSpec, script: Script) -> tuple[JobSpec, Script]:
+        """Return a job as this run has it, and plan what is done with it."""
+        if not self._is_there:
+            return spec, script
+        rng = self._rng
+        # Several of them have to end one after the other, within the liveness phase.
+        script = replace(script, steps=min(script.steps, 100), step_ns=min(script.step_ns, 50 * MS))
+        spec = replace(spec, priority=rng.choice([0, 0, 1, 5]), project=rng.choice(["", "a", "b"]))
+        self._jobs.append(spec.job_id)
+        if rng.random() < 0.4:
+            self._at(5, 50, self._pause, spec.job_id)
+            if rng.random() < 0.5:
+                self._at(30, 59, self._resume, spec.job_id)
+        if rng.random() < 0.4:
+            self._at(5, 59, self._scale, spec)
+        return spec, script
+
+    def noted(self, name: str, said: Mapping[str, str]) -> str:
+        """The coordinator noted something; return the property that it contradicts."""
+        if name != "worker_starting":
+            return ""
+        cordoned = [cordon.node_id for cordon in self._place.disk.nodes.cordons]
+        return "no worker starts on a cordoned node" if said["node"] in cordoned else ""
+
+    def limit(self, project: str) -> int:
+        """Return how many workers a project may have."""
+        return self._checks.limits.get(project, NO_LIMIT)
+
+    def heal(self) -> None:
+        """Let everything go on, now and as long as something does not."""
+        if not self._is_there:
+            return
+        disk = self._place.disk
+        for job_id in self._jobs:
+            if job_id in disk.records and disk.records[job_id].paused:
+                self._resume(job_id)
+        for cordon in disk.nodes.cordons:
+            self._post_cordon(cordon.node_id, cordoned=False)
+        self._timeline.after(1 * S, self.heal)
+
+    # ------------------------------------------------------------ what they do
+
+    def _at(self, first_s: int, last_s: int, act: Callable[..., None], *args: object) -> None:
+        self._timeline.after(self._rng.randint(first_s * S, last_s * S), act, *args)
+
+    def _request(self) -> str:
+        self._requests += 1
+        return f"crowd {self._requests}"
+
+    def _pause(self, job_id: JobId) -> None:
+        self._post(PauseRequested(self._request(), job_id))
+
+    def _resume(self, job_id: JobId) -> None:
+        self._checks.resumes[job_id] = None
+        self._post(ResumeRequested(self._request(), job_id))
+
+    def _scale(self, spec: JobSpec) -> None:
+        """Other bounds; now and then some that must be refused."""
+        replica = spec.workers_per_replica
+        low = self._rng.randint(1, spec.max_workers // replica) * replica
+        high = self._rng.randint(low // replica, spec.max_workers // replica + 1) * replica
+        self._checks.asked.setdefault(spec.job_id, []).append((low, high))
+        self._post(ScaleRequested(self._request(), spec.job_id, low, high))
+
+    def _cordon_some_node(self) -> None:
+        self._post_cordon(NodeId(self._rng.choice(self._place.nodes)), cordoned=True)
+
+    def _post_cordon(self, node_id: NodeId, *, cordoned: bool) -> None:
+        event = NodeCordonRequested(self._request(), node_id, cordoned, "the operator said so")
+        self._post(event)

@@ -1,0 +1,240 @@
+"""The queue against what its docstring guarantees, and against naive arithmetic on equal slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic.core.config import JobSpec
+from elastic.core.policy import queue
+from elastic.core.policy.packing import Room
+from elastic.core.policy.queue import Claim, Grant
+from elastic.core.projects import ProjectShare
+from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId
+from tests.strategies import SCRIPT
+
+LIMITS = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+GPU = Resources.of({"GPU": 1})
+ROUNDS_TO_REST = 6
+
+
+@st.composite
+def specs(draw: st.DrawFn, number: int, *, plain: bool) -> JobSpec:
+    replica = 1 if plain else draw(st.sampled_from([1, 1, 2]))
+    low = draw(st.integers(1, 4))
+    return JobSpec(
+        job_id=JobId(f"j{number}"), name=f"job{number}", entry=SCRIPT,
+        min_workers=replica * low, max_workers=replica * draw(st.integers(low, low + 4)),
+        workers_per_replica=replica, priority=draw(st.integers(0, 2)),
+        project=draw(st.sampled_from(["", "a", "b"])),
+        strategy=Strategy.PACK if plain else draw(st.sampled_from(Strategy)),
+        resources_per_worker=Resources() if plain else draw(st.sampled_from([Resources(), GPU])),
+        accelerator_type="" if plain else draw(st.sampled_from(["", "", "H100"])),
+    )  # fmt: skip
+
+
+@st.composite
+def room_lists(draw: st.DrawFn, *, plain: bool) -> list[Room]:
+    found = []
+    for number in range(draw(st.integers(0, 5))):
+        slots = draw(st.integers(1, 4))
+        gpus = 0 if plain else draw(st.integers(0, slots))
+        kind = "" if plain else draw(st.sampled_from(["", "H100"]))
+        found.append(
+            Room(NodeId(f"n{number}"), slots, Resources.of({"GPU": gpus}), slots, kind)
+        )  # fmt: skip
+    return found
+
+
+@st.composite
+def share_lists(draw: st.DrawFn) -> list[ProjectShare]:
+    return [
+        ProjectShare(
+            project=name, weight=draw(st.sampled_from([1.0, 2.0])),
+            max_workers=draw(st.sampled_from([0, 0, 3, 6])),
+            max_resources=draw(st.sampled_from([Resources(), Resources.of({"GPU": 2})])),
+        )
+        for name in draw(st.lists(st.sampled_from(["", "a"]), unique=True))
+    ]  # fmt: skip
+
+
+@dataclass
+class Small:
+    """A cluster in which everything that was planned has happened by the next look."""
+
+    rooms: list[Room]
+    shares: list[ProjectShare]
+    claims: list[Claim] = field(default_factory=list)
+    serial: int = 0
+
+    def look(self) -> dict[JobId, Grant]:
+        decision = queue.decide(self.claims, self._rooms_now(), self.shares)
+        return {grant.job_id: grant for grant in decision.value}
+
+    def _rooms_now(self) -> list[Room]:
+        held = Counter(node_id for claim in self.claims for _, node_id in claim.seats)
+        return [replace(r, free_slots=max(0, r.slots - held[r.node_id])) for r in self.rooms]
+
+    def carry_out(self, grants: dict[JobId, Grant]) -> None:
+        for index, claim in enumerate(self.claims):
+            grant = grants[claim.spec.job_id]
+            seats = [seat for seat in claim.seats if seat[0] not in grant.yields]
+            for node_id, count in grant.starts:
+                for _ in range(count):
+                    self.serial += 1
+                    seats.append((WorkerId(f"{node_id}/{self.serial}"), node_id))
+            trains = len(seats) >= claim.spec.min_workers
+            self.claims[index] = replace(
+                claim, seats=tuple(seats), trains=trains, keeps_state=claim.keeps_state or trains
+            )
+
+    def check(self, before: Sequence[Claim]) -> None:
+        held = Counter(node_id for claim in self.claims for _, node_id in claim.seats)
+        gpus = Counter(
+            n for c in self.claims for _, n in c.seats if c.spec.resources_per_worker == GPU
+        )
+        for room in self.rooms:
+            assert held[room.node_id] <= room.slots
+            assert gpus[room.node_id] <= room.resources.amount("GPU")
+        for old, claim in zip(before, self.claims, strict=True):
+            spec, size = claim.spec, len(claim.seats)
+            assert size <= spec.max_workers
+            assert size % spec.workers_per_replica == 0 or not claim.trains
+            assert size == 0 or size >= spec.min_workers, "holds something below min"
+            assert claim.trains or not old.trains, "a job that trained was taken down"
+            nodes = [node_id for _, node_id in claim.seats]
+            if spec.strategy is Strategy.STRICT_PACK:
+                assert len(set(nodes)) <= 1
+            if spec.strategy is Strategy.STRICT_SPREAD:
+                assert len(set(nodes)) == len(nodes)
+        for share in self.shares:
+            mine = [c for c in self.claims if c.spec.project == share.project]
+            count = sum(len(c.seats) for c in mine)
+            gpu = sum(len(c.seats) for c in mine if c.spec.resources_per_worker == GPU)
+            assert not share.excess(count, Resources.of({"GPU": gpu}))
+
+    def to_rest(self) -> None:
+        for _ in range(ROUNDS_TO_REST):
+            before = list(self.claims)
+            self.carry_out(self.look())
+            self.check(before)
+            if before == self.claims:
+                return
+        raise AssertionError(f"grows and shrinks in turn: {self.claims}")
+
+
+@LIMITS
+@given(st.data())
+def test_arrivals_and_ends_keep_all_guarantees_and_come_to_rest(data: st.DataObject) -> None:
+    small = Small(data.draw(room_lists(plain=False)), data.draw(share_lists()))
+    for number in range(data.draw(st.integers(1, 6))):
+        if small.claims and data.draw(st.booleans()):
+            small.claims.remove(data.draw(st.sampled_from(small.claims)))
+        else:
+            spec = data.draw(specs(number, plain=False))
+            small.claims.append(Claim(spec, sequence=number, in_place=True))
+        small.to_rest()
+
+
+@LIMITS
+@given(st.data())
+def test_the_order_of_claims_and_rooms_does_not_matter(data: st.DataObject) -> None:
+    rooms = data.draw(room_lists(plain=False))
+    claims = [
+        Claim(data.draw(specs(number, plain=False)), sequence=number)
+        for number in range(data.draw(st.integers(0, 4)))
+    ]
+    expected = queue.decide(claims, rooms, ())
+    shuffled = queue.decide(
+        data.draw(st.permutations(claims)), data.draw(st.permutations(rooms)), ()
+    )
+    assert shuffled == expected
+
+
+@LIMITS
+@given(st.data())
+def test_a_job_that_fits_alone_runs_before_any_that_came_later_with_no_greater_priority(
+    data: st.DataObject,
+) -> None:
+    """Small jobs come and go for ever; as soon as the first ones have ended it is its turn."""
+    rooms = list(data.draw(room_lists(plain=True)))
+    slots = sum(room.slots for room in rooms)
+    small = Small(rooms, [])
+    for number in range(data.draw(st.integers(0, 3))):
+        small.claims.append(Claim(data.draw(specs(number, plain=True)), sequence=number))
+    small.to_rest()
+    first = {claim.spec.job_id for claim in small.claims}
+    big = replace(
+        data.draw(specs(10, plain=True)), min_workers=max(1, slots), max_workers=max(1, slots)
+    )
+    small.claims.append(Claim(big, sequence=10))
+    for number in range(11, 17):
+        later = replace(data.draw(specs(number, plain=True)), project=big.project)
+        later = replace(later, priority=min(later.priority, big.priority))
+        small.claims.append(Claim(later, sequence=number))
+        small.to_rest()
+        running = [claim for claim in small.claims if claim.trains]
+        if not any(claim.spec.job_id in first for claim in small.claims):
+            assert slots == 0 or any(c.spec.job_id == big.job_id for c in running)
+            return
+        # One of the first ends in each round, waiting or not.
+        gone = next(claim for claim in small.claims if claim.spec.job_id in first)
+        small.claims.remove(gone)
+        small.to_rest()
+
+
+def naive(claims: Sequence[Claim], slots: int, shares: Sequence[ProjectShare]) -> dict[str, int]:
+    """Count equal slots for jobs of which none runs yet, by the rules of the docstring."""
+    weights = {share.project: share.weight for share in shares}
+    limits = {s.project: s.max_workers for s in shares if s.max_workers}
+    sizes = {claim.spec.job_id: 0 for claim in claims}
+    used: Counter[str] = Counter()
+
+    def turn(claim: Claim, *, counting: bool) -> tuple[float, ...]:
+        spec = claim.spec
+        mine = sizes[spec.job_id] if counting else 0
+        share = used[spec.project] / weights.get(spec.project, 1.0)
+        return -spec.priority, share, mine, claim.sequence
+
+    def give(claim: Claim, count: int) -> bool:
+        spec = claim.spec
+        if used[spec.project] + count > limits.get(spec.project, 10**9):
+            return False
+        if sum(sizes.values()) + count > slots:
+            return False
+        sizes[spec.job_id] += count
+        used[spec.project] += count
+        return True
+
+    waiting, is_kept = list(claims), False
+    while waiting:
+        claim = min(waiting, key=lambda c: turn(c, counting=False))
+        waiting.remove(claim)
+        low, project = claim.spec.min_workers, claim.spec.project
+        within = used[project] + low <= limits.get(project, 10**9)
+        if low <= slots and within and (is_kept or not give(claim, low)):
+            is_kept = True
+    able = [claim for claim in claims if sizes[claim.spec.job_id]]
+    while able:
+        claim = min(able, key=lambda c: turn(c, counting=True))
+        if sizes[claim.spec.job_id] >= claim.spec.max_workers or not give(claim, 1):
+            able.remove(claim)
+    return dict(sizes)
+
+
+@LIMITS
+@given(st.data())
+def test_on_equal_slots_the_sizes_are_those_of_naive_arithmetic(data: st.DataObject) -> None:
+    rooms = data.draw(room_lists(plain=True))
+    shares = [replace(s, max_resources=Resources()) for s in data.draw(share_lists())]
+    claims = [
+        Claim(data.draw(specs(number, plain=True)), sequence=number)
+        for number in range(data.draw(st.integers(0, 6)))
+    ]
+    grants = queue.decide(claims, rooms, shares).value
+    sizes = {grant.job_id: grant.size for grant in grants}
+    assert sizes == naive(claims, sum(room.slots for room in rooms), shares)
