@@ -6,7 +6,10 @@
     stop JOB                               a user stops it
     checkpoint JOB                         a user wants a checkpoint now
     saved WORKER NUMBER PATH               the step engine's checkpoint of that number
+    pause JOB | resume JOB                 a user pauses it, lets it go on
+    scale JOB [min=N] [max=N]              a user sets other bounds
     drain NODE SECONDS                     an operator drains a node
+    cordon NODE [REASON] | uncordon NODE   an operator lets no new workers start there, or again
     notice NODE SECONDS                    the agent says that its node must leave
     ready | forming | training | broken | finished WORKER...
     exit WORKER signal=N | code=N | stopped=1
@@ -41,7 +44,7 @@ PHASES = {
 }  # fmt: skip
 NUMBERS = (
     "step", "slots", "incarnation", "min", "max", "workers_per_replica", "max_failures",
-    "num_to_keep", "hang_timeout_s",
+    "num_to_keep", "hang_timeout_s", "priority", "in_place", "request",
 )  # fmt: skip
 
 
@@ -115,6 +118,32 @@ def stop(play: Play, rest: list[str], options: dict[str, Any]) -> None:
 
 def checkpoint(play: Play, rest: list[str], options: dict[str, Any]) -> None:
     play.coordinator.checkpoint(*rest, **options)
+    play.show()
+
+
+def pause(play: Play, rest: list[str], options: dict[str, Any]) -> None:
+    play.coordinator.pause(*rest, **options)
+    play.show()
+
+
+def resume(play: Play, rest: list[str], options: dict[str, Any]) -> None:
+    play.coordinator.resume(*rest, **options)
+    play.show()
+
+
+def scale(play: Play, rest: list[str], options: dict[str, Any]) -> None:
+    (job,) = rest
+    play.coordinator.scale(job, options.pop("min", 0), options.pop("max", 0), **options)
+    play.show()
+
+
+def cordon(play: Play, rest: list[str], options: dict[str, Any]) -> None:
+    play.coordinator.cordon(*rest, **options)
+    play.show()
+
+
+def uncordon(play: Play, rest: list[str], options: dict[str, Any]) -> None:
+    play.coordinator.cordon(*rest, cordoned=False, **options)
     play.show()
 
 
@@ -231,6 +260,7 @@ COMMANDS: dict[str, Command] = {
     "notice": notice, "ready": ready, "exit": leave, "raise": raise_, "report": report,
     "waits": pulsing("waits"), "stands": pulsing("stands"), "moves": pulsing(""),
     "answer": answer, "tick": tick, "restart": restart, "status": status,
-    "checkpoint": checkpoint, "saved": saved,
+    "checkpoint": checkpoint, "saved": saved, "pause": pause, "resume": resume, "scale": scale,
+    "cordon": cordon, "uncordon": uncordon,
     **{name: entering(phase) for name, phase in PHASES.items()},
 }  # fmt: skip

@@ -14,6 +14,7 @@ from elastic.core.events.coordinator import (
     Forget,
     JobRecord,
     Persist,
+    PersistNodes,
     Reply,
     SendAgent,
 )
@@ -42,6 +43,9 @@ def lines_of(effect: CoordinatorEffect, names: Mapping[SessionId, str]) -> Itera
     if isinstance(effect, Persist):
         for record in effect.records:
             yield f"persist {record.spec.job_id}: {record_line(record)}"
+    elif isinstance(effect, PersistNodes):
+        cordons = [f"{cordon.node_id}={quoted(cordon.reason)}" for cordon in effect.record.cordons]
+        yield f"persist nodes: cordoned {' '.join(cordons) or 'none'}"
     elif isinstance(effect, Forget):
         yield f"forget {' '.join(effect.job_ids)}"
     elif isinstance(effect, SendAgent):
@@ -67,6 +71,10 @@ def record_line(record: JobRecord) -> str:
         parts.append(f"[{' '.join(record.group.worker_ids())}]")
     if record.checkpoints:
         parts.append(f"checkpoints={','.join(c.path for c in record.checkpoints)}")
+    if record.paused:
+        parts.append("wanted paused")
+    if record.min_workers or record.max_workers:
+        parts.append(f"bounds={record.min_workers}-{record.max_workers}")
     counted = ("failures", "losses", "failed_worker", "result")
     values = {name: getattr(record, name) for name in counted}
     parts += [f"{name}={quoted(str(value))}" for name, value in values.items() if value]

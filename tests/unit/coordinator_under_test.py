@@ -20,10 +20,16 @@ from elastic.core.events.coordinator import (
     CoordinatorEvent,
     Forget,
     JobRecord,
+    NodeCordonRequested,
     NodeDrainRequested,
+    NodesRecord,
+    PauseRequested,
     Persist,
+    PersistNodes,
     Recovered,
     Reply,
+    ResumeRequested,
+    ScaleRequested,
     SendAgent,
     StopRequested,
     SubmitRequested,
@@ -115,6 +121,7 @@ class Coordinator:
         self.effects: tuple[CoordinatorEffect, ...] = ()
         self.notes: list[Note] = []
         self.store: dict[JobId, JobRecord] = {}
+        self.nodes_stored = NodesRecord()
         self.announced: dict[WorkerId, Announce] = {}
         self.names: dict[SessionId, str] = {}
         self.dies_after_persist = False
@@ -135,6 +142,8 @@ class Coordinator:
     def _perform(self, effect: CoordinatorEffect) -> None:
         if isinstance(effect, Persist):
             self.store.update({record.spec.job_id: record for record in effect.records})
+        elif isinstance(effect, PersistNodes):
+            self.nodes_stored = effect.record
         elif isinstance(effect, Forget):
             for job_id in effect.job_ids:
                 del self.store[job_id]
@@ -164,7 +173,7 @@ class Coordinator:
         for agent in self.agents.values():
             agent.session = None
         self.machine = CoordinatorMachine(self.config, "coordinator")
-        self.step(Recovered(tuple(self.store.values()), self.term))
+        self.step(Recovered(tuple(self.store.values()), self.term, self.nodes_stored))
 
     def advance(self, seconds: float) -> None:
         """Let time pass, with a tick at each deadline; effects of all ticks are kept."""
@@ -303,6 +312,23 @@ class Coordinator:
     def checkpoint(self, job: str) -> Reply:
         """Wish for a checkpoint now."""
         return self._ask(CheckpointRequested(self._request(), JobId(job)))
+
+    def pause(self, job: str) -> Reply:
+        """Pause a job."""
+        return self._ask(PauseRequested(self._request(), JobId(job)))
+
+    def resume(self, job: str) -> Reply:
+        """Resume a job."""
+        return self._ask(ResumeRequested(self._request(), JobId(job)))
+
+    def scale(self, job: str, low: int = 0, high: int = 0) -> Reply:
+        """Set other bounds."""
+        return self._ask(ScaleRequested(self._request(), JobId(job), low, high))
+
+    def cordon(self, name: str, reason: str = "upgrade", *, cordoned: bool = True) -> Reply:
+        """Cordon a node, or take that back."""
+        event = NodeCordonRequested(self._request(), NodeId(name), cordoned, reason)
+        return self._ask(event)
 
     def drain(self, name: str, seconds: float = 30, reason: str = "upgrade") -> Reply:
         """Drain a node as an operator does."""

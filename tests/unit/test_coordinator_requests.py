@@ -335,7 +335,7 @@ def test_of_two_jobs_the_older_takes_the_slots_and_the_other_waits_for_them() ->
     assert owners == ["a", "a"]
     assert coordinator.job("b").reason == (
         "waiting: needs 2 workers by PACK, 1 can be had: a (priority 0) keeps 2, which is its min; "
-        "waits for an end, or for 1 more slots"
+        "waits for an end, or for more slots (1)"
     )
     coordinator.stop("a")
     coordinator.exits("n1/1", STOPPED)

@@ -77,6 +77,8 @@ def _record(cluster: Cluster, job: JobState, report: Report) -> None:
         cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)
         if record.automatic:
             saves.served(job, record.request)
+            # A pause may wait for it.
+            cluster.touch(job)
 
 
 def _take_validation(cluster: Cluster, job: JobState, report: Report) -> None:

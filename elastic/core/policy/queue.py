@@ -188,13 +188,13 @@ class _Plan:
 
     def keep_survivors(self) -> None:
         """Workers that wait with state keep their slots as long as nobody can start on them."""
+        self._barred = {}
         for draft in self.drafts:
             if not draft.is_admitted and draft.claim.keeps_state and not draft.claim.trains:
                 self._keep_seats(draft, len(draft.claim.seats))
 
     def grow(self) -> None:
         """Deal what is left, one replica at a time."""
-        self._barred = {}
         able = [d for d in self.drafts if d.is_admitted and not d.claim.is_ending]
         for draft in self._by_turn(able, again=True):
             spec = draft.claim.spec
@@ -366,7 +366,7 @@ class _Plan:
             f"needs {_workers(spec, need)} by {spec.strategy.value}, {left} can be had: "
             f"{', '.join(holders[:NAMED_MAX]) or 'nobody gives any back'}{others}, which "
             f"{'is its min' if len(holders) == 1 else 'are their mins'}; waits for an end, or for "
-            f"{max(1, need - left)} more slots"
+            f"more slots ({max(1, need - left)})"
         )
 
     def _at_limit(self, spec: JobSpec, above: str) -> str:
