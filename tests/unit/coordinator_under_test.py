@@ -173,7 +173,7 @@ class Coordinator:
         for agent in self.agents.values():
             agent.session = None
         self.machine = CoordinatorMachine(self.config, "coordinator")
-        self.step(Recovered(tuple(self.store.values()), self.term, self.nodes_stored))
+        self.step(Recovered(tuple(self.store.values()), self.term, nodes=self.nodes_stored))
 
     def advance(self, seconds: float) -> None:
         """Let time pass, with a tick at each deadline; effects of all ticks are kept."""
