@@ -25,7 +25,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def job_of(name: str, directory: Path, **changes: int) -> ChaosJob:
     directory.mkdir()
     job = chaos_job("steps", name, workers=4, directory=directory, save_every=50)
-    return replace(job, spec=replace(job.spec, **changes))
+    # Slow on the cluster only: the undisturbed run has all of it to do alone.
+    entry = replace(job.spec.entry, args=(*job.spec.entry.args, "--pace", "0.1"))
+    return replace(job, spec=replace(job.spec, entry=entry, **changes))
 
 
 def train_with(size: int, view: JobView) -> bool:
