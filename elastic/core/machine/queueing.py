@@ -16,7 +16,7 @@ from elastic.core.policy import placement, queue
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.packing import Room
 from elastic.core.policy.placement import Offer
-from elastic.core.policy.queue import Claim, Grant
+from elastic.core.policy.queue import NAMED_MAX, Claim, Grant
 from elastic.core.world import JobId, NodeId, Resources, WorkerId, WorkerPhase
 
 
@@ -124,12 +124,26 @@ def place(
         reason = grant.reason
         if not reason:
             reason = placement.place(job.limits, _offers(cluster, hosting, None), have).reason
-        return Decision((), reason)
+        return Decision((), _with_cordons(cluster, reason))
+    if not decision.value:
+        return Decision((), _with_cordons(cluster, decision.reason))
     chosen = _within_project(cluster, job, decision.value, have)
     if decision.value and not chosen:
         project = job.spec.project or "(none)"
         return Decision((), f"project {project} is at its limit until workers of it have ended")
     return Decision(chosen, decision.reason)
+
+
+def _with_cordons(cluster: Cluster, reason: str) -> str:
+    """Say that nodes are there on which nothing may start."""
+    live = [s.node.node_id for s in cluster.book.ordered() if may_host(s)]
+    closed = [node_id for node_id in live if node_id in cluster.book.cordons]
+    if not closed:
+        return reason
+    names = ", ".join(closed[:NAMED_MAX]) + (", ..." if len(closed) > NAMED_MAX else "")
+    if len(closed) == len(live):
+        return f"no new worker may start: {names} cordoned; elastic uncordon NODE takes that back"
+    return f"{reason}; cordoned: {names}"
 
 
 def _offers(
