@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.scripts import Script
+from elastic.testing.local_cluster import LocalCluster
+from tests.chaos.scripts import Script, until
 from tests.chaos.torchrun_script import KILLED_IN
 
 SCRIPT = Path(__file__).with_name("torchrun_script.py")
@@ -87,6 +88,28 @@ def test_an_error_that_record_wrote_down_is_told_once_and_last(
     assert "[default1]:environment" in shown
     (written,) = tmp_path.glob("elastic_*/attempt_0/0/output.log")
     assert "environment" in written.read_text()
+
+
+@pytest.mark.timeout(500)
+def test_nodes_that_a_cluster_loses_are_outlived_within_nnodes(
+    launched: Callable[..., Script], tmp_path: Path
+) -> None:
+    with LocalCluster(nodes=3, workers_per_node=2, directory=tmp_path / "cluster") as cluster:
+        where = (f"--coord={cluster.address}", "--nnodes=1:3", "--nproc-per-node=2")
+        run = launched("nodes", *elastic_run(tmp_path, *where), case="wait")
+        until(lambda: sizes(run) == ["6"] * 6, "six workers", PATIENCE_S)
+        cluster.kill_node("n3")
+        until(lambda: sizes(run) == ["4"] * 4 + ["6"] * 6, "the other four", PATIENCE_S)
+        (tmp_path / "nodes" / "storage" / "end").touch()
+        assert run.wait(PATIENCE_S) == 0, run.said()
+    assert {one["LOCAL_WORLD_SIZE"] for one in environments(run)} == {"2"}
+    assert {one["GROUP_RANK"] for one in environments(run)} == {"0", "1", "2"}
+    run.assert_nothing_is_left()
+
+
+def sizes(run: Script) -> list[str]:
+    """The size of the group as every worker found it, sorted."""
+    return sorted(str(one["WORLD_SIZE"]) for one in environments(run))
 
 
 @pytest.mark.slow
