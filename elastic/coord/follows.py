@@ -18,6 +18,17 @@ from elastic.core.messages import FollowLogs, LogLines
 from elastic.core.world import NodeId, SessionId, WorkerId
 
 MERGED_CHARS_MAX = 8 * 1024 * 1024
+ALL_CHARS_MAX = 128 * 1024 * 1024
+"""What waits for all readers together; one that never reads must not cost the others theirs for
+long: the guard ends it."""
+
+
+@dataclass
+class Waiting:
+    """How many characters wait for all readers together."""
+
+    chars: int = 0
+    limit: int = ALL_CHARS_MAX
 
 
 @dataclass(frozen=True)
@@ -32,13 +43,15 @@ class Follow:
 class Merged:
     """The output of several workers, in order of arrival, for one reader."""
 
-    def __init__(self, limit: int = MERGED_CHARS_MAX) -> None:
+    def __init__(self, limit: int = MERGED_CHARS_MAX, all_waiting: Waiting | None = None) -> None:
         """Begin empty.
 
         Args:
             limit: characters that wait for the reader.
+            all_waiting: shared with the other readers.
         """
         self._limit = limit
+        self._all = all_waiting or Waiting()
         self._texts: deque[tuple[WorkerId, str]] = deque()
         self._waiting = 0
         self._dropped: dict[WorkerId, int] = {}
@@ -50,11 +63,13 @@ class Merged:
         """Queue output, or count it as dropped."""
         if not text:
             return
-        if self._waiting + len(text) > self._limit:
+        waiting = self._all
+        if self._waiting + len(text) > self._limit or waiting.chars + len(text) > waiting.limit:
             self._dropped[worker_id] = self._dropped.get(worker_id, 0) + len(text)
         else:
             self._texts.append((worker_id, text))
             self._waiting += len(text)
+            waiting.chars += len(text)
         self._awake.set()
 
     def finish(self, worker_id: WorkerId, *, lost: bool) -> None:
@@ -69,6 +84,7 @@ class Merged:
         while self._texts:
             worker_id, text = self._texts.popleft()
             self._waiting -= len(text)
+            self._all.chars -= len(text)
             yield worker_id, text
         dropped, self._dropped = self._dropped, {}
         for worker_id, number in sorted(dropped.items()):
@@ -77,6 +93,12 @@ class Merged:
                 f"[elastic] {number} characters of output are left out here: they came faster "
                 f"than they were read; the file on the node has them\n",
             )
+
+    def drop(self) -> None:
+        """Forget what waits: the reader is gone."""
+        self._all.chars -= self._waiting
+        self._waiting = 0
+        self._texts.clear()
 
     async def wait(self, timeout_s: float) -> None:
         """Wait until there is something new, at most this long."""
@@ -93,15 +115,17 @@ class Follows:
         self._sessions = sessions
         self._open: dict[str, tuple[Follow, Merged]] = {}
         self._number = 0
+        self._waiting = Waiting()
         sessions.on_end(self._on_session_end)
 
     @contextmanager
     def merged(self) -> Iterator[Merged]:
         """Gather output for the length of a `with` block; then the agents are told to stop."""
-        merged = Merged()
+        merged = Merged(all_waiting=self._waiting)
         try:
             yield merged
         finally:
+            merged.drop()
             for follow in list(merged.follows.values()):
                 self._open.pop(follow.follow_id, None)
                 session = self._sessions.find(follow.session_id)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 import grpc
 import grpc.aio
 
@@ -147,7 +148,10 @@ class Guard(grpc.aio.ServerInterceptor):
         """Follow the token file, and end calls whose token is over; never returns."""
         tokens = self._locks.tokens
         while tokens is not None:
-            for action, token in tokens.look():
+            # A file system that hangs must not take the coordinator along.
+            for action, token in await anyio.to_thread.run_sync(
+                tokens.look, abandon_on_cancel=True
+            ):
                 name = f"{token.token_id} {token.name}".strip()
                 what = f"token {name} ({token.role.value})"
                 self._audit.changed(
@@ -239,7 +243,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self, method: str, handler: Handler, caller: Caller, context: Context
     ) -> AbstractContextManager[None]:
         if method == ATTACH:
-            return self._door.agent()
+            return self._door.agent(caller.name if caller.is_bound else "")
         who = caller.name or host_of(context.peer())
         streams = bool(handler.request_streaming or handler.response_streaming)
         return self._door.user(who, streams=streams)

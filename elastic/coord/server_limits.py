@@ -31,6 +31,8 @@ class Limits:
 
     Attributes:
         agents_max: agents' streams at once.
+        streams_per_node_max: of them with the credentials of one node: it may come back before
+            its old stream is known to be broken.
         streams_max: users' streams at once (watch, logs), of all callers together.
         streams_per_caller_max: the same of one caller.
         requests_max: users' requests that are being answered, of all callers together.
@@ -41,6 +43,7 @@ class Limits:
     """
 
     agents_max: int = 12_000
+    streams_per_node_max: int = 8
     streams_max: int = 2000
     streams_per_caller_max: int = 500
     requests_max: int = 1000
@@ -63,13 +66,18 @@ class Door:
         self._budgets: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     @contextmanager
-    def agent(self) -> Iterator[None]:
+    def agent(self, node: str) -> Iterator[None]:
         """Let an agent's stream in for the length of a `with` block.
+
+        Args:
+            node: whose credentials it has, "" for those that several nodes share.
 
         Raises:
             Busy: there are too many.
         """
-        with self._counted("agents", "", self._limits.agents_max, self._limits.agents_max):
+        most = self._limits.agents_max
+        each = self._limits.streams_per_node_max if node else most
+        with self._counted("agents", node, most, each):
             yield
 
     @contextmanager

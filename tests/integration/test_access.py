@@ -286,3 +286,18 @@ async def test_a_coordinator_is_not_believed_under_another_host_name(tmp_path: P
     with Coordinator(tmp_path / "c", args=args) as running:
         outcome = await call(running.address, "/elastic.v1.Jobs/List", access=reader)
         assert outcome.code == "UNAVAILABLE"
+
+
+async def test_tokens_over_tls_need_no_certificate_of_the_caller(tmp_path: Path) -> None:
+    folder = authority(tmp_path / "pki")
+    shown = token(tmp_path / "tokens.json", Role.READ)
+    ours = folder / "coordinator"
+    args = ("--tls-cert", str(ours / "tls.crt"), "--tls-key", str(ours / "tls.key"))
+    args += ("--tokens", str(tmp_path / "tokens.json"))
+    tls = find_access(ca=str(folder / "ca.crt")).tls
+    with Coordinator(tmp_path / "c", args=args) as running:
+        method = "/elastic.v1.Jobs/List"
+        assert (await call(running.address, method, access=Access(shown, tls=tls))).code == "OK"
+        without = await call(running.address, method, access=Access(tls=tls))
+        assert without.code == "UNAUTHENTICATED"
+        assert (await call(running.address, method, access=Access(shown))).code == "UNAVAILABLE"
