@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import grpc
@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 
 from elastic.coord.audit import Audit
+from elastic.coord.office import Office, Tenure
 from elastic.coord.server_guard import Guard, Locks
 from elastic.coord.server_limits import Limits
 from elastic.runtime.clock import SystemClock
@@ -57,8 +58,10 @@ class Small:
 async def serving(limits: Limits = SMALL) -> AsyncIterator[Small]:
     small = Small(limits)
     clock = SystemClock()
-    guard = Guard(Locks(), Audit(None, process="test", clock=clock), clock, limits)
-    guard.open()
+    office, nobody = Office("test", clock), cast("Any", None)
+    office.enter(Tenure(nobody, nobody, since_ns=0), lambda: True)
+    audit = Audit(None, process="test", clock=clock)
+    guard = Guard(Locks(), audit, clock, office, limits=limits)
     server = grpc.aio.server(interceptors=(guard,), options=server_options())
     methods = {
         "Watch": grpc.unary_stream_rpc_method_handler(small.watch),
