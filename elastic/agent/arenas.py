@@ -50,15 +50,8 @@ class Arenas:
         """Return where a worker finds the memory of its job; empty if there is none to be had."""
         arena = self._arenas.get(job_id)
         if arena is None:
-            try:
-                made = [
-                    os.memfd_create(f"elastic-{job_id}", os.MFD_CLOEXEC)
-                    for _ in range(SNAPSHOT_SLOTS)
-                ]
-            except OSError as error:
-                log.warning("no_snapshot_memory job=%s error=%r", job_id, str(error))
-                return ()
-            arena = self._arenas[job_id] = Arena(tuple(made))
+            # One that has no memory stays without: the workers of a node share it, or none has it.
+            arena = self._arenas[job_id] = Arena(_make_slots(job_id))
         if arena.timer is not None:
             arena.timer.cancel()
             arena.timer = None
@@ -91,3 +84,17 @@ class Arenas:
             arena.timer.cancel()
         for number in arena.descriptors:
             os.close(number)
+
+
+def _make_slots(job_id: JobId) -> tuple[int, ...]:
+    """Return descriptors of new memory, none if it cannot be had."""
+    made: list[int] = []
+    try:
+        while len(made) < SNAPSHOT_SLOTS:
+            made.append(os.memfd_create(f"elastic-{job_id}", os.MFD_CLOEXEC))
+    except OSError as error:
+        log.warning("no_snapshot_memory job=%s error=%r", job_id, str(error))
+        for number in made:
+            os.close(number)
+        return ()
+    return tuple(made)

@@ -183,6 +183,11 @@ class Slot:
         # What was copied last, and the places that it was copied to.
         self._targets: tuple[Any, list[torch.Tensor]] | None = None
 
+    @property
+    def identity(self) -> int:
+        """Return a number > 0 that is equal for all who have this memory, on this machine."""
+        return os.fstat(self._fd).st_ino % (1 << 62) + 1
+
     def close(self) -> None:
         """Let go of the memory; it is freed once nobody has it any more."""
         self._map = self._targets = None
@@ -262,6 +267,14 @@ class Slot:
             if not mark.is_with(first):
                 return None
         return first
+
+    def has_other_than(self, mark: Mark) -> bool:
+        """Return whether a worker has marked another state under this number and generation."""
+        self.reserve(0)
+        found = (
+            Mark(*MARK.unpack_from(self._mapped(), part * MARK.size)) for part in range(mark.parts)
+        )
+        return any(one[:2] == mark[:2] and not one.is_with(mark) for one in found)
 
     # ------------------------------------------------------------------------------------ content
 

@@ -51,9 +51,11 @@ def catch_up(
             reach,
             begins=begins,
             shared=keeper.known_streams(cursor),
+            memory=keeper.memory(),
         )
 
     met = meet_again(False)
+    keeper.agree_on_memory(met.memories)
     if met.nobody:
         saved = keeper.restore(group, cursor)
         if saved is not None:

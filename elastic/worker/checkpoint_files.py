@@ -21,7 +21,7 @@ import logging
 import pickle
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,11 +83,13 @@ class Part:
         file: its tensors.
         items: in the order in which they lie there; end to end.
         tensors: fingerprint of the tensors of the state, as this rank has them.
+        registered: checksums of samples of what the script has registered, by name.
     """
 
     file: StoredFile
     items: tuple[Item, ...]
     tensors: int = 0
+    registered: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Part:
@@ -98,7 +100,8 @@ class Part:
         """
         try:
             items = tuple(Item(*one) for one in fields["items"])
-            return Part(StoredFile(*fields["file"]), items, fields.get("tensors", 0))
+            tensors, registered = fields.get("tensors", 0), dict(fields.get("registered", {}))
+            return Part(StoredFile(*fields["file"]), items, tensors, registered)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a part: {error!r}") from None
 

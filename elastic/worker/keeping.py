@@ -227,6 +227,15 @@ class Keeper:
         if saver is not None:
             saver.go_on([int(one) for one in max(rows)[:3]])
 
+    def memory(self) -> int:
+        """Return which memory of this node we have for snapshots, 0 for none."""
+        return self._saver.memory() if self._saver is not None else 0
+
+    def agree_on_memory(self, memories: Sequence[int]) -> None:
+        """Have memory for snapshots as all workers of this node have it, or each its own."""
+        if self._saver is not None:
+            self._saver.agree_on_memory(memories)
+
     def known_streams(self, cursor: Cursor) -> bytes:
         """Return what we have read of streams, for the others."""
         return self._streams.sent(cursor)

@@ -38,6 +38,7 @@ class Met:
         nobody: no member has the state of the run, and nothing was sent.
         shared: what each member knows of streams of data, as `StreamBook.sent` has it; empty if
             nobody knows anything.
+        memories: which memory of its node each member has for snapshots, by rank; 0 for none.
     """
 
     state: Any
@@ -46,6 +47,7 @@ class Met:
     num_bytes: int
     nobody: bool = False
     shared: tuple[bytes, ...] = ()
+    memories: tuple[int, ...] = ()
 
 
 def meet(
@@ -58,6 +60,7 @@ def meet(
     *,
     begins: bool = True,
     shared: bytes = b"",
+    memory: int = 0,
 ) -> Met:
     """Find out who is how far, connect directly, and send state to those who need it.
 
@@ -70,6 +73,7 @@ def meet(
         reach: how the others reach us.
         begins: where nobody has the state of the run, rank 0's is that of its beginning.
         shared: what we know of streams of data.
+        memory: which memory of its node we have for snapshots, 0 for none.
 
     Raises:
         RuntimeError: the group broke; nothing of ours has changed.
@@ -78,20 +82,22 @@ def meet(
     threads = torch.get_num_threads()
     door = open_mesh(group, reach)
     data = _data_print(epochs)
-    mine = Told(standing, _model_print(units), data, threads, door, len(shared))
+    mine = Told(standing, _model_print(units), data, threads, door, len(shared), memory)
     told = tell_all(group, mine)
     check_alike(told)
     _connect(group, [one.door for one in told])
     standings = [one.standing for one in told]
+    memories = tuple(one.memory for one in told)
     if not begins and not any(one.has_state for one in standings):
-        return Met(None, (), (), 0, nobody=True)
+        return Met(None, (), (), 0, nobody=True, memories=memories)
     plan = plan_transfers(standings).value
     state, num_bytes = transfer(group, plan, take)
     source = plan.source_of(group.rank())
     if source is not None and told[source].threads != threads:
         torch.set_num_threads(told[source].threads)
     parts = _share_all(group, shared, [one.num_shared for one in told])
-    return Met(state, plan.cursors, next_places(standings, plan), num_bytes, shared=parts)
+    places = next_places(standings, plan)
+    return Met(state, plan.cursors, places, num_bytes, shared=parts, memories=memories)
 
 
 def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:
@@ -198,6 +204,7 @@ class Told:
         threads: CPU threads of one operation; their number can change the last bit of a sum.
         door: where it lets the others in.
         num_shared: bytes of what it knows of streams of data.
+        memory: which memory of its node it has for snapshots, 0 for none.
     """
 
     standing: Standing
@@ -206,6 +213,7 @@ class Told:
     threads: int
     door: Door
     num_shared: int = 0
+    memory: int = 0
 
 
 def tell_all(group: Any, mine: Told) -> list[Told]:
@@ -221,7 +229,7 @@ def tell_all(group: Any, mine: Told) -> list[Told]:
         [
             int(standing.has_state), standing.cursor.epoch, standing.cursor.step, standing.steps,
             int(standing.is_inside), mine.model, mine.data, mine.threads, mine.num_shared,
-            *mine.door.numbers(),
+            mine.memory, *mine.door.numbers(),
         ],
         dtype=torch.int64,
     )  # fmt: skip
@@ -230,9 +238,9 @@ def tell_all(group: Any, mine: Told) -> list[Told]:
     told = []
     for one in rows:
         has_state, epoch, step, steps, inside, *one_by_one = one.tolist()
-        model, data, threads, num_shared, *door = one_by_one
+        model, data, threads, num_shared, memory, *door = one_by_one
         standing = Standing(bool(has_state), Cursor(epoch, step), steps, bool(inside))
-        told.append(Told(standing, model, data, threads, Door.of(door), num_shared))
+        told.append(Told(standing, model, data, threads, Door.of(door), num_shared, memory))
     return told
 
 

@@ -26,6 +26,7 @@ from elastic.core.policy.shares import Piece, share_of
 from elastic.core.world import SNAPSHOT_SLOTS
 from elastic.worker.arena import Layout, Mark, Slot
 from elastic.worker.exchange import WAIT_SLICE_S
+from elastic.worker.likeness import combined, registered_prints
 from elastic.worker.sharded_state import (
     Held,
     answered_by,
@@ -116,6 +117,7 @@ class Saver:
         self._paths, self._writer = tuple(paths), writer
         self._slots: list[Slot] = []
         self._arrangement: Arrangement | None = None
+        self._registered: dict[str, int] = {}
         self._seat = Seat()
         self._last_s = time.monotonic()
         self._served = 0
@@ -135,6 +137,41 @@ class Saver:
         self._served = 0  # A wish that came to nothing is told again to the next group.
         if self._writer is not None:
             self._writer.generation = seat.generation
+
+    def memory(self) -> int:
+        """Return what tells this node's shared memory from any other, 0 if we have none."""
+        if not self._paths:
+            return 0
+        try:
+            return self._all_slots()[0].identity
+        except OSError as error:
+            log.warning("no_shared_memory paths=%s error=%r", self._paths, str(error))
+            self._use_own_memory()
+            return 0
+
+    def agree_on_memory(self, memories: Sequence[int]) -> None:
+        """Do without the agent's memory for good, if not all workers of this node have it.
+
+        Each would wait for the others' share of every snapshot otherwise.
+
+        Args:
+            memories: what `memory` returned, by rank.
+        """
+        seat = self._seat
+        if not self._paths or len(memories) != seat.world_size:
+            return
+        first = seat.rank - seat.local_rank
+        here = set(memories[first : first + seat.local_world_size])
+        if 0 in here or len(here) != 1:
+            log.warning(
+                "shared_memory_left: not all workers of this node have it; each keeps its "
+                "snapshots in memory of its own, which ends with it"
+            )
+            self._use_own_memory()
+
+    def _use_own_memory(self) -> None:
+        self._paths, self._slots, self._arrangement = (), [], None
+        self._seat = replace(self._seat, local_rank=0, local_world_size=1)
 
     # ------------------------------------------------------------------- when
 
@@ -273,6 +310,7 @@ class Saver:
                 aliases=tuple(aliases),
                 done=done,
                 request=request,
+                registered=self._registered,
             )
         )
         return done
@@ -289,9 +327,11 @@ class Saver:
         arrangement, skeleton = self._arranged(values, tensors, trace), write_skeleton(values)
         layout, pieces = arrangement.layout, arrangement.pieces
         text = with_held(skeleton, layout.held)
+        self._registered = registered_prints(state)
+        tensors_print = arrangement.places ^ combined(self._registered)
         mark = Mark(
             self.number, self._seat.generation, steps, self._seat.local_world_size,
-            layout.data_bytes, arrangement.places, len(text), zlib.crc32(text),
+            layout.data_bytes, tensors_print, len(text), zlib.crc32(text),
         )  # fmt: skip
         seat, slot = self._seat, self._slot_of(self.number)
         if self._is_being_written(slot):

@@ -22,7 +22,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +47,7 @@ from elastic.worker.checkpoint_files import (
     write_rest,
 )
 from elastic.worker.exchange import WAIT_SLICE_S, Answer
+from elastic.worker.likeness import differing
 from elastic.worker.transfer import read_skeleton, unpack
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,10 @@ ORPHANED_S = 30.0
 the next snapshot waits, for a member may have failed to write."""
 CONSENT_S = 60.0
 """How long a generation may take to form that can consent."""
+UNLIKE = (
+    "different values in what train.register() was given, of which each rank writes some rows: "
+    "register what is the same on all ranks, and leave out, or reduce first, what belongs to one"
+)
 LOOK_S_MIN, LOOK_S_MAX = 0.01, 0.5
 SLOW_S = 60.0
 PREFIX = "auto-"
@@ -92,6 +97,7 @@ class Snapshot:
         aliases: other names of shared parameters, by model.
         done: set once it is durable, or given up.
         request: number of the newest wish for a checkpoint that it was taken after.
+        registered: samples of what the script has registered; see `likeness`.
     """
 
     generation: int
@@ -107,6 +113,7 @@ class Snapshot:
     aliases: tuple[Mapping[str, str], ...]
     done: threading.Event
     request: int = 0
+    registered: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -240,7 +247,8 @@ class Writer:
         self._wait_for_node(snapshot)
         part = write_part(files, snapshot.rank, snapshot.slot, snapshot.layout, snapshot.pieces)
         _check_unchanged(snapshot)
-        write_note(files, snapshot.rank, replace(part, tensors=snapshot.mark.tensors))
+        part = replace(part, tensors=snapshot.mark.tensors, registered=snapshot.registered)
+        write_note(files, snapshot.rank, part)
         if snapshot.rank == 0:
             path = self._complete(snapshot)
             log.info(
@@ -259,9 +267,12 @@ class Writer:
             is_over = self.generation != snapshot.generation
             if snapshot.mark.is_with(snapshot.slot.whole()):
                 return
+            if snapshot.slot.has_other_than(snapshot.mark):
+                # Who writes finds out whose, and of what.
+                raise GivenUp(f"a worker of this node has other tensors, or {UNLIKE}")
             if is_over:
                 break  # Whoever has not copied by now is in the next group, or lost.
-        raise GivenUp("a worker of this node has not copied its share, or has other tensors")
+        raise GivenUp("a worker of this node has not copied its share")
 
     def _tell_failed(self, failure: Failure) -> None:
         """Leave a note in place of our part, if storage takes that much."""
@@ -292,6 +303,9 @@ class Writer:
             raise GivenUp("a member has not written its part; its group is over, or it is stuck")
         parts, notes = written
         for rank, part in enumerate(parts):
+            unlike = differing(snapshot.registered, part.registered)
+            if unlike:
+                raise GivenUp(f"rank {rank} and rank 0 have {UNLIKE}: {', '.join(unlike)}")
             if part.tensors != snapshot.mark.tensors:
                 raise GivenUp(
                     f"rank {rank} has saved other tensors than rank 0: what the train function "

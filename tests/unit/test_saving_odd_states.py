@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,18 @@ import torch
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor
+from elastic.core.world import JobId
 from elastic.errors import UsageError
+from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import keeping
+from elastic.worker.likeness import registered_prints
 from elastic.worker.local import LocalRun, local_context
+from elastic.worker.saving import Saver, Seat
 from elastic.worker.transfer import pack
+from elastic.worker.writing import Writer
 from tests.unit.engine_under_test import Loop, square
-from tests.unit.saving_under_test import Run
+from tests.unit.saving_under_test import Coordinator, Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -121,3 +127,123 @@ def test_members_whose_states_differ_save_nothing(
         saver.finish()
     assert run.committed() == []
     assert "rank 1 has saved other tensors than rank 0" in caplog.text
+
+
+def registered(value: Any) -> Callable[[], dict[str, Any]]:
+    """The state of a member that has registered this."""
+    nothing: dict[str, Any] = {
+        kind: [] for kind in ("loose", "optimizers", "schedulers", "scalers")
+    }
+    models = [{"weight": torch.ones(8)}]
+    objects = {"models": models, **nothing, "registered": {"same": 1, "mine": value}}
+    return lambda: {"objects": objects, "steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"counts": torch.tensor([1, 2, 3])}, {"counts": torch.tensor([4, 5, 6])}),
+        ([torch.tensor(1.0)], [torch.tensor(2.0)]),
+        (np.arange(1000.0), np.arange(1000.0) + 1),
+        (torch.zeros(4, 6).t(), torch.ones(4, 6).t()),
+        (torch.zeros(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)),
+    ],
+)
+def test_what_members_have_registered_with_other_values_is_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: Any, theirs: Any
+) -> None:
+    """Each writes some rows of it: together they would be nobody's state."""
+    run = Run(tmp_path, workers=2)
+    for saver, value in zip(run.savers, (ours, theirs), strict=True):
+        saver.take(registered(value), Cursor(0, 1), 1)
+    for saver in run.savers:
+        saver.finish()
+    assert run.committed() == []
+    assert "rank 1 and rank 0 have different values in what train.register()" in caplog.text
+    assert "belongs to one: mine" in caplog.text
+    for saver in run.savers:
+        saver.take(registered(ours), Cursor(0, 2), 2)
+    for saver in run.savers:
+        saver.finish()
+    assert len(run.committed()) == 1, "the next one, of equal values, counts"
+
+
+def test_plain_values_that_differ_are_rank_zeros() -> None:
+    assert registered_prints(registered({"count": 1})()) == {}
+    assert registered_prints({"objects": {"a": torch.ones(2)}, "steps": 1}) == {}
+
+
+def shared_savers(tmp_path: Path, memories: list[tuple[str, ...]]) -> list[Saver]:
+    """The workers of one node, each with the memory that it got."""
+    run = RunDirectory(str(tmp_path))
+    savers = []
+    for rank, paths in enumerate(memories):
+        writer = Writer(run, JobId("j1"), line=Coordinator(), clock=SystemClock())
+        saver = Saver(paths, writer)
+        saver.enter(Seat(1, rank, len(memories), rank, len(memories)))
+        savers.append(saver)
+    return savers
+
+
+@pytest.mark.parametrize("lacks", ["none at all", "what cannot be opened", "another"])
+def test_workers_of_a_node_that_do_not_all_have_its_memory_do_without_at_once(
+    tmp_path: Path, lacks: str
+) -> None:
+    descriptors = [os.memfd_create("arena") for _ in range(4)]
+    try:
+        paths = [f"/proc/{os.getpid()}/fd/{number}" for number in descriptors]
+        given = tuple(paths[:2])
+        other: dict[str, tuple[str, ...]] = {
+            "none at all": (),
+            "what cannot be opened": ("/nowhere/a", "/nowhere/b"),
+            "another": tuple(paths[2:]),
+        }
+        savers = shared_savers(tmp_path, [given, other[lacks]])
+        memories = [saver.memory() for saver in savers]
+        for saver in savers:
+            saver.agree_on_memory(memories)
+        for saver in savers:
+            saver.take(registered(1), Cursor(0, 1), 1)
+        for saver in savers:
+            saver.finish()
+            assert saver.held() == 1
+        assert len(RunDirectory(str(tmp_path)).markers()) == 1
+        assert [saver.memory() for saver in savers] == [0, 0], "for good"
+    finally:
+        for number in descriptors:
+            os.close(number)
+
+
+def test_workers_that_share_memory_keep_it(tmp_path: Path) -> None:
+    descriptors = [os.memfd_create("arena") for _ in range(2)]
+    try:
+        given = tuple(f"/proc/{os.getpid()}/fd/{number}" for number in descriptors)
+        savers = shared_savers(tmp_path, [given, given])
+        memories = [saver.memory() for saver in savers]
+        assert len(set(memories)) == 1
+        assert memories[0] > 0
+        for saver in savers:
+            saver.agree_on_memory(memories)
+        assert [saver.memory() for saver in savers] == memories
+    finally:
+        for number in descriptors:
+            os.close(number)
+
+
+def test_workers_of_one_node_that_registered_other_values_are_told_apart_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    descriptors = [os.memfd_create("arena") for _ in range(2)]
+    try:
+        given = tuple(f"/proc/{os.getpid()}/fd/{number}" for number in descriptors)
+        savers = shared_savers(tmp_path, [given, given])
+        for value, saver in enumerate(savers):
+            saver.take(registered(torch.tensor([float(value)])), Cursor(0, 1), 1)
+        for saver in savers:
+            saver.finish()
+        assert RunDirectory(str(tmp_path)).markers() == []
+        assert "different values in what train.register()" in caplog.text
+        assert [saver.held() for saver in savers] == [-1, -1], "nor is it read from memory"
+    finally:
+        for number in descriptors:
+            os.close(number)
