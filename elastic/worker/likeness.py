@@ -67,7 +67,7 @@ def _print_of(tensors: list[torch.Tensor]) -> int:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield tensors and arrays in nested containers, in order; of a sharded one each has its own."""
+    """Yield tensors and arrays in nested containers, in order; but for sharded ones."""
     if isinstance(value, DTensor):
         return
     if isinstance(value, torch.Tensor):
