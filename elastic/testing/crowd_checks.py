@@ -59,9 +59,3 @@ class CrowdChecks:
         if sum(sizes) > self.limits.get(project, sum(sizes)):
             return f"no project has more workers than its limit ({sizes})"
         return ""
-
-    def stepped(self, job_id: JobId) -> str:
-        """A group of the job made a step."""
-        record = self._records.get(job_id)
-        is_paused = record is not None and record.phase.value == "paused"
-        return "a paused job makes no step" if is_paused else ""

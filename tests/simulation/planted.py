@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elastic.core import projects
-from elastic.core.events.coordinator import Persist, SendAgent
+from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import (
     agent,
     agent_connection,
@@ -21,7 +21,6 @@ from elastic.core.machine import (
     intake,
     invariants,
     jobs,
-    pausing,
     reports,
     requests,
     settle,
@@ -310,20 +309,6 @@ def forgets_what_is_paused_after_a_restart(patch: Patch) -> None:
         return honest(dataclasses.replace(record, phase=phase, paused=False), now_ns)
 
     patch.setattr(coordinator, "restore", restore)
-
-
-@bug
-def pauses_without_letting_the_group_go(patch: Patch) -> None:
-    """A job is called paused while it trains."""
-
-    def advance(cluster: Any, job: Any) -> None:
-        if job.paused and not job.has_ended() and job.phase is not JobPhase.PAUSED:
-            job.is_open = False
-            job.move(JobPhase.PENDING, cluster.now_ns)
-            job.move(JobPhase.PAUSED, cluster.now_ns)
-            cluster.do(Persist((job.record(),)))
-
-    patch.setattr(pausing, "advance", advance)
 
 
 @bug

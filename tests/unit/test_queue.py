@@ -150,6 +150,16 @@ def test_who_waits_below_min_holds_nothing_that_another_one_can_start_on() -> No
     assert grants(newcomer, running, rooms=rooms)["b"].yields == ("n1/b0",)
 
 
+def test_who_waits_in_vain_does_not_use_up_the_limit_of_its_project() -> None:
+    shares = [ProjectShare(project="red", max_workers=2)]
+    survivor = claim("a", 4, seats="n1", project="red", keeps_state=True)
+    other = claim("b", 2, project="red")
+    rooms = [room("n1", 3, free=2)]
+    assert grants(survivor, rooms=rooms, shares=shares)["a"].yields == ()
+    found = grants(survivor, other, rooms=rooms, shares=shares)
+    assert (found["a"].yields, found["b"].size) == (("n1/a0",), 2)
+
+
 def test_a_job_whose_nodes_are_silent_for_a_moment_keeps_min_where_it_is_seen() -> None:
     running = claim("a", 1, 3, seats="n1", away=2)
     found = grants(running, claim("b", 1), rooms=[room("n1", 1, free=0)])

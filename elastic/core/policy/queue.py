@@ -190,8 +190,13 @@ class _Plan:
         """Workers that wait with state keep their slots as long as nobody can start on them."""
         self._barred = {}
         for draft in self.drafts:
-            if not draft.is_admitted and draft.claim.keeps_state and not draft.claim.trains:
-                self._keep_seats(draft, len(draft.claim.seats))
+            if draft.is_admitted or draft.claim.trains or not draft.claim.keeps_state:
+                continue
+            count = len(draft.claim.seats)
+            # They count for their project: none may keep another job of it from its min.
+            while count and self._excess(draft.claim.spec, count):
+                count -= 1
+            self._keep_seats(draft, count)
 
     def grow(self) -> None:
         """Deal what is left, one replica at a time."""
