@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic.core.config import check_name
+from elastic.core.config import PRIORITY_MAX, check_name
 from elastic.core.world import Resources, Strategy
 from elastic.errors import ConfigError
 
@@ -205,6 +205,8 @@ class RunConfig:
         callbacks: called in the driver: objects with `after_report(metrics)` and
             `after_event(name, fields)`, either of them.
         worker_env: environment variables for the workers.
+        priority: on a cluster with several jobs, those with a greater one go first; -1000 to 1000.
+        project: label that the cluster divides by, and may have limits for.
     """
 
     name: str | None = None
@@ -213,11 +215,21 @@ class RunConfig:
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: tuple[Any, ...] = ()
     worker_env: Mapping[str, str] | None = None
+    priority: int = 0
+    project: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         if self.name is not None:
             check_name("run", self.name)
+        is_int = isinstance(self.priority, int) and not isinstance(self.priority, bool)
+        if not is_int or abs(self.priority) > PRIORITY_MAX:
+            raise ConfigError(
+                f"RunConfig: priority={self.priority!r}: expected an int, -{PRIORITY_MAX} to "
+                f"{PRIORITY_MAX}"
+            )
+        if not isinstance(self.project, str):
+            raise ConfigError(f"RunConfig: project={self.project!r}: expected a str")
         if isinstance(self.storage_path, Path) and re.match(r"\w+:/", str(self.storage_path)):
             raise ConfigError(
                 f"RunConfig: storage_path={self.storage_path!r}: pathlib takes a slash out of a "

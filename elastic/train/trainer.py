@@ -431,6 +431,8 @@ class TorchTrainer:
             preemption_limit=self.run_config.failure_config.max_preemptions + 1,
             hang_timeout_s=self.run_config.failure_config.hang_timeout_s,
             run_path=self._run_path(name),
+            priority=self.run_config.priority,
+            project=self.run_config.project,
             num_to_keep=checkpoints.num_to_keep or -1,
             score_attribute=checkpoints.checkpoint_score_attribute or "",
             score_order=checkpoints.checkpoint_score_order,
