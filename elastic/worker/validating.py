@@ -208,6 +208,7 @@ class Validator:
             self._untold.clear()
             self._done.clear()
             self._unwritten.clear()
+            self._wishes_seen = self._wishes_made  # There is nothing to come back for.
             return
         for name in list(self._running):
             self._reap(name)

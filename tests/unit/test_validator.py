@@ -1,0 +1,59 @@
+"""The thread that has checkpoints validated: what it does without anything to validate."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.core.events.worker import Validated
+from elastic.core.world import JobId
+from elastic.storage.run_directory import RunDirectory
+from elastic.worker.exchange import Answer
+from elastic.worker.local import LocalRun, _retention
+from elastic.worker.validating import ValidationPlan, Validator
+
+DEADLINE_S = 20.0
+
+
+class Line:
+    """Leads to a coordinator that takes everything."""
+
+    def post(self, item: Validated) -> None:
+        del item
+
+    def expect_answer(self, generation: int, index: int) -> Answer:
+        del generation, index
+        answer = Answer(accepted=True)
+        answer.ready.set()
+        return answer
+
+
+def nothing(path: str, fn_kwargs: dict[str, Any]) -> str:
+    raise AssertionError(f"nobody reported {path} {fn_kwargs}")
+
+
+def wait_for_thread(validator: Validator) -> None:
+    """Wait until its thread has taken note of what it was told."""
+    until = time.monotonic() + DEADLINE_S
+    while validator._wishes_seen != validator._wishes_made:
+        assert time.monotonic() < until, "the thread has not looked"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 0)])
+def test_its_thread_rests_when_there_is_nothing_to_do_in_whatever_place(
+    tmp_path: Path, ranks: tuple[int, ...]
+) -> None:
+    run = LocalRun(job_name="r", run_path=str(tmp_path))
+    validator = Validator(RunDirectory(str(tmp_path)), _retention(run, JobId("j1")), Line())
+    validator.configure(ValidationPlan(nothing))
+    try:
+        for generation, rank in enumerate(ranks, 1):
+            validator.enter(generation, rank, "")
+            wait_for_thread(validator)
+        validator.finish(lambda: False)
+    finally:
+        validator.close()
