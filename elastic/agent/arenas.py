@@ -58,6 +58,11 @@ class Arenas:
         arena.processes.add(process_id)
         return tuple(f"/proc/{os.getpid()}/fd/{number}" for number in arena.descriptors)
 
+    def descriptors(self, job_id: JobId) -> tuple[int, ...]:
+        """Return the slots of a job's memory; empty if it has none here."""
+        arena = self._arenas.get(job_id)
+        return arena.descriptors if arena is not None else ()
+
     def exited(self, process_id: int, cause: ExitCause) -> None:
         """Take note of a process that is gone."""
         for job_id, arena in list(self._arenas.items()):

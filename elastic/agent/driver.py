@@ -18,10 +18,12 @@ from typing import NoReturn
 import anyio
 
 from elastic.agent.arenas import Arenas
+from elastic.agent.copy_desk import CopyDesk
 from elastic.agent.follow import Followers
 from elastic.agent.link import Link, LinkCallbacks
 from elastic.agent.logs import Logs
 from elastic.agent.processes import ChildProcesses, Launch
+from elastic.agent.pushing import Pushing
 from elastic.core.config import NS_PER_S, AgentConfig
 from elastic.core.events.agent import (
     AgentEffect,
@@ -30,6 +32,7 @@ from elastic.core.events.agent import (
     Disconnect,
     DrainSignalled,
     ExitAgent,
+    HandleCopy,
     Kill,
     OpenLog,
     ProcessExited,
@@ -40,7 +43,7 @@ from elastic.core.events.agent import (
 )
 from elastic.core.events.shared import Note, Tick
 from elastic.core.machine.agent import AgentMachine
-from elastic.core.messages import Assign
+from elastic.core.messages import Assign, Replicate
 from elastic.core.world import Node
 from elastic.errors import InvariantViolation, check
 from elastic.runtime.access import Access
@@ -95,13 +98,17 @@ class AgentDriver:
         """
         node = settings.node
         self._clock = clock
-        self._machine = AgentMachine(node, settings.config, settings.devices)
+        self._copies = CopyDesk(node.host, self.post)
+        self._machine = AgentMachine(
+            node, settings.config, settings.devices, copies_at=self._copies.address
+        )
         self._events: deque[AgentEvent] = deque()
         self._wake = asyncio.Event()
         self._exit: ExitAgent | None = None
         self._logs = Logs(settings.log_dir, node.node_id)
         self._processes = ChildProcesses(settings.launch, self._logs, self.post)
         self._arenas = Arenas()
+        self._pushing = Pushing(self._arenas, self.post)
         callbacks = LinkCallbacks(
             post=self.post,
             on_follow=lambda request: self._followers.handle(request),
@@ -187,6 +194,11 @@ class AgentDriver:
                 self._link.connect(session)
             case Disconnect(session):
                 self._link.disconnect(session)
+            case HandleCopy(order):
+                if isinstance(order, Replicate):
+                    self._pushing.order(order)
+                else:
+                    self._copies.order(order)
             case ExitAgent():
                 self._exit = effect
             case _:
@@ -199,6 +211,8 @@ class AgentDriver:
 
     async def _end(self) -> None:
         """Kill what runs, read what it printed, send what waits: each with a limit."""
+        self._pushing.close()
+        self._copies.close()
         await self._processes.close(END_S_MAX)
         self._arenas.close()
         await self._logs.close(END_S_MAX)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 EVENTS_MAX = 4096
 """Messages and requests that wait for the machine. Whoever brings one more waits in its own
 stream, which gRPC's flow control tells the sender."""
+SECRET_BYTES = 32
 TICK_PAUSE_S = 0.001
 """A machine whose deadline stays in the past is asked again after this, not at once."""
 
@@ -111,7 +113,8 @@ class Driver:
         """
         journal = self._journal
         records = await patiently("the journal", journal.load, self._clock)
-        await self._step(Recovered(records, journal.term, journal.history, journal.nodes))
+        secret = secrets.token_bytes(SECRET_BYTES)
+        await self._step(Recovered(records, journal.term, journal.history, journal.nodes, secret))
         self._recovered.set()
         await self._journal.forget()
         while True:

@@ -7,16 +7,18 @@ says all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
 from elastic.core.world import (
     Assignment,
     CheckpointStatus,
     Generation,
+    HeldCopy,
     JobId,
     LeavingNode,
     Node,
+    NodeId,
     RefusalCode,
     WorkerId,
     WorkerReport,
@@ -65,6 +67,8 @@ class Hello:
         drain_timeout_ns: how much time is left for it.
         reports_due: how many reports follow as soon as the agent is welcome, because they have
             not been acknowledged yet.
+        copies: what this node holds for others.
+        copies_at: "host:port" where it takes and gives them, "" if it cannot.
     """
 
     node: Node
@@ -75,6 +79,8 @@ class Hello:
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
     reports_due: int = 0
+    copies: tuple[HeldCopy, ...] = ()
+    copies_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,22 @@ class ProbeAck:
 
 
 @dataclass(frozen=True)
+class CopiesHeld:
+    """All that this node holds for others now; said when it changes."""
+
+    copies: tuple[HeldCopy, ...]
+
+
+@dataclass(frozen=True)
+class CopyFailed:
+    """This node could not bring a copy of a job's state to the node that it was told to."""
+
+    job_id: JobId
+    node_id: NodeId
+    reason: str
+
+
+@dataclass(frozen=True)
 class LogLines:
     """Output of a worker, for whoever follows. Never passes through a machine."""
 
@@ -153,7 +175,16 @@ class LogLines:
 
 
 AgentMessage = (
-    Hello | WorkerUpdate | Reported | DrainNotice | Progress | LogLines | Pulse | ProbeAck
+    Hello
+    | WorkerUpdate
+    | Reported
+    | DrainNotice
+    | Progress
+    | LogLines
+    | Pulse
+    | ProbeAck
+    | CopiesHeld
+    | CopyFailed
 )
 
 
@@ -318,6 +349,45 @@ class DumpStacks:
     reason: str
 
 
+@dataclass(frozen=True)
+class KeepCopy:
+    """Take copies of this job's state from whoever has the key, and give them; one lies here.
+
+    Attributes:
+        key: a secret; the newest one counts.
+    """
+
+    job_id: JobId
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class DropCopy:
+    """Free what is held for this job, and take nothing for it any more."""
+
+    job_id: JobId
+    reason: str
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Bring snapshots of this job's state, which this node takes, to another node.
+
+    Attributes:
+        node_id, address: where to; "" to stop.
+        key: a secret.
+        every_n_steps: how often, >= 1.
+    """
+
+    job_id: JobId
+    node_id: NodeId
+    address: str
+    key: str = field(repr=False)
+    every_n_steps: int
+
+
+CopyOrder = KeepCopy | DropCopy | Replicate
+
 CoordinatorMessage = (
     Welcome
     | Refusal
@@ -333,6 +403,9 @@ CoordinatorMessage = (
     | DumpStacks
     | SaveState
     | Preemption
+    | KeepCopy
+    | DropCopy
+    | Replicate
 )
 
 

@@ -187,6 +187,8 @@ class WorkerReport:
         failure: the exception that user code raised, if it did.
         result: JSON of what the train function returned, set when FINISHED.
         in_place: its training loop goes on when the group changes.
+        copies_every: a copy of the run's state is to lie on another node after each so many steps;
+            0 for none.
     """
 
     worker_id: WorkerId
@@ -199,6 +201,21 @@ class WorkerReport:
     failure: Failure | None = None
     result: str = ""
     in_place: bool = False
+    copies_every: int = 0
+
+
+@dataclass(frozen=True)
+class HeldCopy:
+    """A snapshot of a job's state in the memory of a node that did not take it.
+
+    Attributes:
+        generation: of the group that took it.
+        steps: of the run, committed when it was taken.
+    """
+
+    job_id: JobId
+    generation: Generation
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -260,6 +277,8 @@ class Assignment:
         checkpoint: path of the newest reported checkpoint that is recorded, or of the one that the
             job resumes from; "" for none.
         cause: one word for logs and counters: start, lost, join, drain, broken, resume.
+        copies: "host:port" of the agents that hold a copy of the job's state.
+        copies_key: proves to them that the job may have it; a secret.
     """
 
     job_id: JobId
@@ -274,6 +293,8 @@ class Assignment:
     leader_address: str
     checkpoint: str = ""
     cause: str = "start"
+    copies: tuple[str, ...] = ()
+    copies_key: str = field(default="", repr=False)
 
 
 class Strategy(Enum):

@@ -44,6 +44,7 @@ class Checkers:
         leaders: who led under each term.
         obeyed_terms: the newest term that each life of an agent took orders under.
         crowd: what users did with several jobs, for the properties of queue, pause and cordon.
+        copied: the newest copy of each job that a node ever took: generation and steps.
     """
 
     specs: dict[JobId, JobSpec] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class Checkers:
     leaders: dict[int, str] = field(default_factory=dict)
     obeyed_terms: dict[tuple[NodeId, int], int] = field(default_factory=dict)
     crowd: CrowdChecks = field(default_factory=CrowdChecks)
+    copied: dict[JobId, dict[NodeId, tuple[Generation, int]]] = field(default_factory=dict)
     steps: int = 0
     groups: int = 0
 
@@ -263,4 +265,35 @@ class Checkers:
             busy <= num_slots,
             "a node is never overbooked",
             f"node {node_id} runs {busy} workers on {num_slots} slots",
+        )
+
+    # ------------------------------------------------------------ copies
+
+    def copy_taken(
+        self, job_id: JobId, node_id: NodeId, age: tuple[Generation, int], source: NodeId
+    ) -> None:
+        """A node holds a copy that another one has brought."""
+        self.require(
+            node_id != source,
+            "a copy lies on another node than the one that took it",
+            f"job {job_id}: node {node_id}",
+        )
+        taken = self.copied.setdefault(job_id, {})
+        taken[node_id] = max(age, taken.get(node_id, age))
+
+    def copy_freed(self, job_id: JobId, node_id: NodeId, age: tuple[Generation, int]) -> None:
+        """A node was told to free a copy."""
+        others = [a for node, a in self.copied.get(job_id, {}).items() if node != node_id]
+        self.require(
+            job_id in self.ended or max(others, default=(0, 0)) >= age,
+            "no copy is freed before another node has a newer one",
+            f"job {job_id}: node {node_id} freed {age}; others had {others}",
+        )
+
+    def never_copied(self, job_id: JobId, generation: Generation) -> None:
+        """A run has trained for long, beside a node that could hold a copy of it."""
+        self.require(
+            False,
+            "a run has a copy if there is a node for it",
+            f"job {job_id} generation {generation}",
         )

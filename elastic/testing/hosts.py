@@ -24,6 +24,7 @@ from elastic.core.messages import (
     Welcome,
 )
 from elastic.core.world import ExitCause, ExitKind, Node, NodeId, SessionId
+from elastic.testing.copying import CopyDesk
 from elastic.testing.disk import Disk
 from elastic.testing.network import Network, Stream
 from elastic.testing.terms import Candidate
@@ -280,6 +281,14 @@ class AgentHost:
         self._deadline: int | None = None
         self._next_pid = 0
         self._pipe_free: dict[tuple[int, str], int] = {}
+        self.copies = CopyDesk(
+            plane.copying,
+            node.node_id,
+            f"{node.host}:1",
+            post=self.post,
+            is_up=lambda: self.machine is not None and not self.is_frozen,
+            has_memory=lambda job_id: any(p.job_id == job_id for p in self.workers()),
+        )
 
     @property
     def node_id(self) -> NodeId:
@@ -299,7 +308,7 @@ class AgentHost:
             self.node.num_slots,
             self.node.resources,
         )
-        self.machine = AgentMachine(self.node, self.config, ())
+        self.machine = AgentMachine(self.node, self.config, (), copies_at=self.copies.address)
         self.exit_code = None
         self._deadline = None
         self.timeline.tell(self.node_id, f"agent starts, life {self.life}")
@@ -317,6 +326,7 @@ class AgentHost:
         self.network.host_died(self.node_id)
 
     def _end_processes(self) -> None:
+        self.copies.died()
         processes, self.processes = self.processes, {}
         for process in processes.values():
             process.agent_died()
@@ -387,6 +397,8 @@ class AgentHost:
                 process.die(ExitCause(ExitKind.SIGNAL, 9))
         elif isinstance(effect, agent_events.ShowStacks):
             self.timeline.tell(self.node_id, f"process {effect.process_id} shows its stacks")
+        elif isinstance(effect, agent_events.HandleCopy):
+            self.copies.perform(effect.order)
         elif isinstance(effect, agent_events.ExitAgent):
             self._exit(effect.code, effect.reason)
 

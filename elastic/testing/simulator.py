@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import click
 
@@ -244,6 +244,10 @@ class Simulation:
             raises=raises,
         )
         spec, script = self.crowd.plan_job(spec, script)
+        if self.seed % 4 == 2:
+            # Of these runs all want copies, and last long enough for what must come about.
+            every = rng.choice([1, 5, 20])
+            script = replace(script, copies_every=every, steps=max(300, script.steps))
         self.plane.scripts[job_id] = script
         self.checkers.specs[job_id] = spec
         self.timeline.after(self.timeline.between(0, 20 * S), self._submit, spec)
@@ -283,6 +287,9 @@ class Simulation:
         """In the liveness phase a drained agent is started again by its operator."""
         for agent in self.agents:
             agent.start()
+        self.plane.copying.check_copied(
+            [j for j, s in self.plane.scripts.items() if s.copies_every]
+        )
         self.timeline.after(1 * S, self._keep_alive)
 
     # ------------------------------------------------------------ the end
@@ -305,6 +312,9 @@ class Simulation:
                 record = self.disk.records.get(process.job_id)
                 if record is None or record.phase.value not in ("pending", "running", "paused"):
                     return f"worker {process.worker_id} of an ended job still runs"
+            for job_id in agent.copies.held:
+                if job_id in self.checkers.ended:
+                    return f"node {agent.node_id} holds a copy of {job_id}, which has ended"
         return ""
 
     def _can_never_run(self, record: JobRecord) -> bool:

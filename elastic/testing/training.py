@@ -14,6 +14,7 @@ from elastic.core.events.shared import Note
 from elastic.core.events.worker import (
     AbortGroup,
     AgentTold,
+    CopiesWanted,
     EnterTrain,
     ExitWorker,
     FormGroup,
@@ -52,6 +53,7 @@ from elastic.core.world import (
     WorkerId,
 )
 from elastic.testing.checkers import Checkers
+from elastic.testing.copying import Copying, Trained
 from elastic.testing.world import MS, Timeline
 
 
@@ -65,6 +67,7 @@ class Script:
         step_ns: duration of a step.
         raise_at: the step at which user code raises in rank 0, -1 for never.
         raises: how often it does so before it is "fixed".
+        copies_every: steps between two copies on another node, 0 for none.
     """
 
     steps: int
@@ -72,6 +75,7 @@ class Script:
     step_ns: int
     raise_at: int = -1
     raises: int = 0
+    copies_every: int = 0
 
 
 @dataclass
@@ -87,6 +91,7 @@ class SimGroup:
     inside: set[int] = field(default_factory=set)
     is_over: bool = False
     step: int = 0
+    first_step: int = 0
     step_running: bool = False
     is_stalled: bool = False
 
@@ -102,6 +107,7 @@ class DataPlane:
         self.scripts: dict[JobId, Script] = {}
         self.raised: dict[JobId, int] = {}
         self.saves_served: dict[JobId, int] = {}
+        self.copying = Copying(timeline, checkers, self._trained)
 
     def arrive(self, process: SimProcess, assignment: Assignment) -> None:
         """A main thread waits in the rendezvous of its generation."""
@@ -113,8 +119,9 @@ class DataPlane:
                 assignment.generation,
                 assignment.world_size,
                 assignment.leader_address,
-                step=_step_of(assignment.checkpoint),
             )
+            found = _step_of(assignment.checkpoint), self.copying.fetch(assignment)
+            group.step = group.first_step = max(found)
             self.groups[key] = group
         group.waiting[assignment.rank] = process
         self.try_form(group)
@@ -143,10 +150,21 @@ class DataPlane:
         group = self.groups.get((busy.assignment.job_id, busy.assignment.generation))
         return group if group is not None and not group.is_over else None
 
+    def _trained(self, job_id: JobId) -> Trained | None:
+        """Return how far a job is, None while no group of it stands."""
+        groups = [g for (j, _), g in self.groups.items() if j == job_id and not g.is_over]
+        group = max(groups, key=lambda g: g.generation, default=None)
+        if group is None or not group.members:
+            return None
+        nodes = tuple(process.node_id for process in group.members.values())
+        return Trained((group.generation, group.step), group.step - group.first_step, nodes)
+
     def enter(self, process: SimProcess, assignment: Assignment) -> None:
         """A main thread is inside the train function."""
         group = self.groups[(assignment.job_id, assignment.generation)]
         group.inside.add(assignment.rank)
+        if self.scripts[group.job_id].copies_every:
+            process.tell_machine(CopiesWanted(self.scripts[group.job_id].copies_every))
         if group.is_over:
             process.break_out(assignment.generation)
         else:

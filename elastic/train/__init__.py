@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from elastic.train.config import (
         CheckpointConfig,
         FailureConfig,
+        PeerReplication,
         RunConfig,
         ScalingConfig,
     )
@@ -42,6 +43,7 @@ _HOME = {
     "CheckpointConsistencyMode": "session",
     "CheckpointUploadMode": "session",
     "FailureConfig": "config",
+    "PeerReplication": "config",
     "PreemptionInfo": "preemption",
     "ReportedCheckpoint": "checkpoint",
     "ReportedCheckpointStatus": "checkpoint",
@@ -71,6 +73,7 @@ __all__ = [
     "CheckpointConsistencyMode",
     "CheckpointUploadMode",
     "FailureConfig",
+    "PeerReplication",
     "PreemptionInfo",
     "ReportedCheckpoint",
     "ReportedCheckpointStatus",

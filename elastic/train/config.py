@@ -17,6 +17,7 @@ from elastic.errors import ConfigError
 
 RECOVERIES = ("auto", "in_place", "reenter", "restart")
 NumWorkers = int | tuple[int, int]
+STEPS_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,30 @@ class FailureConfig:
 
 
 @dataclass(frozen=True)
+class PeerReplication:
+    """A copy of the run's newest state in the memory of a node that does not train it.
+
+    A run of one worker that loses its node then goes on from there, on another node, instead of
+    from the newest checkpoint in storage. Runs whose members are on several nodes have the state
+    on each of them anyway, unless they lose all. Costs training one copy in memory for each
+    snapshot; the network carries it meanwhile. Without a node to spare nothing is copied.
+
+    Attributes:
+        every_n_steps: after each n steps of the run.
+    """
+
+    every_n_steps: int
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        n = self.every_n_steps
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= STEPS_MAX:
+            raise ConfigError(
+                f"PeerReplication: every_n_steps={n!r}: expected an int from 1 to {STEPS_MAX}"
+            )
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are taken by themselves, and which are kept; the newest always is.
 
@@ -153,6 +178,7 @@ class CheckpointConfig:
     Attributes:
         every_n_steps: after each n steps of the run; None for never.
         every_s: when so many seconds have passed since the last one; None for never.
+        peer_replication: also keep the state in the memory of another node; None for not.
         async_save: write while training goes on; False waits until each one is durable.
         num_to_keep: None for all reported ones, and the newest two automatic ones.
         checkpoint_score_attribute: metric that ranks them; None ranks by age.
@@ -165,6 +191,7 @@ class CheckpointConfig:
     every_n_steps: int | None = None
     every_s: float | None = 600.0
     async_save: bool = True
+    peer_replication: PeerReplication | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -183,6 +210,12 @@ class CheckpointConfig:
         if s is not None and not (is_number and 0 < s < float("inf")):
             raise ConfigError(
                 f"CheckpointConfig: every_s={self.every_s!r}: expected None (never) or seconds > 0"
+            )
+        peers = self.peer_replication
+        if peers is not None and not isinstance(peers, PeerReplication):
+            raise ConfigError(
+                f"CheckpointConfig: peer_replication={peers!r}: expected None, or "
+                f"PeerReplication(every_n_steps=...)"
             )
         if self.checkpoint_score_order not in ("max", "min"):
             raise ConfigError(

@@ -390,10 +390,12 @@ class TorchTrainer:
     def _options(self) -> dict[str, Any]:
         """Return what the step engine must know of this trainer's configuration."""
         checkpoints = self.run_config.checkpoint_config
+        peers = checkpoints.peer_replication
         return {
             "every_n_steps": checkpoints.every_n_steps,
             "every_s": checkpoints.every_s,
             "async_save": checkpoints.async_save,
+            "copies_every": peers.every_n_steps if peers is not None else 0,
             "consistency": self.torch_config.consistency,
             "recovery": self.run_config.failure_config.recovery,
             "validation": self.validation_config.plan() if self.validation_config else None,

@@ -4,11 +4,8 @@ The memory belongs to the agent: it makes two anonymous files for each job of it
 workers map them, and the kernel frees them when agent and workers are gone. A snapshot goes into
 one of them while the other holds the one before, which so stays whole.
 
-    0        marks: one for each worker on this node
-    16384    tensors, end to end, each aligned to 64 bytes
-             then all that is no tensor
-
-Each worker of a node copies its part of the tensors, and marks it.
+How it is laid out, and what marks are, is in `elastic.runtime.snapshot_memory`. Each worker of a
+node copies its part of the tensors, and marks it.
 
 Rule: a mark is written after what it stands for, and taken away before that changes. A snapshot
 is whole if all workers of the node have marked it alike; a worker that dies in the middle leaves
@@ -17,66 +14,36 @@ one that is not, and the other slot as it was.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import struct
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from elastic.core.policy.shares import Extent, Piece, Rows
 from elastic.errors import UsageError, check
-from elastic.worker.sharded_state import Held
-from elastic.worker.transfer import TensorSpec, tensors_of
+from elastic.runtime.snapshot_memory import (
+    HEADER,
+    MARK,
+    MARKS_MAX,
+    SENT,
+    SENT_AT,
+    Mark,
+    check_room,
+    whole,
+)
+from elastic.worker.sharded_state import Held, without_held
+from elastic.worker.transfer import TensorSpec, read_skeleton, tensors_of, unpack
 
-HEADER = 16_384
 ALIGN = 64
-MARK = struct.Struct("<QQQQQQQQ")
-MARKS_MAX = HEADER // MARK.size
 MADV_POPULATE_WRITE = 23
-MEMORY_SHARE = 0.8
-"""Of the memory that is available: the rest is for whatever training allocates next."""
-
-
-class Mark(NamedTuple):
-    """What a worker says of its part of a snapshot.
-
-    Attributes:
-        number: of the snapshot in its run, >= 1; 0 for none.
-        generation: of the group that took it: after a loss, a number may come again.
-        steps: committed in the run when it was taken.
-        parts: the node's workers that share it.
-        data_bytes: of all tensors.
-        tensors: fingerprint of which they are, and where each lies.
-        skeleton_bytes: of all that is no tensor.
-        skeleton_crc: CRC-32 of that.
-    """
-
-    number: int
-    generation: int
-    steps: int
-    parts: int
-    data_bytes: int
-    tensors: int
-    skeleton_bytes: int
-    skeleton_crc: int
-
-    def is_with(self, other: Mark | None) -> bool:
-        """Return whether both are of the same snapshot, of the same or of different parts."""
-        return other is not None and self[:OF_ALL] == other[:OF_ALL]
-
-
-OF_ALL = 6
-"""Fields of a mark that are alike for all parts; text outside of tensors is one worker's word."""
 
 
 @dataclass(frozen=True)
@@ -145,21 +112,6 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGN) * ALIGN
 
 
-def available_memory() -> int | None:
-    """Return the bytes that this node can still give away, None if that cannot be told."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        left = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    with contextlib.suppress(OSError, ValueError):  # Other numbers of a container of cgroup v2.
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        left = min(left, max(0, limit - used))
-    return left
-
-
 class Slot:
     """Memory for one snapshot."""
 
@@ -204,13 +156,7 @@ class Slot:
         need = HEADER + num_bytes
         size = os.fstat(self._fd).st_size
         if size < need:
-            left = available_memory()
-            if left is not None and need - size > left * MEMORY_SHARE:
-                # The kernel would kill somebody later, instead of saying no now.
-                raise OSError(
-                    errno.ENOMEM,
-                    f"a snapshot needs {need - size} bytes, {left} are available on this node",
-                )
+            check_room(need - size, "a snapshot")
             os.ftruncate(self._fd, need)
         if self._map is None or len(self._map) < need:
             # What still reads the old mapping keeps it.
@@ -259,14 +205,28 @@ class Slot:
         if os.fstat(self._fd).st_size < HEADER:
             return None
         self.reserve(0)
-        first = Mark(*MARK.unpack_from(self._mapped(), 0))
-        if not first.number or not 1 <= first.parts <= MARKS_MAX:
-            return None
-        for part in range(1, first.parts):
-            mark = Mark(*MARK.unpack_from(self._mapped(), part * MARK.size))
-            if not mark.is_with(first):
-                return None
-        return first
+        return whole(self._mapped()[:HEADER])
+
+    def is_sent(self) -> bool:
+        """Return whether the agent is sending what is in this slot to another node."""
+        if os.fstat(self._fd).st_size < HEADER:
+            return False
+        self.reserve(0)
+        return SENT.unpack_from(self._mapped(), SENT_AT)[0] != 0
+
+    def fill(self, mark: Mark, read: Callable[[memoryview], object]) -> None:
+        """Take a whole snapshot from elsewhere.
+
+        Args:
+            mark: of it.
+            read: writes all its bytes into the place that it is given, or raises.
+
+        Raises:
+            OSError: there is not that much memory.
+        """
+        self.reserve(mark.num_bytes)
+        read(memoryview(self._mapped())[HEADER : HEADER + mark.num_bytes])
+        self.mark(0, mark._replace(parts=1))
 
     def has_other_than(self, mark: Mark) -> bool:
         """Return whether a worker has marked another state under this number and generation."""
@@ -328,6 +288,19 @@ class Slot:
         if zlib.crc32(text) != mark.skeleton_crc:
             raise ValueError("the snapshot's checksum does not fit")
         return text
+
+    def state(self, mark: Mark) -> Any:
+        """Return the state of a whole snapshot; its tensors are copies.
+
+        Raises:
+            ValueError: it is damaged, or of a sharded model.
+        """
+        text, held = without_held(self.skeleton(mark))
+        if held is not None:
+            raise ValueError(f"the snapshot of step {mark.steps} is of a sharded model")
+        skeleton = read_skeleton(text)
+        _, tensors = self.tensors(skeleton)
+        return unpack(skeleton, [tensor.clone() for tensor in tensors])
 
     def tensors(self, skeleton: Any, held: Held = ()) -> tuple[Layout, list[torch.Tensor]]:
         """Return layout and tensors of the snapshot; they are views of this memory.

@@ -46,6 +46,8 @@ class WorkerContext:
         options: what the library passed along with the train function.
         activity: what the control thread can see of the training loop.
         is_local: there is no agent; the train function runs in the user's own process.
+        copies: "host:port" of agents of other nodes that hold a copy of the run's state.
+        copies_key: proves to them that it is ours.
         saver: takes automatic checkpoints, over all calls of the train function.
         validator: has reported checkpoints validated, over all calls of the train function; None
             without a run directory.
@@ -74,6 +76,8 @@ class WorkerContext:
     config: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_local: bool = False
+    copies: tuple[str, ...] = ()
+    copies_key: str = field(default="", repr=False)
     reporter: Reporter | None = field(repr=False)
     step_counter: StepCounter = field(repr=False)
     link: Link = field(repr=False)

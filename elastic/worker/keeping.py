@@ -11,8 +11,10 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar, cast
 
+from elastic.core.events.worker import CopiesWanted
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.streams import Data
 from elastic.errors import StorageError, UsageError, check
@@ -22,6 +24,7 @@ from elastic.worker import checkpoint_files
 from elastic.worker.context import WorkerContext
 from elastic.worker.exchange import WAIT_SLICE_S
 from elastic.worker.logbook import Logbook
+from elastic.worker.peer_copies import PeerCopies
 from elastic.worker.rows import StepRow, tell_rows
 from elastic.worker.saving import LEAVING_S, Saver, Seat
 from elastic.worker.sharded_restore import Restorer
@@ -54,8 +57,8 @@ class Keeper:
             logbook: what it has logged.
             streams: what is known of a dataset that is read as streams.
         """
-        self.steps, self.is_due = 0, False
-        self._boundaries = 0
+        self.steps, self.is_due, self._is_stored = 0, False, False
+        self._boundaries, self._told, self._is_sharded = 0, 0, False
         self._logbook, self._streams = logbook, streams
         self._objects = objects
         self._saver: Saver | None = None
@@ -104,7 +107,21 @@ class Keeper:
     def committed(self, rows: Sequence[StepRow]) -> None:
         """Count a step, and decide from everyone's rows whether it is saved."""
         self.steps += 1
-        self.is_due = any(row.saves for row in rows) and not any(row.busy for row in rows)
+        self._is_stored = any(row.saves for row in rows)
+        self.is_due = (self._is_stored or self._is_copied()) and not any(row.busy for row in rows)
+
+    def _is_copied(self) -> bool:
+        """Decide whether the state is for another node; the coordinator is told that we want it."""
+        saver, place = self._saver, self._place
+        if saver is None or place is None or not saver.copies.is_on:
+            return False
+        if self._told != place.generation:
+            self._told, self._is_sharded = place.generation, self.is_sharded
+            if self._is_sharded:
+                log.warning("no_copies: of a sharded model no node has all that could be copied")
+            else:
+                place.link.post(CopiesWanted(saver.copies.every_n_steps))
+        return not self._is_sharded and saver.wants_copy(self.steps)
 
     def at_boundary(self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]) -> None:
         """Take a snapshot if one is due: the user's code for the step is through.
@@ -130,7 +147,7 @@ class Keeper:
                 cursor,
                 self.steps,
                 request=request,
-                durable=saver.plan.is_on or bool(request),
+                durable=self._is_stored and (saver.plan.is_on or bool(request)),
                 about=self._logbook.latest,
                 aliases=self._objects.aliases(),
             )
@@ -153,7 +170,7 @@ class Keeper:
         saver = self._saver
         if saver is not None and saver.plan.is_on and not saver.has_taken(self.steps):
             saver.wait_for_room(is_over)
-            self.is_due = True
+            self.is_due = self._is_stored = True
             self.at_boundary(cursor, data, is_over)
 
     def before_leaving(
@@ -174,7 +191,7 @@ class Keeper:
             return
         if not saver.has_taken(self.steps):
             saver.wait_for_room(is_over, LEAVING_S)
-            self.is_due = True
+            self.is_due = self._is_stored = True
             self.at_boundary(cursor, data, is_over)
         saver.wait_durable(is_over, self._show_life)
 
@@ -312,29 +329,39 @@ class Keeper:
         # Whatever fails on one member alone is no reason to keep the others waiting in a row.
         mine = UNKNOWN if known is None else max((steps for steps, _, _ in known), default=-1)
         held = saver.held()
-        rows = tell_rows(group, [float(mine), float(held)])
+        copies = PeerCopies.of(place)
+        rows = tell_rows(group, [float(mine), float(held), float(copies.newest())])
         newest, best_held = int(rows[0][0]), int(max(row[1] for row in rows))
+        best_copy = int(max(row[2] for row in rows))
+        fetches = [int(row[2]) for row in rows].index(best_copy) == place.world_rank
 
         def from_memory() -> Found | None:
             if held < best_held:
                 return None
             return _attempt(lambda: saver.read_held(held), "this node's memory", problems)
 
-        def from_storage(*, is_newer: bool) -> Found | None:
-            wanted = [one for one in known or listed() or () if (one[0] > best_held) is is_newer]
+        def from_copy() -> Found | None:
+            return _attempt(copies.read, "another node's memory", problems) if fetches else None
+
+        def from_storage(above: int, most: int) -> Found | None:
+            wanted = [one for one in known or listed() or () if above < one[0] <= most]
             return _read_newest(run, wanted, problems) if run else None
 
-        # What is newest first; memory, if they are equal.
-        sources = (
-            (newest > best_held, lambda: from_storage(is_newer=True)),
-            (best_held >= 0, from_memory),
-            (newest >= 0, lambda: from_storage(is_newer=False)),
-        )
+        # What is newest first; if they are equal, what is nearest.
+        levels = [(best_held, from_memory), (best_copy, from_copy)]
+        levels.sort(key=lambda level: -level[0])
+        sources: list[tuple[bool, Callable[[], Found | None]]] = []
+        most = newest
+        for steps, read in levels:
+            sources.append((newest > steps, partial(from_storage, steps, most)))
+            sources.append((steps >= 0, read))
+            most = min(most, steps)
+        sources.append((newest >= 0, partial(from_storage, UNKNOWN, most)))
         for _, read in [source for source in sources if source[0]]:
             is_over, state = _agreed(group, read())
             if is_over:
                 return _unless_before(state, begin)
-        if max(newest, best_held) >= 0 or newest == UNKNOWN:
+        if max(newest, best_held, best_copy) >= 0 or newest == UNKNOWN:
             raise _none_readable(place.run_path, problems)
         return None
 

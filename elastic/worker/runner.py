@@ -466,6 +466,8 @@ class Runner:
             reach=Reach(assign.host, spec.collective_timeout_s),
             config=call.config,
             options=call.options,
+            copies=place.copies,
+            copies_key=place.copies_key,
             reporter=self._reporter,
             step_counter=StepCounter(
                 assign.worker_id, place.generation, tell=self._exchange.post, clock=self._clock

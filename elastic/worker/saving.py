@@ -24,7 +24,8 @@ from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.policy.shares import Piece, share_of
 from elastic.core.world import SNAPSHOT_SLOTS
-from elastic.worker.arena import Layout, Mark, Slot
+from elastic.runtime.snapshot_memory import Mark
+from elastic.worker.arena import Layout, Slot
 from elastic.worker.exchange import WAIT_SLICE_S
 from elastic.worker.likeness import combined, registered_prints
 from elastic.worker.sharded_state import (
@@ -33,15 +34,12 @@ from elastic.worker.sharded_state import (
     held_by,
     spread_of,
     with_held,
-    without_held,
 )
 from elastic.worker.transfer import (
     Trace,
     places_print,
-    read_skeleton,
     split_and_trace,
     tensors_of,
-    unpack,
     write_skeleton,
 )
 from elastic.worker.writing import Failure, Snapshot, Writer, name_of
@@ -98,7 +96,8 @@ class Saver:
     """The automatic checkpoints of one process, over all its groups.
 
     Attributes:
-        plan: how often.
+        plan: how often to storage.
+        copies: how often to memory alone, from where the agent sends it to another node.
         number: of the newest snapshot that this worker knows of; part of the run's state.
         last_steps: steps of the run that were committed when it was taken; likewise.
         last_generation: in which it was taken; likewise.
@@ -111,7 +110,7 @@ class Saver:
             paths: of the agent's memory for the job, one for each slot; empty for our own.
             writer: writes to storage; None keeps snapshots in memory only.
         """
-        self.plan = SavingPlan()
+        self.plan, self.copies = SavingPlan(), SavingPlan()
         self.is_async = True
         self.number, self.last_steps, self.last_generation = 0, 0, 0
         self._paths, self._writer = tuple(paths), writer
@@ -123,11 +122,13 @@ class Saver:
         self._served = 0
         self._warming: threading.Thread | None = None
         self._is_warm = False
+        self._is_stored = False
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose."""
         every_n, every_s = options.get("every_n_steps"), options.get("every_s")
         self.plan = SavingPlan(int(every_n or 0), float(every_s or 0.0))
+        self.copies = SavingPlan(int(options.get("copies_every") or 0))
         self.is_async = bool(options.get("async_save", True))
 
     def enter(self, seat: Seat) -> None:
@@ -187,9 +188,16 @@ class Saver:
         waited_s = time.monotonic() - self._last_s if self._seat.rank == 0 else 0.0
         return is_due(self.plan, steps=steps, last_steps=self.last_steps, waited_s=waited_s).value
 
+    def wants_copy(self, steps: int) -> bool:
+        """Return whether a snapshot for another node is due after a step: alike on all members."""
+        return is_due(self.copies, steps=steps, last_steps=self.last_steps, waited_s=0.0).value
+
     def is_busy(self) -> bool:
-        """Return whether there is no room for another one: storage is slow."""
-        return bool(self._slots) and self._is_being_written(self._slot_of(self.number + 1))
+        """Return whether there is no room for another one: storage, or another node, is slow."""
+        if not self._slots:
+            return False
+        slot = self._slot_of(self.number + 1)
+        return self._is_being_written(slot) or slot.is_sent()
 
     def wait_for_room(self, is_over: Callable[[], bool], timeout_s: float = FINISH_S) -> None:
         """Wait until there is room for another one; not in a group that is over, nor for ever."""
@@ -212,8 +220,9 @@ class Saver:
             beat()
 
     def has_taken(self, steps: int) -> bool:
-        """Return whether this group has taken one after so many steps."""
-        return [steps, self._seat.generation] == [self.last_steps, self.last_generation]
+        """Return whether this group has taken one for storage after so many steps."""
+        last = [self.last_steps, self.last_generation, self._is_stored]
+        return [steps, self._seat.generation, True] == last
 
     def last(self) -> list[int]:
         """Return number, steps and generation of the newest snapshot that we know of."""
@@ -227,7 +236,7 @@ class Saver:
 
     def warm_up(self, state: Callable[[], Any]) -> None:
         """Have memory found for snapshots, beside the training loop; once."""
-        if self._is_warm or not self.plan.is_on:
+        if self._is_warm or not (self.plan.is_on or self.copies.is_on):
             return
         self._is_warm = True
         values, tensors, trace = split_and_trace(state())
@@ -243,6 +252,11 @@ class Saver:
 
         self._warming = threading.Thread(target=find, name="elastic-warm-up", daemon=True)
         self._warming.start()
+
+    def _end_warming(self) -> None:
+        if self._warming is not None:
+            self._warming.join()
+            self._warming = None
 
     def take(
         self,
@@ -277,15 +291,15 @@ class Saver:
         """
         # First of all: members agree on the number even if one of them cannot take it.
         self.go_on([self.number + 1, steps, self._seat.generation])
-        self._last_s, self._served = time.monotonic(), max(request, self._served)
-        began = time.monotonic()
-        if self._warming is not None:
-            self._warming.join()
-            self._warming = None
+        began, self._is_stored = time.monotonic(), durable
+        if durable:
+            self._last_s, self._served = began, max(request, self._served)
+        self._end_warming()
         try:
             slot, mark, arrangement, skeleton = self._copy(state(), steps)
         except Exception as error:
-            self._tell_failed(steps, error)
+            if durable:
+                self._tell_failed(steps, error)
             raise
         log.info(
             "snapshot number=%d epoch=%d step=%d bytes=%d ms=%.1f", self.number, cursor.epoch,
@@ -394,13 +408,7 @@ class Saver:
         """
         for slot, mark in self._whole():
             if mark.steps == steps:
-                text, held = without_held(slot.skeleton(mark))
-                if held is not None:
-                    raise ValueError(f"the snapshot of step {steps} is of a sharded model")
-                skeleton = read_skeleton(text)
-                _, tensors = slot.tensors(skeleton)
-                state = unpack(skeleton, [tensor.clone() for tensor in tensors])
-                return f"generation {mark.generation}, number {mark.number}", state
+                return f"generation {mark.generation}, number {mark.number}", slot.state(mark)
         raise ValueError(f"no snapshot of step {steps} in this node's memory")
 
     def held_snapshots(self) -> list[tuple[Slot, Mark]]:

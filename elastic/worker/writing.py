@@ -35,9 +35,10 @@ from elastic.core.policy.shares import Piece
 from elastic.core.world import FIRST_AUTOMATIC, JobId, RefusalCode
 from elastic.errors import StorageError
 from elastic.runtime.clock import Clock
+from elastic.runtime.snapshot_memory import Mark
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.arena import Layout, Mark, Slot
+from elastic.worker.arena import Layout, Slot
 from elastic.worker.checkpoint_files import (
     Manifest,
     read_parts,

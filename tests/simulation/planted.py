@@ -18,6 +18,7 @@ from elastic.core.machine import (
     agent,
     agent_connection,
     coordinator,
+    copies,
     intake,
     invariants,
     jobs,
@@ -27,7 +28,7 @@ from elastic.core.machine import (
     suspicion,
 )
 from elastic.core.messages import Announce, WorkerUpdate
-from elastic.core.policy import hang, membership, packing, placement
+from elastic.core.policy import hang, membership, packing, placement, replication
 from elastic.core.policy.decision import Decision
 from elastic.core.world import Group, JobPhase, RefusalCode
 from elastic.testing import hosts, terms
@@ -95,8 +96,8 @@ def gives_two_workers_one_rank(patch: Patch) -> None:
     """Local ranks are announced as ranks."""
     honest = settle.announcement
 
-    def announcement(job: Any, worker_id: Any) -> Announce:
-        told = honest(job, worker_id)
+    def announcement(cluster: Any, job: Any, worker_id: Any) -> Announce:
+        told = honest(cluster, job, worker_id)
         return Announce(dataclasses.replace(told.assignment, rank=told.assignment.local_rank))
 
     patch.setattr(settle, "announcement", announcement)
@@ -333,3 +334,32 @@ def lets_a_user_go_beyond_the_micro_batches(patch: Patch) -> None:
 def keeps_free_slots_for_a_job_that_can_never_run(patch: Patch) -> None:
     """The first job that does not fit is waited for, also if no end of another lets it fit."""
     patch.setattr(packing.Shape, "fitting", lambda self, spec: 1_000_000)
+
+
+@bug
+def sends_copies_to_those_who_train(patch: Patch) -> None:
+    """Any node will do, also the one that would be lost."""
+    honest = copies._place
+
+    def place(*args: Any) -> Any:
+        return dataclasses.replace(honest(*args), has_members=False)
+
+    patch.setattr(copies, "_place", place)
+
+
+@bug
+def frees_a_copy_when_another_node_is_chosen(patch: Patch) -> None:
+    """And not when that one has it."""
+    patch.setattr(replication, "is_superfluous", lambda copy, holder: copy > replication.NO_COPY)
+
+
+@bug
+def keeps_copies_of_jobs_that_have_ended(patch: Patch) -> None:
+    """Nobody tells the nodes."""
+    patch.setattr(copies, "end", lambda cluster, job: None)
+
+
+@bug
+def chooses_a_holder_and_tells_nobody_who_trains(patch: Patch) -> None:
+    """The node waits for copies that nobody sends."""
+    patch.setattr(copies, "_order", lambda cluster, job, holder: None)

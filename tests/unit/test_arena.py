@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from elastic.core.policy.shares import Piece, cut
-from elastic.worker import arena
-from elastic.worker.arena import HEADER, Layout, Mark, Slot
+from elastic.runtime import snapshot_memory
+from elastic.runtime.snapshot_memory import HEADER, Mark
+from elastic.worker.arena import Layout, Slot
 from elastic.worker.transfer import pack, places_print, read_skeleton, tensors_of
 
 STATE = {
@@ -143,8 +144,8 @@ def test_a_piece_has_a_storage_of_its_own() -> None:
 
 def test_more_memory_than_there_is_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by the kernel, which kills somebody later."""
-    assert arena.available_memory()
-    monkeypatch.setattr(arena, "available_memory", lambda: 1 << 20)
+    assert snapshot_memory.available_memory()
+    monkeypatch.setattr(snapshot_memory, "available_memory", lambda: 1 << 20)
     slot = Slot()
     slot.reserve(1 << 18)
     with pytest.raises(OSError, match="1048576 are available on this node"):

@@ -9,11 +9,15 @@ from elastic.core.messages import (
     AgentMessage,
     Assign,
     CoordinatorMessage,
+    CopyOrder,
     PipeToAgent,
     PipeToWorker,
 )
 from elastic.core.world import (
     ExitCause,
+    HeldCopy,
+    JobId,
+    NodeId,
     SessionId,
 )
 
@@ -94,6 +98,22 @@ class DrainSignalled:
     timeout_ns: int
 
 
+@dataclass(frozen=True)
+class CopiesChanged:
+    """What this node holds for others is something else now; these are all."""
+
+    copies: tuple[HeldCopy, ...]
+
+
+@dataclass(frozen=True)
+class PushFailed:
+    """Snapshots of a job cannot be brought to this node; it is not tried again by itself."""
+
+    job_id: JobId
+    node_id: NodeId
+    reason: str
+
+
 AgentEvent = (
     Connected
     | ConnectionLost
@@ -104,6 +124,8 @@ AgentEvent = (
     | ProcessExited
     | ProcessStopped
     | DrainSignalled
+    | CopiesChanged
+    | PushFailed
     | Tick
 )
 
@@ -169,6 +191,17 @@ class ShowStacks:
 
 
 @dataclass(frozen=True)
+class HandleCopy:
+    """Do what the coordinator wants of copies on other nodes.
+
+    Answered by `CopiesChanged` whenever what is held changes, and by `PushFailed`. An agent that
+    dies before has lost what it held, and says so by its next hello.
+    """
+
+    order: CopyOrder
+
+
+@dataclass(frozen=True)
 class ExitAgent:
     """End the agent process; every process it started is gone or is killed now.
 
@@ -189,6 +222,7 @@ AgentEffect = (
     | OpenLog
     | Kill
     | ShowStacks
+    | HandleCopy
     | ExitAgent
     | Note
 )

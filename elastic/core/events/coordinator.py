@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
 from elastic.core.events.shared import Note, Tick
@@ -99,12 +99,14 @@ class Recovered:
         term: counts the lives of coordinators on this store from 1, and never falls.
         history: names the store that the term counts in.
         nodes: what it holds of nodes.
+        secret: drawn for this life; agents prove to each other by it whom they serve.
     """
 
     jobs: tuple[JobRecord, ...]
     term: int = 1
     history: str = ""
     nodes: NodesRecord = NodesRecord()
+    secret: bytes = field(default=b"", repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,13 @@ class LoopMoved:
 
 
 @dataclass(frozen=True)
+class CopiesWanted:
+    """The user wants a copy of the state on another node after each so many steps; 0 for none."""
+
+    every_n_steps: int
+
+
+@dataclass(frozen=True)
 class TrainReturned:
     """The train function returned; `result` is JSON."""
 
@@ -190,6 +197,7 @@ WorkerEvent = (
     | GroupFormed
     | GroupFailed
     | LoopMoved
+    | CopiesWanted
     | TrainReturned
     | TrainRaised
     | TrainLeft

@@ -14,12 +14,14 @@ from elastic.core.events.agent import (
     Connected,
     ConnectionLost,
     CoordinatorSaid,
+    CopiesChanged,
     DrainSignalled,
     ExitAgent,
     ProcessExited,
     ProcessSaid,
     ProcessStarted,
     ProcessStopped,
+    PushFailed,
     SpawnFailed,
 )
 from elastic.core.events.shared import Tick
@@ -30,6 +32,7 @@ from elastic.core.machine.agent_processes import KILLABLE, Process, describe_exi
 from elastic.core.machine.story import Story, note
 from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
 from elastic.core.messages import (
+    CopyFailed,
     PipeToAgent,
     Pong,
     Probe,
@@ -50,15 +53,23 @@ class AgentMachine:
     from processes, and the turn after every event, is here.
     """
 
-    def __init__(self, node: Node, config: AgentConfig, devices: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        node: Node,
+        config: AgentConfig,
+        devices: tuple[str, ...] = (),
+        *,
+        copies_at: str = "",
+    ) -> None:
         """Begin disconnected, with no process; the first `step` connects and spawns.
 
         Args:
             node: what this agent says it is.
             config: times and limits.
             devices: accelerators, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
+            copies_at: "host:port" where it takes copies for other nodes, "" if it does not.
         """
-        self._books = AgentBooks(node, config, devices)
+        self._books = AgentBooks(node, config, devices, copies_at)
         self._story = Story()
         self._due_ns: int | None = None
         self._is_over = False
@@ -100,7 +111,8 @@ class AgentMachine:
         """Return when to call `step(Tick)` at the latest, None if nothing waits for time."""
         if self._is_over:
             return None
-        parts = (self._books.connection, self._books.processes, self._books.departure)
+        books = self._books
+        parts = (books.connection, books.processes, books.departure, books.copies)
         moments = [part.next_deadline_ns() for part in parts]
         return min((moment for moment in moments if moment is not None), default=None)
 
@@ -112,6 +124,10 @@ class AgentMachine:
             self._connection_changed(event)
         elif isinstance(event, DrainSignalled):
             self._drain(event)
+        elif isinstance(event, CopiesChanged):
+            self._books.copies.changed(event.copies)
+        elif isinstance(event, PushFailed):
+            self._books.tell(CopyFailed(event.job_id, event.node_id, event.reason))
         elif not isinstance(event, Tick):
             process = self._books.processes.get(event.process_id)
             if process is not None:
@@ -210,6 +226,7 @@ class AgentMachine:
             num_spares=0 if books.is_leaving() else books.config.num_spares,
         )
         self._give_up_waiting()
+        books.copies.turn(books.now_ns, is_registered=books.connection.is_registered())
         books.tell_changes()
         self._finish()
 
@@ -274,4 +291,4 @@ def _is_chatter(event: AgentEvent) -> bool:
         return isinstance(event.message, (Pong, Progress, Pulse))
     if isinstance(event, CoordinatorSaid):
         return isinstance(event.message, Probe)
-    return isinstance(event, Tick)
+    return isinstance(event, (Tick, CopiesChanged))

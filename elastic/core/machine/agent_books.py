@@ -10,11 +10,14 @@ from dataclasses import replace
 from elastic.core.config import AgentConfig
 from elastic.core.events.agent import AgentEffect
 from elastic.core.machine.agent_connection import Connection, Unacknowledged
+from elastic.core.machine.agent_copies import Copies
 from elastic.core.machine.agent_departure import Departure
 from elastic.core.machine.agent_processes import Processes
 from elastic.core.machine.agent_workers import Worker, Workers
 from elastic.core.machine.story import note
 from elastic.core.messages import (
+    CopiesHeld,
+    CopyFailed,
     DrainNotice,
     Hello,
     Progress,
@@ -45,9 +48,13 @@ class AgentBooks:
         processes: spares and workers' processes.
         workers: what is told of each worker.
         departure: whether and when this agent ends.
+        copies: what it holds for other nodes.
+        copies_at: where those reach it for that, "" if they cannot.
     """
 
-    def __init__(self, node: Node, config: AgentConfig, devices: tuple[str, ...]) -> None:
+    def __init__(
+        self, node: Node, config: AgentConfig, devices: tuple[str, ...], copies_at: str = ""
+    ) -> None:
         """Begin with empty books."""
         self.node = node
         self.config = config
@@ -58,6 +65,7 @@ class AgentBooks:
         self.processes = Processes(config, self.out)
         self.workers = Workers(devices)
         self.departure = Departure(config)
+        self.copies, self.copies_at = Copies(self.out), copies_at
 
     def is_leaving(self) -> bool:
         """Return whether this node takes no new workers any more."""
@@ -95,7 +103,7 @@ class AgentBooks:
     def hello(self) -> Hello:
         """Return all that the coordinator must know of us; it counts as told."""
         self.workers.take_changed()
-        self.departure.is_told = True
+        self.departure.is_told = self.copies.is_told = True
         return Hello(
             node=self.node,
             workers=tuple(self._as_of_its_reports(worker) for worker in self.workers.all()),
@@ -103,6 +111,8 @@ class AgentBooks:
             drain_reason=self.departure.reason,
             drain_timeout_ns=self.departure.remaining_ns(self.now_ns),
             reports_due=len(self.reports),
+            copies=self.copies.held,
+            copies_at=self.copies_at,
         )
 
     def _as_of_its_reports(self, worker: Worker) -> WorkerReport:
@@ -119,8 +129,8 @@ class AgentBooks:
             return replace(report, phase=WorkerPhase.TRAINING, exit=None)
         return report
 
-    def tell(self, message: Reported | Progress | Pulse) -> None:
-        """Pass on what a worker says; while the coordinator is away only reports are kept."""
+    def tell(self, message: Reported | Progress | Pulse | CopyFailed) -> None:
+        """Pass on what is said; while the coordinator is away only reports are kept."""
         if self.connection.is_registered():
             self.connection.send(message)
 
@@ -134,6 +144,9 @@ class AgentBooks:
             self.departure.is_told = True
             remaining_ns = self.departure.remaining_ns(self.now_ns)
             self.connection.send(DrainNotice(self.departure.reason, remaining_ns))
+        if not self.copies.is_told:
+            self.copies.is_told = True
+            self.connection.send(CopiesHeld(self.copies.held))
 
     # ------------------------------------------------------------ what must hold
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.events.agent import ShowStacks
+from elastic.core.events.agent import HandleCopy, ShowStacks
 from elastic.core.machine.agent_books import AgentBooks
 from elastic.core.machine.agent_departure import EXIT_DRAINED, EXIT_REFUSED
 from elastic.core.machine.agent_workers import GPU
@@ -16,14 +16,17 @@ from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
 from elastic.core.messages import (
     Announce,
     CoordinatorMessage,
+    DropCopy,
     DumpStacks,
     ForgetWorker,
+    KeepCopy,
     LeaveGroup,
     Preemption,
     Probe,
     ProbeAck,
     Refusal,
     Release,
+    Replicate,
     ReportAck,
     SaveState,
     StartWorker,
@@ -74,6 +77,8 @@ def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
         books.connection.send(ProbeAck(message.number))
     elif isinstance(message, DumpStacks):
         _dump(books, message)
+    elif isinstance(message, (KeepCopy, DropCopy, Replicate)):
+        books.out.append(HandleCopy(message))
 
 
 def _welcomed(books: AgentBooks, message: Welcome) -> None:

@@ -173,6 +173,7 @@ class Workers:
             failure=said.failure or known.failure,
             result=said.result,
             in_place=said.in_place,
+            copies_every=said.copies_every,
         )
         if worker.report != known:
             self.tell(worker)

@@ -43,7 +43,7 @@ from elastic.core.machine import (
 from elastic.core.machine.jobs import Cluster, JobState, restore
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.story import Story
-from elastic.core.messages import ProbeAck, Progress, Pulse
+from elastic.core.messages import CopiesHeld, ProbeAck, Progress, Pulse
 from elastic.core.policy import placement
 from elastic.core.view import ClusterView
 from elastic.core.world import JobPhase, Node, NodeId, NodePhase
@@ -203,6 +203,7 @@ class CoordinatorMachine:
         check(not self._recovered, "Recovered came twice")
         self._recovered = True
         cluster.term, cluster.history = event.term, event.history
+        cluster.secret = event.secret
         cluster.first_serial = (event.term - 1) * SERIALS_PER_TERM
         cluster.first_save = (event.term - 1) * saves.REQUESTS_PER_TERM
         cluster.sequence = max((record.sequence for record in event.jobs), default=0)
@@ -213,6 +214,7 @@ class CoordinatorMachine:
             if job.has_ended():
                 continue
             cluster.hold_until_ns = cluster.now_ns + ns(HOLD_AFTER_RESTART_S)
+            job.copies.not_before_ns = cluster.now_ns + ns(cluster.config.adoption_grace_s)
             for member in job.group.members if job.is_open and job.group else ():
                 state = self._await_node(member.node_id)
                 cluster.add_worker(job, state, intake.placeholder(job, member.worker_id))
@@ -302,5 +304,5 @@ class CoordinatorMachine:
 def _is_chatter(event: CoordinatorEvent) -> bool:
     """Return whether an event comes all the time and tells no story."""
     if isinstance(event, AgentSaid):
-        return isinstance(event.message, (Progress, Pulse, ProbeAck))
+        return isinstance(event.message, (Progress, Pulse, ProbeAck, CopiesHeld))
     return isinstance(event, Tick)

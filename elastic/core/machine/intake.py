@@ -16,7 +16,7 @@ from elastic.core.events.coordinator import (
     Persist,
     SendAgent,
 )
-from elastic.core.machine import reports, suspicion
+from elastic.core.machine import copies, reports, suspicion
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.settle import (
@@ -29,6 +29,8 @@ from elastic.core.machine.settle import (
 from elastic.core.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    CopiesHeld,
+    CopyFailed,
     DrainNotice,
     ForgetWorker,
     Hello,
@@ -79,6 +81,7 @@ def on_connected(cluster: Cluster, event: AgentConnected) -> None:
     cluster.do(SendAgent(event.session, Welcome(cluster.name, cluster.term, cluster.history)))
     if event.hello.draining:
         start_drain(cluster, state, event.hello.drain_reason, event.hello.drain_timeout_ns)
+    copies.take_held(cluster, state, event.hello.copies)
     _compare(cluster, state, event.hello)
     cluster.book.settle(state)
     cluster.touch_active()
@@ -126,7 +129,10 @@ def _enter(cluster: Cluster, event: AgentConnected) -> NodeState:
     state = book.nodes.get(node.node_id)
     if state is None or state.phase in (NodePhase.LOST, NodePhase.LEFT):
         serial = state.last_serial if state is not None else cluster.first_serial
-        state = NodeState(node, NodePhase.READY, cluster.now_ns, last_serial=serial)
+        copies_before = state.copies if state is not None else ()
+        state = NodeState(
+            node, NodePhase.READY, cluster.now_ns, last_serial=serial, copies=copies_before
+        )
         book.nodes[node.node_id] = state
     elif not state.unconfirmed and state.node.incarnation != node.incarnation:
         lose_node_workers(cluster, state, "its agent was started anew")
@@ -134,7 +140,7 @@ def _enter(cluster: Cluster, event: AgentConnected) -> NodeState:
         state.announced = ""
     if state.session is not None:
         cluster.do(CloseSession(state.session, "replaced by a newer connection"))
-    state.node = node
+    state.node, state.copies_at = node, event.hello.copies_at
     state.unconfirmed = False
     state.lost_at_ns = None
     book.bind(state, event.session)
@@ -180,7 +186,7 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
         return
     is_member = job.is_open and job.is_member(report.worker_id)
     if is_member and report.generation < job.generation:
-        tell(cluster, worker, announcement(job, report.worker_id))
+        tell(cluster, worker, announcement(cluster, job, report.worker_id))
         remind_of_save(cluster, job, worker)
         remind_of_leavers(cluster, job, worker)
     elif is_member:
@@ -328,6 +334,10 @@ def on_said(cluster: Cluster, event: AgentSaid) -> None:
         suspicion.take_pulse(cluster, state, message)
     elif isinstance(message, DrainNotice):
         start_drain(cluster, state, message.reason, message.timeout_ns)
+    elif isinstance(message, CopiesHeld):
+        copies.take_held(cluster, state, message.copies)
+    elif isinstance(message, CopyFailed):
+        copies.on_failed(cluster, state, message)
 
 
 def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> None:

@@ -14,11 +14,13 @@ from elastic.core.events.coordinator import CoordinatorEffect, JobRecord
 from elastic.core.machine.nodes import NodeBook, NodeState
 from elastic.core.machine.story import note
 from elastic.core.machine.transitions import JOB, check_move
+from elastic.core.messages import Replicate
 from elastic.core.policy.failure import History
 from elastic.core.policy.hang import Sight
 from elastic.core.policy.membership import Candidate, Current
 from elastic.core.policy.queue import Grant
 from elastic.core.policy.ranks import Place, assign_ranks
+from elastic.core.policy.replication import NO_NODE
 from elastic.core.view import JobView, WorkerView
 from elastic.core.world import (
     ENDED,
@@ -31,6 +33,7 @@ from elastic.core.world import (
     JobId,
     JobPhase,
     NodeId,
+    SessionId,
     WorkerId,
     WorkerReport,
 )
@@ -59,6 +62,31 @@ class WorkerState:
             self.since_ns = now_ns
         # An exception once told stays told: the agent knows only how the process ended.
         self.report = replace(report, failure=report.failure or self.report.failure)
+
+
+@dataclass
+class Copies:
+    """What is known of the copies of a job's state, in this coordinator's life.
+
+    Attributes:
+        every_n_steps: as its members want it, 0 for not at all.
+        not_before_ns: no node is chosen earlier: one may hold it already, and is about to say so.
+        holder: the node where one is to lie, "" for none.
+        reason: why there.
+        held: nodes that have one, as they said last: generation and steps.
+        granted: nodes that may take and give them, and the stream over which they were told so.
+        ordered: what a member's node was told to do, over which stream, for which group.
+        refused_until_ns: nodes that could not take one, and until when they are passed over.
+    """
+
+    every_n_steps: int = 0
+    not_before_ns: int = 0
+    holder: NodeId = NO_NODE
+    reason: str = ""
+    held: dict[NodeId, tuple[Generation, int]] = field(default_factory=dict)
+    granted: dict[NodeId, SessionId] = field(default_factory=dict)
+    ordered: tuple[SessionId, Generation, Replicate] | None = None
+    refused_until_ns: dict[NodeId, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -91,6 +119,7 @@ class JobState:
         is_saved: that wish came true.
         gives_all: since then its group was asked to leave, and no other one is formed.
         yields: workers that it gives back for another job, as the queue has it.
+        copies: where a copy of its state lies, or is to lie.
     """
 
     spec: JobSpec
@@ -129,6 +158,7 @@ class JobState:
     is_saved: bool = False
     gives_all: bool = False
     yields: frozenset[WorkerId] = frozenset()
+    copies: Copies = field(default_factory=Copies)
 
     @property
     def limits(self) -> JobSpec:
@@ -295,6 +325,7 @@ class Cluster:
         looks: jobs whose members wait for each other, and when to look at each again.
         probes: nodes that were asked for a sign of life and have not given one, and since when.
         num_probes: asked so far.
+        secret: the keys of copies are made of it.
         first_save, num_saves: wishes for checkpoints are numbered from there on; so many so far.
         look_by_ns: when the machine has asked to be called for a look or a probe, None for never.
         hold_until_ns: after a restart no worker is started before, so that agents can report
@@ -312,6 +343,7 @@ class Cluster:
     looks: dict[JobId, int] = field(default_factory=dict)
     probes: dict[NodeId, int] = field(default_factory=dict)
     num_probes: int = 0
+    secret: bytes = field(default=b"", repr=False)
     first_save: int = 0
     num_saves: int = 0
     look_by_ns: int | None = None

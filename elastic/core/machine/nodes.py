@@ -11,7 +11,7 @@ from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.machine.transitions import NODE, check_move
 from elastic.core.policy.placement import Offer
 from elastic.core.view import NodeView
-from elastic.core.world import Node, NodeId, NodePhase, Resources, SessionId, WorkerId
+from elastic.core.world import JobId, Node, NodeId, NodePhase, Resources, SessionId, WorkerId
 
 LIVE = (NodePhase.READY, NodePhase.DRAINING)
 
@@ -32,6 +32,8 @@ class NodeState:
             the node is gone, because what was lost with it is charged to nobody.
         released: its agent was told that it may end.
         last_serial: of the workers started here, in any life of the agent.
+        copies: jobs whose state it said last that it holds for others.
+        copies_at: where its agent takes and gives copies, "" if it does not.
     """
 
     node: Node
@@ -49,6 +51,8 @@ class NodeState:
     unconfirmed: bool = False
     reason: str = ""
     last_serial: int = 0
+    copies: tuple[JobId, ...] = ()
+    copies_at: str = ""
 
     def next_worker_id(self) -> WorkerId:
         """Return an id that no worker of this node has had as far as we know."""

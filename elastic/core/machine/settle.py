@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist, SendAgent
-from elastic.core.machine import invariants, leaving, queueing
+from elastic.core.machine import copies, invariants, leaving, queueing
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.messages import (
     Announce,
@@ -46,6 +46,7 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
     job.wake_ns = None
     if job.has_ended():
         _stop_all(cluster, job)
+        copies.end(cluster, job)
         return
     if job.phase is JobPhase.PAUSED:
         return
@@ -67,6 +68,7 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
         _settle_group(cluster, job)
     _say_why_waiting(cluster, job)
     _watch_health(cluster, job)
+    _wake(job, copies.settle(cluster, job))
 
 
 def end_job(cluster: Cluster, job: JobState, phase: JobPhase, reason: str) -> None:
@@ -115,7 +117,7 @@ def remind_of_leavers(cluster: Cluster, job: JobState, worker: WorkerState) -> N
         tell(cluster, worker, told)
 
 
-def announcement(job: JobState, worker_id: WorkerId) -> Announce:
+def announcement(cluster: Cluster, job: JobState, worker_id: WorkerId) -> Announce:
     """Return what this member must know of the newest group."""
     group = job.group
     if group is None:
@@ -136,6 +138,8 @@ def announcement(job: JobState, worker_id: WorkerId) -> Announce:
             leader_address=group.members[0].store_address,
             checkpoint=job.latest_checkpoint(),
             cause=group.reason,
+            copies=copies.addresses(cluster, job),
+            copies_key=copies.key_of(cluster, job.job_id) if job.copies.held else "",
         )
     )
 
@@ -213,7 +217,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     for place in places:
         worker = job.workers[place.worker_id]
         worker.steps = 0
-        tell(cluster, worker, announcement(job, place.worker_id))
+        tell(cluster, worker, announcement(cluster, job, place.worker_id))
         remind_of_save(cluster, job, worker)
         remind_of_leavers(cluster, job, worker)
     for worker_id in sorted(before - set(plan.members)):

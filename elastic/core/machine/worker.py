@@ -10,6 +10,7 @@ from __future__ import annotations
 from elastic.core.events.worker import (
     AbortGroup,
     AgentTold,
+    CopiesWanted,
     EnterTrain,
     ExitWorker,
     FormGroup,
@@ -106,7 +107,7 @@ class WorkerMachine:
         self._failure: Failure | None = None
         self._result = ""
         self._pulses = PulseWatch()
-        self._in_place = False
+        self._in_place, self._copies_every = False, 0
 
     def step(self, event: WorkerEvent, now_ns: int) -> tuple[WorkerEffect, ...]:
         """Take one event.
@@ -152,8 +153,8 @@ class WorkerMachine:
             self._opened(event)
         elif isinstance(event, SetupFailed):
             self._setup_failed(event)
-        elif isinstance(event, LoopMoved):
-            self._loop_moved(event)
+        elif isinstance(event, (LoopMoved, CopiesWanted)):
+            self._loop_told(event)
         elif isinstance(event, (GroupFormed, GroupFailed)):
             if self._is_at(MainPhase.FORMING, event.generation):
                 self._formed(event)
@@ -278,12 +279,15 @@ class WorkerMachine:
         if self._main is MainPhase.SETTING_UP:
             self._fail(event.failure, EXIT_FAILED)
 
-    def _loop_moved(self, event: LoopMoved) -> None:
-        """Remember, and tell, how the next group is to be entered."""
-        if event.inside != self._in_place:
+    def _loop_told(self, event: LoopMoved | CopiesWanted) -> None:
+        """Remember, and tell, how the next group is to be entered, and what is to be copied."""
+        before = self._in_place, self._copies_every
+        if isinstance(event, LoopMoved):
             self._in_place = event.inside
-            if self._main is MainPhase.TRAINING:
-                self._update()
+        else:
+            self._copies_every = event.every_n_steps
+        if before != (self._in_place, self._copies_every) and self._main is MainPhase.TRAINING:
+            self._update()
 
     def _formed(self, event: GroupFormed | GroupFailed) -> None:
         """The group stands, or does not; a group that nobody wants any more is dropped."""
@@ -476,6 +480,7 @@ class WorkerMachine:
             failure=self._failure,
             result=self._result,
             in_place=self._in_place,
+            copies_every=self._copies_every,
         )
         self._out.append(SendPipe(WorkerUpdate(report)))
 
@@ -487,10 +492,7 @@ class WorkerMachine:
     def _note_fallout(self, event: TrainRaised) -> None:
         """Keep the text of an error that does not count."""
         self._note(
-            "train_error_ignored",
-            generation=event.generation,
-            error=event.failure.error_type,
-            message=event.failure.message,
-            exit_code=event.exit_code,
+            "train_error_ignored", generation=event.generation, error=event.failure.error_type,
+            message=event.failure.message, exit_code=event.exit_code,
             traceback=event.failure.traceback,
-        )
+        )  # fmt: skip

@@ -218,9 +218,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--times", default="", help="file for the moments at which steps ended")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, help="steps between automatic checkpoints")
+    parser.add_argument("--copy-every", type=int, help="steps between copies on another node")
     parser.add_argument("--name", help="of the run, if it is one of this process")
     parser.add_argument("--storage", help="where its directory goes")
     args = parser.parse_args(arguments)
+    peers = train.PeerReplication(every_n_steps=args.copy_every) if args.copy_every else None
     result = TorchTrainer(
         train_func,
         train_loop_config=vars(args),
@@ -228,7 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_config=train.RunConfig(
             name=args.name,
             storage_path=args.storage,
-            checkpoint_config=train.CheckpointConfig(every_n_steps=args.save_every, every_s=None),
+            checkpoint_config=train.CheckpointConfig(
+                every_n_steps=args.save_every, every_s=None, peer_replication=peers
+            ),
         ),
     ).fit()
     if train.is_driver():

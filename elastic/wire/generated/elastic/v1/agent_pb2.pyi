@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AgentToCoordinator(_message.Message):
-    __slots__ = ("hello", "worker_update", "reported", "drain_notice", "progress", "log_lines", "pulse", "probe_ack")
+    __slots__ = ("hello", "worker_update", "reported", "drain_notice", "progress", "log_lines", "pulse", "probe_ack", "copies_held", "copy_failed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WORKER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,8 @@ class AgentToCoordinator(_message.Message):
     LOG_LINES_FIELD_NUMBER: _ClassVar[int]
     PULSE_FIELD_NUMBER: _ClassVar[int]
     PROBE_ACK_FIELD_NUMBER: _ClassVar[int]
+    COPIES_HELD_FIELD_NUMBER: _ClassVar[int]
+    COPY_FAILED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     worker_update: _worker_pb2.WorkerUpdate
     reported: _worker_pb2.Reported
@@ -25,10 +27,12 @@ class AgentToCoordinator(_message.Message):
     log_lines: LogLines
     pulse: _worker_pb2.Pulse
     probe_ack: ProbeAck
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., worker_update: _Optional[_Union[_worker_pb2.WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[_worker_pb2.Reported, _Mapping]] = ..., drain_notice: _Optional[_Union[DrainNotice, _Mapping]] = ..., progress: _Optional[_Union[_worker_pb2.Progress, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., pulse: _Optional[_Union[_worker_pb2.Pulse, _Mapping]] = ..., probe_ack: _Optional[_Union[ProbeAck, _Mapping]] = ...) -> None: ...
+    copies_held: CopiesHeld
+    copy_failed: CopyFailed
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., worker_update: _Optional[_Union[_worker_pb2.WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[_worker_pb2.Reported, _Mapping]] = ..., drain_notice: _Optional[_Union[DrainNotice, _Mapping]] = ..., progress: _Optional[_Union[_worker_pb2.Progress, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., pulse: _Optional[_Union[_worker_pb2.Pulse, _Mapping]] = ..., probe_ack: _Optional[_Union[ProbeAck, _Mapping]] = ..., copies_held: _Optional[_Union[CopiesHeld, _Mapping]] = ..., copy_failed: _Optional[_Union[CopyFailed, _Mapping]] = ...) -> None: ...
 
 class CoordinatorToAgent(_message.Message):
-    __slots__ = ("welcome", "refusal", "start_worker", "stop_worker", "forget_worker", "announce", "leave_group", "report_ack", "release", "follow_logs", "probe", "dump_stacks", "save_state", "preemption")
+    __slots__ = ("welcome", "refusal", "start_worker", "stop_worker", "forget_worker", "announce", "leave_group", "report_ack", "release", "follow_logs", "probe", "dump_stacks", "save_state", "preemption", "keep_copy", "drop_copy", "replicate")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     START_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +47,9 @@ class CoordinatorToAgent(_message.Message):
     DUMP_STACKS_FIELD_NUMBER: _ClassVar[int]
     SAVE_STATE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    KEEP_COPY_FIELD_NUMBER: _ClassVar[int]
+    DROP_COPY_FIELD_NUMBER: _ClassVar[int]
+    REPLICATE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     start_worker: StartWorker
@@ -57,10 +64,13 @@ class CoordinatorToAgent(_message.Message):
     dump_stacks: DumpStacks
     save_state: _worker_pb2.SaveState
     preemption: _worker_pb2.Preemption
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., dump_stacks: _Optional[_Union[DumpStacks, _Mapping]] = ..., save_state: _Optional[_Union[_worker_pb2.SaveState, _Mapping]] = ..., preemption: _Optional[_Union[_worker_pb2.Preemption, _Mapping]] = ...) -> None: ...
+    keep_copy: KeepCopy
+    drop_copy: DropCopy
+    replicate: Replicate
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., dump_stacks: _Optional[_Union[DumpStacks, _Mapping]] = ..., save_state: _Optional[_Union[_worker_pb2.SaveState, _Mapping]] = ..., preemption: _Optional[_Union[_worker_pb2.Preemption, _Mapping]] = ..., keep_copy: _Optional[_Union[KeepCopy, _Mapping]] = ..., drop_copy: _Optional[_Union[DropCopy, _Mapping]] = ..., replicate: _Optional[_Union[Replicate, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("node", "workers", "draining", "drain_reason", "drain_timeout_ns", "protocol_major", "protocol_minor", "reports_due")
+    __slots__ = ("node", "workers", "draining", "drain_reason", "drain_timeout_ns", "protocol_major", "protocol_minor", "reports_due", "copies", "copies_at")
     NODE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +79,8 @@ class Hello(_message.Message):
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     REPORTS_DUE_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_AT_FIELD_NUMBER: _ClassVar[int]
     node: _facts_pb2.Node
     workers: _containers.RepeatedCompositeFieldContainer[_facts_pb2.WorkerReport]
     draining: bool
@@ -77,7 +89,9 @@ class Hello(_message.Message):
     protocol_major: int
     protocol_minor: int
     reports_due: int
-    def __init__(self, node: _Optional[_Union[_facts_pb2.Node, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_facts_pb2.WorkerReport, _Mapping]]] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., drain_timeout_ns: _Optional[int] = ..., protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., reports_due: _Optional[int] = ...) -> None: ...
+    copies: _containers.RepeatedCompositeFieldContainer[_facts_pb2.HeldCopy]
+    copies_at: str
+    def __init__(self, node: _Optional[_Union[_facts_pb2.Node, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_facts_pb2.WorkerReport, _Mapping]]] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., drain_timeout_ns: _Optional[int] = ..., protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., reports_due: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[_facts_pb2.HeldCopy, _Mapping]]] = ..., copies_at: _Optional[str] = ...) -> None: ...
 
 class DrainNotice(_message.Message):
     __slots__ = ("reason", "timeout_ns")
@@ -182,3 +196,49 @@ class DumpStacks(_message.Message):
     worker_id: str
     reason: str
     def __init__(self, worker_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class CopiesHeld(_message.Message):
+    __slots__ = ("copies",)
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    copies: _containers.RepeatedCompositeFieldContainer[_facts_pb2.HeldCopy]
+    def __init__(self, copies: _Optional[_Iterable[_Union[_facts_pb2.HeldCopy, _Mapping]]] = ...) -> None: ...
+
+class CopyFailed(_message.Message):
+    __slots__ = ("job_id", "node_id", "reason")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    node_id: str
+    reason: str
+    def __init__(self, job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class KeepCopy(_message.Message):
+    __slots__ = ("job_id", "key")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    key: str
+    def __init__(self, job_id: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
+
+class DropCopy(_message.Message):
+    __slots__ = ("job_id", "reason")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    reason: str
+    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Replicate(_message.Message):
+    __slots__ = ("job_id", "node_id", "address", "key", "every_n_steps")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    EVERY_N_STEPS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    node_id: str
+    address: str
+    key: str
+    every_n_steps: int
+    def __init__(self, job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., key: _Optional[str] = ..., every_n_steps: _Optional[int] = ...) -> None: ...

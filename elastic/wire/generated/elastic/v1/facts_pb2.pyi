@@ -180,7 +180,7 @@ class Failure(_message.Message):
     def __init__(self, error_type: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., position: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("worker_id", "job_id", "phase", "generation", "store_address", "pid", "exit", "failure", "result", "in_place")
+    __slots__ = ("worker_id", "job_id", "phase", "generation", "store_address", "pid", "exit", "failure", "result", "in_place", "copies_every")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +191,7 @@ class WorkerReport(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    COPIES_EVERY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     job_id: str
     phase: WorkerPhase
@@ -201,7 +202,18 @@ class WorkerReport(_message.Message):
     failure: Failure
     result: str
     in_place: bool
-    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., phase: _Optional[_Union[WorkerPhase, str]] = ..., generation: _Optional[int] = ..., store_address: _Optional[str] = ..., pid: _Optional[int] = ..., exit: _Optional[_Union[ExitCause, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., result: _Optional[str] = ..., in_place: bool = ...) -> None: ...
+    copies_every: int
+    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., phase: _Optional[_Union[WorkerPhase, str]] = ..., generation: _Optional[int] = ..., store_address: _Optional[str] = ..., pid: _Optional[int] = ..., exit: _Optional[_Union[ExitCause, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., result: _Optional[str] = ..., in_place: bool = ..., copies_every: _Optional[int] = ...) -> None: ...
+
+class HeldCopy(_message.Message):
+    __slots__ = ("job_id", "generation", "steps")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    generation: int
+    steps: int
+    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("worker_id", "node_id", "rank", "store_address")
@@ -234,7 +246,7 @@ class LeavingNode(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "checkpoint", "cause")
+    __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "checkpoint", "cause", "copies", "copies_key")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +259,8 @@ class Assignment(_message.Message):
     LEADER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_KEY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     worker_id: str
     generation: int
@@ -259,7 +273,9 @@ class Assignment(_message.Message):
     leader_address: str
     checkpoint: str
     cause: str
-    def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., cause: _Optional[str] = ...) -> None: ...
+    copies: _containers.RepeatedScalarFieldContainer[str]
+    copies_key: str
+    def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., cause: _Optional[str] = ..., copies: _Optional[_Iterable[str]] = ..., copies_key: _Optional[str] = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("kind", "target", "args", "payload", "working_dir", "python_path", "env")

@@ -1,0 +1,61 @@
+"""The agent's door to copies of other nodes: orders in, and what is held told to the loop.
+
+Rule: threads of the server never touch the agent's machine; what they change is posted to its
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from elastic.agent.copy_server import CopyServer
+from elastic.agent.copy_store import CopyStore
+from elastic.core.events.agent import CopiesChanged
+from elastic.core.messages import DropCopy, KeepCopy
+
+
+class CopyDesk:
+    """Holds copies for other nodes.
+
+    Attributes:
+        address: where they reach it, "" if they cannot.
+    """
+
+    def __init__(self, host: str, post: Callable[[CopiesChanged], None]) -> None:
+        """Listen on this address, and answer once something is to be held.
+
+        Args:
+            host: of this node, as others reach it.
+            post: takes what is held now, on the event loop.
+        """
+        self._post = post
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._store = CopyStore(self._changed)
+        self._server = CopyServer(host, self._store)
+        self.address = self._server.address
+
+    def order(self, order: KeepCopy | DropCopy) -> None:
+        """Do what the coordinator says; on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        if isinstance(order, KeepCopy):
+            self._store.grant(order.job_id, order.key)
+            self._server.start()
+        else:
+            self._store.drop(order.job_id)
+
+    def close(self) -> None:
+        """Free everything."""
+        self._loop = None
+        self._server.close()
+        self._store.close()
+
+    def _changed(self) -> None:
+        """Tell all that is held, as it is by then: threads may come in any order."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        if self._loop is not None:
+            self._post(CopiesChanged(self._store.held()))

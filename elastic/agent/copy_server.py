@@ -1,0 +1,152 @@
+"""Where other nodes bring copies to this agent, and workers fetch them.
+
+Rule: a thread for each connection, at most so many at once, none of which the agent's own loop
+ever waits for. A request that is not proven, broken, or slow costs no more than its thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+
+from elastic.agent.copy_store import CopyStore
+from elastic.errors import ElasticError, Refused
+from elastic.runtime.copy_wire import ASK, FETCH, PUSH, Line, Request, yield_to_training
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 16
+BACKLOG = 64
+
+
+class CopyServer:
+    """Takes connections until it is closed.
+
+    Attributes:
+        address: "host:port", "" if there is none to be had.
+    """
+
+    def __init__(self, host: str, store: CopyStore) -> None:
+        """Listen on any free port of this address; nobody is answered before `start`."""
+        self._store = store
+        self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._socket: socket.socket | None = None
+        self.address = ""
+        try:
+            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+            family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
+            self._socket = socket.create_server(where[:2], family=family, backlog=BACKLOG)
+        except OSError as error:
+            log.warning("no_copies_here host=%s error=%r", host, str(error))
+            return
+        port = self._socket.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def start(self) -> None:
+        """Answer from here on; again is no harm."""
+        if self._thread is None and self._socket is not None:
+            self._thread = threading.Thread(
+                target=self._accept, args=(self._socket,), name="elastic-copies", daemon=True
+            )
+            self._thread.start()
+
+    def close(self) -> None:
+        """Take nothing more, and end what is under way."""
+        server, self._socket = self._socket, None
+        if server is not None:
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)  # Wakes who waits in it.
+            server.close()
+        with self._lock:
+            for sock in self._open:
+                end(sock)
+
+    def _accept(self, server: socket.socket) -> None:
+        yield_to_training()
+        while self._socket is not None:
+            try:
+                sock, _ = server.accept()
+            except OSError as error:
+                if self._socket is None:
+                    return
+                log.warning("copies_not_accepted error=%r", str(error))
+                continue
+            if not self._room.acquire(timeout=1.0):
+                sock.close()  # Who has something to say tries again.
+                continue
+            thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._room.release()
+                sock.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        yield_to_training()
+        with self._lock:
+            self._open.add(sock)
+        try:
+            with sock:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._converse(Line(sock, is_client=False), sock)
+        except (ElasticError, OSError, ValueError) as error:
+            log.info("copy_not_served error=%r", str(error)[:200])
+        except Exception:
+            log.exception("copy_not_served")
+        finally:
+            with self._lock:
+                self._open.discard(sock)
+            self._room.release()
+
+    def _converse(self, line: Line, sock: socket.socket) -> None:
+        request, key = line.listen(self._store.key_of)
+        try:
+            if request.verb == ASK:
+                line.answer(key, mark=self._store.mark_of(request.job_id))
+            elif request.verb == FETCH:
+                self._give(line, request, key)
+            elif request.verb == PUSH:
+                self._take(line, request, key, sock)
+            else:
+                raise Refused(f"a request for {request.verb[:20]!r}: this agent knows none such")
+        except (Refused, MemoryError) as error:
+            line.answer(key, refused=str(error))
+
+    def _give(self, line: Line, request: Request, key: str) -> None:
+        with self._store.reading(request.job_id, request.mark) as (body, crc):
+            line.answer(key, mark=request.mark)
+            line.send_body(body, lambda: True, crc)
+        if request.mark is not None:
+            log.info(
+                "copy_given job=%s generation=%d steps=%d bytes=%d",
+                request.job_id, request.mark.generation, request.mark.steps, request.mark.num_bytes,
+            )  # fmt: skip
+
+    def _take(self, line: Line, request: Request, key: str, sock: socket.socket) -> None:
+        mark = request.mark
+        if mark is None:
+            raise Refused("a push without a mark")
+        taking = self._store.writing(request.job_id, mark, lambda: end(sock))
+        with contextlib.ExitStack() as stack:
+            try:
+                body, commit = stack.enter_context(taking)
+            except OSError as error:
+                raise Refused(str(error)) from error
+            line.answer(key)
+            commit(line.read_body(body))
+        line.answer(key)
+        log.info(
+            "copy_taken job=%s generation=%d steps=%d bytes=%d",
+            request.job_id, mark.generation, mark.steps, mark.num_bytes,
+        )  # fmt: skip
+
+
+def end(sock: socket.socket) -> None:
+    """Wake whoever waits for this connection, with its end."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

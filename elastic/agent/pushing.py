@@ -1,0 +1,221 @@
+"""Brings snapshots of this node's jobs to other nodes, beside training.
+
+The workers do not know of it: their marks in the agent's memory say what is there. What is being
+sent is marked as such, so that they take the next snapshot but one a little later rather than
+spoil it.
+
+Rule: training waits for nothing here, and neither does the agent's own loop: bytes are moved by a
+thread of low priority. A copy that does not arrive is told, and tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+
+from elastic.agent.arenas import Arenas
+from elastic.agent.copy_server import end
+from elastic.core.events.agent import PushFailed
+from elastic.core.messages import Replicate
+from elastic.core.policy.saving import SavingPlan, is_due
+from elastic.core.world import JobId
+from elastic.errors import ElasticError
+from elastic.runtime.copy_wire import PUSH, Request, calling, yield_to_training
+from elastic.runtime.snapshot_memory import HEADER, Mark, set_sent, whole
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+"""Between two looks at the marks: some pages of memory that is ours."""
+RETRY_S = 0.5
+PATIENCE_S = 3.0
+"""How long a node may refuse, or not answer, until another one is asked for."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A snapshot in this node's memory.
+
+    Attributes:
+        descriptor: of its slot; the arena's.
+        mark: of it.
+    """
+
+    descriptor: int
+    mark: Mark
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Return what is greater for a newer one."""
+        return self.mark.generation, self.mark.number
+
+
+class Pushing:
+    """One task for each job that has an order; lives on the agent's event loop."""
+
+    def __init__(self, arenas: Arenas, post: Callable[[PushFailed], None]) -> None:
+        """Push nothing yet; what fails is posted."""
+        self._arenas, self._post = arenas, post
+        self._tasks: dict[JobId, tuple[Replicate, asyncio.Task[None]]] = {}
+        self._sockets: dict[JobId, socket.socket] = {}
+
+    def order(self, order: Replicate) -> None:
+        """Bring snapshots of a job to this node from here on; to none without an address."""
+        known = self._tasks.get(order.job_id)
+        if known is not None and known[0] == order and not known[1].done():
+            return
+        self._stop(order.job_id)
+        if order.address:
+            self._tasks[order.job_id] = order, asyncio.ensure_future(self._run(order))
+
+    def close(self) -> None:
+        """Push nothing any more."""
+        for job_id in list(self._tasks):
+            self._stop(job_id)
+
+    def _stop(self, job_id: JobId) -> None:
+        known = self._tasks.pop(job_id, None)
+        if known is not None:
+            known[1].cancel()
+        sock = self._sockets.pop(job_id, None)
+        if sock is not None:
+            end(sock)
+
+    async def _run(self, order: Replicate) -> None:
+        """Look again and again, and bring what is newer than what was brought, if it is due."""
+        last: Mark | None = None
+        failing_since, is_told = 0.0, False
+        while True:
+            await anyio.sleep(RETRY_S if failing_since else LOOK_S)
+            slots = self._arenas.descriptors(order.job_id)
+            if not slots:
+                return  # The job has left this node; it is told anew with its next group.
+            found = newest(slots)
+            if found is None or not _is_due(order, found.mark, last):
+                continue
+            try:
+                # The arena may close its own while a thread still reads.
+                descriptor, mark = os.dup(found.descriptor), found.mark
+                if await in_thread(partial(self._push, order, descriptor, mark)):
+                    last = mark
+                failing_since, is_told = 0.0, False
+            except Exception as error:
+                if not isinstance(error, (ElasticError, OSError, ValueError)):
+                    # A bug on this path must not end the run's protection without a word.
+                    log.exception("copy_failed job=%s", order.job_id)
+                now = time.monotonic()
+                failing_since = failing_since or now
+                if now - failing_since >= PATIENCE_S:
+                    failing_since = now
+                    self._tell(order, str(error), is_new=not is_told)
+                    is_told = True
+
+    def _tell(self, order: Replicate, reason: str, *, is_new: bool) -> None:
+        """Tell the coordinator, again and again: it may not hear it; and people once."""
+        if is_new:
+            log.warning(
+                "copy_failed job=%s node=%s reason=%r: tried again, unless the coordinator knows "
+                "a better node",
+                order.job_id, order.node_id, reason,
+            )  # fmt: skip
+        self._post(PushFailed(order.job_id, order.node_id, reason))
+
+    def _push(self, order: Replicate, descriptor: int, mark: Mark) -> bool:
+        """Send one snapshot; returns whether it has arrived. Runs in a thread of its own.
+
+        False: it was written over meanwhile, which is nobody's fault.
+
+        Args:
+            order: where to.
+            descriptor: of its memory; closed here.
+            mark: of it.
+        """
+        yield_to_training()
+        began = time.monotonic()
+        try:
+            set_sent(descriptor, mark.number)
+            with (
+                mmap.mmap(descriptor, HEADER + mark.num_bytes, prot=mmap.PROT_READ) as memory,
+                memoryview(memory) as everything,
+                everything[HEADER:] as body,
+                calling(order.address, lambda sock: self._begun(order, sock)) as line,
+            ):
+                line.ask(Request(PUSH, order.job_id, mark), order.key)
+
+                def is_whole() -> bool:
+                    return mark.is_with(whole(os.pread(descriptor, HEADER, 0)))
+
+                if not line.send_body(body, is_whole):
+                    return False
+                line.read_answer(order.key)
+        finally:
+            set_sent(descriptor, 0)
+            os.close(descriptor)
+        log.info(
+            "copy_sent job=%s node=%s generation=%d steps=%d bytes=%d ms=%.0f",
+            order.job_id, order.node_id, mark.generation, mark.steps, mark.num_bytes,
+            (time.monotonic() - began) * 1e3,
+        )  # fmt: skip
+        return True
+
+    def _begun(self, order: Replicate, sock: socket.socket) -> None:
+        """Let `_stop` end this connection; one of an order that is over ends at once."""
+        self._sockets[order.job_id] = sock
+        known = self._tasks.get(order.job_id)
+        if known is None or known[0] != order:
+            self._sockets.pop(order.job_id, None)
+            end(sock)
+
+
+def newest(descriptors: tuple[int, ...]) -> Found | None:
+    """Return the newest snapshot that is whole in these slots, None if there is none."""
+    found = []
+    for descriptor in descriptors:
+        mark = whole(os.pread(descriptor, HEADER, 0))
+        if mark is not None:
+            found.append(Found(descriptor, mark))
+    return max(found, key=lambda one: one.age, default=None)
+
+
+def _is_due(order: Replicate, mark: Mark, last: Mark | None) -> bool:
+    """Return whether a snapshot is to be brought, as often as the user wants; the first is."""
+    if last is None or mark.generation != last.generation:
+        return True
+    plan = SavingPlan(every_n_steps=max(1, order.every_n_steps))
+    return is_due(plan, steps=mark.steps, last_steps=last.steps, waited_s=0.0).value
+
+
+async def in_thread(work: Callable[[], bool]) -> bool:
+    """Return what `work` returns, from a thread that nobody waits for at the agent's end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[bool] = loop.create_future()
+
+    def settle(value: bool, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    def run() -> None:
+        value, error = False, None
+        try:
+            value = work()
+        except BaseException as raised:
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name="elastic-push", daemon=True).start()
+    return await future

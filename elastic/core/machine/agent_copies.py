@@ -1,0 +1,52 @@
+"""What an agent's machine knows of copies: those that lie here for other nodes.
+
+Rule: the coordinator says what lies where, and is told what does. An agent that hears of no
+coordinator for long gives back what it holds, because nobody could come for it.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import ns
+from elastic.core.events.agent import AgentEffect, HandleCopy
+from elastic.core.messages import DropCopy
+from elastic.core.world import HeldCopy
+
+ORPHANED_S = 600.0
+"""How long copies are held while no coordinator is there: longer than an upgrade of it takes."""
+
+
+class Copies:
+    """The copies on this node.
+
+    Attributes:
+        held: all of them, by job.
+        is_told: the coordinator knows them.
+    """
+
+    def __init__(self, out: list[AgentEffect]) -> None:
+        """Begin with none; effects go to `out`."""
+        self.held: tuple[HeldCopy, ...] = ()
+        self.is_told = True
+        self._out = out
+        self._drop_at_ns: int | None = None
+
+    def changed(self, held: tuple[HeldCopy, ...]) -> None:
+        """These are all, from here on."""
+        held = tuple(sorted(held, key=lambda copy: copy.job_id))
+        if held != self.held:
+            self.held, self.is_told = held, False
+
+    def turn(self, now_ns: int, *, is_registered: bool) -> None:
+        """Give everything back if no coordinator was there for long."""
+        if is_registered or not self.held:
+            self._drop_at_ns = None
+        elif self._drop_at_ns is None:
+            self._drop_at_ns = now_ns + ns(ORPHANED_S)
+        elif now_ns >= self._drop_at_ns:
+            self._drop_at_ns = None
+            why = f"no coordinator for {ORPHANED_S:g} s"
+            self._out += [HandleCopy(DropCopy(copy.job_id, why)) for copy in self.held]
+
+    def next_deadline_ns(self) -> int | None:
+        """Return when everything is given back."""
+        return self._drop_at_ns

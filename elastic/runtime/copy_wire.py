@@ -1,0 +1,294 @@
+"""How the copy of a snapshot travels from node to node: one request for each connection.
+
+    server   GREETING, and 32 bytes drawn for this connection
+    client   32 bytes of its own, a request, a proof
+    server   an answer, a proof
+    then, from who has them, the bytes of the snapshot, their CRC-32, and whether they are whole;
+    and after a push the server's last answer
+
+Requests and answers are JSON behind four bytes of length. A proof is a hash of all that was said
+before, keyed with the job's secret, which so never travels.
+
+Rule: nothing of a peer is believed before its proof was looked at; every length has a limit and
+every wait a deadline, so that a peer which lies, is slow, or is gone costs a thread for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.errors import NotAuthorized, PeerError, Refused
+from elastic.runtime.rpc import parse_endpoint
+from elastic.runtime.snapshot_memory import Mark
+
+GREETING = b"elastic copies 1"
+NONCE_BYTES = 32
+FRAME_BYTES_MAX = 4096
+LENGTH = struct.Struct(">I")
+TRAILER = struct.Struct(">IB")
+CHUNK = 1 << 20
+BYTES_MAX = 1 << 42
+CONNECT_S = 2.0
+TALK_S = 5.0
+"""For one wait."""
+BODY_S = 10.0
+RATE_MIN = 10_000_000
+"""Bytes a second: a body may take `BODY_S`, and what its bytes take at this rate."""
+NICENESS = 10
+ASK, FETCH, PUSH = "ask", "fetch", "push"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client wants.
+
+    Attributes:
+        verb: `ask` for the mark of the newest copy, `fetch` it, or `push` one.
+        job_id: whose.
+        mark: of the one that is fetched or pushed.
+    """
+
+    verb: str
+    job_id: str
+    mark: Mark | None = None
+
+
+class Line:
+    """One connection between two who know the job's secret; of one thread.
+
+    Attributes:
+        is_client: whether this side asks.
+    """
+
+    def __init__(self, sock: socket.socket, *, is_client: bool) -> None:
+        """Talk over a connected socket, which stays the caller's."""
+        self.is_client = is_client
+        self._sock = sock
+        self._said = hashlib.blake2b(digest_size=32)
+        self._until = time.monotonic() + BODY_S
+
+    # ------------------------------------------------------------------- client
+
+    def ask(self, request: Request, key: str) -> Mark | None:
+        """Send the request, and return the mark that the answer names.
+
+        Raises:
+            NotAuthorized: the other side does not know the secret.
+            Refused: it says no.
+            PeerError: it speaks something else.
+            OSError: the connection broke, or nothing came in time.
+        """
+        if self._read(len(GREETING)) != GREETING:
+            raise PeerError("the other side is no agent that holds copies")
+        self._read(NONCE_BYTES)
+        self._send(secrets.token_bytes(NONCE_BYTES))
+        mark = list(request.mark) if request.mark is not None else None
+        self._send_json({"verb": request.verb, "job": request.job_id, "mark": mark})
+        self._prove(key)
+        return self.read_answer(key)
+
+    def read_answer(self, key: str) -> Mark | None:
+        """Return the mark that the answer names; raises as `ask`."""
+        answer = self._read_json()
+        reason = str(answer.get("refused", ""))[:500]
+        if not self._is_proven(key):
+            raise NotAuthorized(f"the other agent does not know this job: {reason or 'no reason'}")
+        if reason:
+            raise Refused(reason)
+        return _mark(answer.get("mark"))
+
+    # ------------------------------------------------------------------- server
+
+    def listen(self, key_of: Callable[[str], str]) -> tuple[Request, str]:
+        """Greet, and return the request with the secret that it was proven with.
+
+        Args:
+            key_of: returns the secret of a job, "" for one that nothing is held for.
+
+        Raises:
+            NotAuthorized: the client does not know it; it was told so.
+            PeerError: it speaks something else.
+            OSError: the connection broke, or nothing came in time.
+        """
+        self._send(GREETING + secrets.token_bytes(NONCE_BYTES))
+        self._read(NONCE_BYTES)
+        said = self._read_json()
+        request = Request(str(said.get("verb")), str(said.get("job")), _mark(said.get("mark")))
+        key = key_of(request.job_id)
+        if not self._is_proven(key) or not key:
+            self.answer(secrets.token_hex(), refused="nothing is held here under this key")
+            raise NotAuthorized("a request without the job's key")
+        return request, key
+
+    def answer(self, key: str, *, mark: Mark | None = None, refused: str = "") -> None:
+        """Say yes, with a mark or without, or no with the reason.
+
+        Raises:
+            OSError: the connection broke.
+        """
+        self._send_json({"mark": list(mark) if mark else None, "refused": refused})
+        self._prove(key)
+
+    # ------------------------------------------------------------------- the bytes
+
+    def send_body(
+        self, body: memoryview, is_whole: Callable[[], bool], crc: int | None = None
+    ) -> bool:
+        """Send the bytes of a snapshot, and whether they were whole until the last was sent.
+
+        Args:
+            body: all of them.
+            is_whole: asked after the last.
+            crc: the CRC-32 that they had when they came here, None to count it now.
+
+        Raises:
+            OSError: the connection broke, or the peer is too slow.
+        """
+        self._begin_body(len(body))
+        counted = 0
+        for start in range(0, len(body), CHUNK):
+            chunk = body[start : start + CHUNK]
+            if crc is None:
+                counted = zlib.crc32(chunk, counted)
+            self._wait_s()
+            self._sock.sendall(chunk)
+        whole = is_whole()
+        self._sock.sendall(TRAILER.pack(counted if crc is None else crc, whole))
+        return whole
+
+    def read_body(self, body: memoryview) -> int:
+        """Read the bytes of a snapshot into place; returns their CRC-32.
+
+        Raises:
+            ValueError: they are not what was sent, or were not whole.
+            OSError: the connection broke, or the peer is too slow.
+        """
+        self._begin_body(len(body))
+        crc = 0
+        at = 0
+        while at < len(body):
+            self._wait_s()
+            count = self._sock.recv_into(body[at : at + CHUNK])
+            if not count:
+                raise ConnectionResetError(f"it ended after {at} of {len(body)} bytes")
+            crc = zlib.crc32(body[at : at + count], crc)
+            at += count
+        said, whole = TRAILER.unpack(self._read(TRAILER.size, is_said=False))
+        if not whole:
+            raise ValueError("the snapshot has changed while it was sent")
+        if said != crc:
+            raise ValueError(f"the bytes have CRC-32 {crc:08x}, {said:08x} were sent")
+        return crc
+
+    # ------------------------------------------------------------------- pieces
+
+    def _begin_body(self, num_bytes: int) -> None:
+        self._until = time.monotonic() + BODY_S + num_bytes / RATE_MIN
+
+    def _wait_s(self) -> None:
+        """Wait no longer for the next bytes than for one wait, nor than for all of it."""
+        left_s = self._until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the other side is too slow")
+        self._sock.settimeout(min(TALK_S, left_s))
+
+    def _prove(self, key: str) -> None:
+        self._send(self._proof(key, by_client=self.is_client))
+
+    def _is_proven(self, key: str) -> bool:
+        expected = self._proof(key, by_client=not self.is_client)
+        return hmac.compare_digest(expected, self._read(len(expected)))
+
+    def _proof(self, key: str, *, by_client: bool) -> bytes:
+        who = b"client" if by_client else b"server"
+        secret = hashlib.blake2b(key.encode()).digest()
+        return hashlib.blake2b(
+            who + self._said.digest(), key=secret, digest_size=NONCE_BYTES
+        ).digest()
+
+    def _send_json(self, values: dict[str, Any]) -> None:
+        text = json.dumps(values).encode()
+        self._send(LENGTH.pack(len(text)) + text)
+
+    def _read_json(self) -> dict[str, Any]:
+        (size,) = LENGTH.unpack(self._read(LENGTH.size))
+        if size > FRAME_BYTES_MAX:
+            raise PeerError(f"a message of {size} bytes, at most {FRAME_BYTES_MAX} are taken")
+        try:
+            values = json.loads(self._read(size))
+        except (ValueError, RecursionError) as error:
+            raise PeerError(f"a message that is no JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise PeerError(f"a message that is a {type(values).__name__}, expected an object")
+        return values
+
+    def _send(self, data: bytes) -> None:
+        self._said.update(data)
+        self._wait_s()
+        self._sock.sendall(data)
+
+    def _read(self, count: int, *, is_said: bool = True) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            self._wait_s()
+            more = self._sock.recv(count - len(data))
+            if not more:
+                raise ConnectionResetError("the other side has closed the connection")
+            data += more
+        if is_said:
+            self._said.update(data)
+        return bytes(data)
+
+
+@contextlib.contextmanager
+def calling(address: str, begun: Callable[[socket.socket], None] | None = None) -> Iterator[Line]:
+    """Connect to an agent that holds copies; the connection ends with the block.
+
+    Args:
+        address: "host:port".
+        begun: is given the socket, so that another thread can end what waits for it.
+
+    Raises:
+        OSError: it does not answer.
+    """
+    with socket.create_connection(parse_endpoint(address), CONNECT_S) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if begun is not None:
+            begun(sock)
+        yield Line(sock, is_client=True)
+
+
+def yield_to_training() -> None:
+    """Let this thread have the processor only when training leaves it."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def _mark(numbers: Any) -> Mark | None:
+    """Return the mark that a peer names, None for none.
+
+    Raises:
+        PeerError: it cannot be one.
+    """
+    if numbers is None:
+        return None
+    is_list = isinstance(numbers, list) and len(numbers) == len(Mark._fields)
+    if not is_list or not all(type(n) is int and 0 <= n < 1 << 64 for n in numbers):
+        raise PeerError(f"a mark of {str(numbers)[:100]}")
+    mark = Mark(*numbers)
+    if not mark.number or mark.num_bytes > BYTES_MAX:
+        raise PeerError(f"a snapshot of {mark.num_bytes} bytes, number {mark.number}")
+    return mark

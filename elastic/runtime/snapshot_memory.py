@@ -1,0 +1,119 @@
+"""How snapshots lie in memory that processes share: what is written before the tensors.
+
+    0        marks: one for each worker on this node
+    16320    number of the snapshot that the agent is sending to another node, 0 for none
+    16384    tensors, end to end, each aligned to 64 bytes
+             then all that is no tensor
+
+Rule: a mark is written after what it stands for, and taken away before that changes. Whoever reads
+looks at the marks before and after: if they are the same, so was what lies between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+HEADER = 16_384
+MARK = struct.Struct("<QQQQQQQQ")
+MARKS_MAX = HEADER // MARK.size - 1
+SENT = struct.Struct("<Q")
+SENT_AT = MARKS_MAX * MARK.size
+MEMORY_SHARE = 0.8
+"""Of the memory that is available: the rest is for whatever training allocates next."""
+
+
+class Mark(NamedTuple):
+    """What a worker says of its part of a snapshot.
+
+    Attributes:
+        number: of the snapshot in its run, >= 1; 0 for none.
+        generation: of the group that took it: after a loss, a number may come again.
+        steps: committed in the run when it was taken.
+        parts: the node's workers that share it.
+        data_bytes: of all tensors.
+        tensors: fingerprint of which they are, and where each lies.
+        skeleton_bytes: of all that is no tensor.
+        skeleton_crc: CRC-32 of that.
+    """
+
+    number: int
+    generation: int
+    steps: int
+    parts: int
+    data_bytes: int
+    tensors: int
+    skeleton_bytes: int
+    skeleton_crc: int
+
+    def is_with(self, other: Mark | None) -> bool:
+        """Return whether both are of the same snapshot, of the same or of different parts."""
+        return other is not None and self[:OF_ALL] == other[:OF_ALL]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the snapshot, behind the marks."""
+        return self.data_bytes + self.skeleton_bytes
+
+
+OF_ALL = 6
+"""Fields of a mark that are alike for all parts; text outside of tensors is one worker's word."""
+
+
+def whole(marks: bytes) -> Mark | None:
+    """Return the mark of a snapshot that all workers of the node have marked alike.
+
+    Args:
+        marks: the first `HEADER` bytes of the memory; fewer hold none.
+    """
+    if len(marks) < HEADER:
+        return None
+    first = Mark(*MARK.unpack_from(marks, 0))
+    if not first.number or not 1 <= first.parts <= MARKS_MAX:
+        return None
+    for part in range(1, first.parts):
+        if not Mark(*MARK.unpack_from(marks, part * MARK.size)).is_with(first):
+            return None
+    return first
+
+
+def set_sent(descriptor: int, number: int) -> None:
+    """Say that the agent sends this snapshot now, 0 for none: it should not be written over."""
+    os.pwrite(descriptor, SENT.pack(number), SENT_AT)
+
+
+def available_memory() -> int | None:
+    """Return the bytes that this node can still give away, None if that cannot be told."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        left = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    with contextlib.suppress(OSError, ValueError):  # Other numbers of a container of cgroup v2.
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        left = min(left, max(0, limit - used))
+    return left
+
+
+def check_room(num_bytes: int, what: str, share: float = MEMORY_SHARE) -> None:
+    """Say no now, where the kernel would kill somebody later.
+
+    Args:
+        num_bytes: that are wanted.
+        what: for people, such as "a snapshot".
+        share: of what is available that may be taken.
+
+    Raises:
+        OSError: there is not that much memory.
+    """
+    left = available_memory()
+    if left is not None and num_bytes > left * share:
+        raise OSError(
+            errno.ENOMEM, f"{what} needs {num_bytes} bytes, {left} are available on this node"
+        )

@@ -1,0 +1,241 @@
+"""What a run goes on from when a copy of its state lies on another node; and when one is taken."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.agent.copy_server import CopyServer
+from elastic.agent.copy_store import CopyStore
+from elastic.core.events.worker import CopiesWanted
+from elastic.core.policy.cursor import Cursor
+from elastic.core.world import JobId
+from elastic.runtime import copy_wire
+from elastic.runtime.copy_wire import PUSH, Request, calling
+from elastic.runtime.snapshot_memory import HEADER, Mark, set_sent, whole
+from elastic.worker import keeping
+from elastic.worker.keeping import Keeper
+from elastic.worker.logbook import Logbook
+from elastic.worker.rows import StepRow
+from elastic.worker.saving import Saver, Seat
+from elastic.worker.stream_book import StreamBook
+from tests.unit.saving_under_test import DEADLINE_S, Run, Table, assert_same
+
+KEY = "a secret"
+NOBODY = "127.0.0.1:1"
+
+
+class Peer:
+    """Another node, and its copy of a run's state."""
+
+    def __init__(self) -> None:
+        self.store = CopyStore(lambda: None)
+        self.store.grant(JobId("j1"), KEY)
+        self.server = CopyServer("127.0.0.1", self.store)
+        self.server.start()
+        self.address = self.server.address
+
+    def take(self, saver: Saver, steps: int) -> None:
+        """Be brought a snapshot out of a worker's memory."""
+        slot = next(slot for slot, mark in saver._whole() if mark.steps == steps)
+        content = os.pread(slot._fd, os.fstat(slot._fd).st_size, 0)
+        mark = whole(content[:HEADER])
+        assert mark is not None
+        body = memoryview(content)[HEADER : HEADER + mark.num_bytes]
+        with calling(self.address) as line:
+            line.ask(Request(PUSH, "j1", mark), KEY)
+            line.send_body(body, lambda: True)
+            line.read_answer(KEY)
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    found = Peer()
+    yield found
+    found.server.close()
+
+
+def snapshot(run: Run, saver: Saver) -> None:
+    """Step, and take a snapshot that is not written."""
+    run.step()
+    saver.take(run.state, Cursor(0, run.steps), run.steps, durable=False)
+
+
+def memory_only() -> Saver:
+    saver = Saver((), None)
+    saver.enter(Seat(generation=1))
+    return saver
+
+
+def restored(
+    run: Run, savers: list[Saver], copies: list[tuple[str, ...]], patch: pytest.MonkeyPatch
+) -> list[Any]:
+    """Return what each member comes to."""
+    table, found = Table(len(savers)), [None] * len(savers)
+    patch.setattr(keeping, "tell_rows", table.tell)
+
+    def restore(rank: int) -> None:
+        keeper = Keeper(run.objects, Logbook(), StreamBook())
+        keeper._saver = savers[rank]
+        keeper._place = SimpleNamespace(  # type: ignore[assignment]
+            world_rank=rank, run_path=run.directory.path, job_id="j1", copies=copies[rank],
+            copies_key=KEY,
+        )  # fmt: skip
+        found[rank] = keeper.restore(rank, Cursor())  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=restore, args=(rank,)) for rank in range(len(savers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    return found
+
+
+def test_a_copy_is_newer_than_storage(
+    tmp_path: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.save()
+    source = memory_only()
+    snapshot(run, source)
+    state = run.state()
+    peer.take(source, 2)
+    found = restored(run, [Saver((), None)], [(peer.address,)], monkeypatch)
+    assert found[0]["steps"] == 2
+    assert_same(found[0]["objects"], state["objects"])
+
+
+@pytest.mark.parametrize("newer", ["storage", "memory", "a copy elsewhere"])
+def test_a_copy_that_is_not_the_newest_is_not_used(
+    tmp_path: Path, peer: Peer, newer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, source = Run(tmp_path), memory_only()
+    snapshot(run, source)
+    peer.take(source, 1)
+    mine, copies, other = Saver((), None), (peer.address,), Peer()
+    if newer == "storage":
+        run.save()
+    else:
+        snapshot(run, source)
+    if newer == "memory":
+        mine = source
+    if newer == "a copy elsewhere":
+        other.take(source, 2)
+        copies = (peer.address, other.address)
+    found = restored(run, [mine], [copies], monkeypatch)
+    other.server.close()
+    assert found[0]["steps"] == 2
+
+
+@pytest.mark.parametrize("how", ["away", "flipped", "silent", "another key"])
+def test_a_copy_that_cannot_be_had_leaves_storage(
+    tmp_path: Path, peer: Peer, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.save()
+    source = memory_only()
+    snapshot(run, source)
+    peer.take(source, 2)
+    address = peer.address
+    if how == "away":
+        address = NOBODY
+    elif how == "another key":
+        peer.store.grant(JobId("j1"), "of the next coordinator")
+    elif how == "silent":
+        monkeypatch.setattr(copy_wire, "TALK_S", 0.1)
+        monkeypatch.setattr(peer.store, "mark_of", lambda job_id: threading.Event().wait(5))
+    else:
+        mark = peer.store.mark_of("j1")
+        with peer.store.reading("j1", mark) as (body, _):
+            body[100] ^= 4
+    found = restored(run, [Saver((), None)], [(address,)], monkeypatch)
+    assert found[0]["steps"] == 1
+
+
+def test_one_member_fetches_and_the_others_receive(
+    tmp_path: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, source = Run(tmp_path), memory_only()
+    snapshot(run, source)
+    peer.take(source, 1)
+    nobody: tuple[str, ...] = ()
+    savers = [Saver((), None) for _ in range(3)]
+    found = restored(run, savers, [nobody, (peer.address,), (peer.address,)], monkeypatch)
+    assert [one is not None for one in found] == [False, True, False]
+
+
+# ------------------------------------------------------------------- when one is taken
+
+
+class Loop:
+    """A keeper that is led through steps, and what becomes of them."""
+
+    def __init__(self, run: Run, options: dict[str, Any]) -> None:
+        self.run, self.posted = run, list[Any]()
+        self.keeper = Keeper(run.objects, Logbook(), StreamBook())
+        self.keeper.configure(options)
+        link = SimpleNamespace(post=self.posted.append, save_wish=lambda generation: 0)
+        self.keeper.enter(
+            SimpleNamespace(  # type: ignore[arg-type]
+                saver=run.savers[0], generation=1, world_rank=0, world_size=1, local_rank=0,
+                local_world_size=1, link=link, activity=None,
+            )
+        )  # fmt: skip
+
+    def step(self) -> None:
+        self.run.step()
+        saves, busy = self.keeper.flags()
+        cursor = Cursor(0, self.keeper.steps)
+        self.keeper.committed([StepRow(False, cursor, 0, saves=saves, busy=busy)])
+        self.keeper.at_boundary(Cursor(0, self.keeper.steps), None, lambda: False)
+
+    def newest(self) -> int:
+        return max((mark.steps for mark in self.marks()), default=0)
+
+    def marks(self) -> list[Mark]:
+        return [mark for _, mark in self.run.savers[0]._whole()]
+
+    def stored(self) -> list[int]:
+        assert self.run.savers[0]._writer is not None
+        assert self.run.savers[0]._writer.finish(DEADLINE_S)
+        return [m.about("steps") for _, m in sorted(self.run.directory.markers())]  # type: ignore[misc]
+
+
+def test_snapshots_for_the_other_node_are_not_written_to_storage(tmp_path: Path) -> None:
+    loop = Loop(Run(tmp_path), {"copies_every": 2, "every_n_steps": 5})
+    newest = []
+    for _ in range(11):
+        loop.step()
+        newest.append(loop.newest())
+        loop.stored()
+    assert newest == [0, 2, 2, 4, 5, 6, 6, 8, 8, 10, 10]
+    assert loop.stored()[-2:] == [5, 10]
+    assert loop.posted[0] == CopiesWanted(2)
+
+
+def test_the_last_step_is_stored_also_if_it_was_copied(tmp_path: Path) -> None:
+    loop = Loop(Run(tmp_path), {"copies_every": 1, "every_n_steps": 100})
+    for _ in range(3):
+        loop.step()
+    assert loop.stored() == []
+    loop.keeper.at_end(Cursor(1, 0), None, lambda: False)
+    assert loop.stored() == [3]
+
+
+def test_a_snapshot_that_is_being_sent_is_not_written_over(tmp_path: Path) -> None:
+    loop = Loop(Run(tmp_path), {"copies_every": 1})
+    loop.step()
+    loop.step()
+    slot = loop.run.savers[0]._slot_of(1)
+    set_sent(slot._fd, 1)
+    loop.step()
+    assert sorted(mark.steps for mark in loop.marks()) == [1, 2]
+    set_sent(slot._fd, 0)
+    loop.step()
+    assert sorted(mark.steps for mark in loop.marks()) == [2, 4]
