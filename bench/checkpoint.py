@@ -41,8 +41,8 @@ from elastic.core.policy.saving import SavingPlan
 from elastic.core.world import JobId
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.keeping import read_checkpoint
 from elastic.worker.local import NoCoordinator
+from elastic.worker.reading import read_checkpoint
 from elastic.worker.saving import Saver
 from elastic.worker.state import TrainState
 from elastic.worker.writing import Writer

@@ -20,18 +20,17 @@ from elastic.core.policy.streams import Data
 from elastic.errors import StorageError, UsageError, check
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker import checkpoint_files
 from elastic.worker.context import WorkerContext
 from elastic.worker.exchange import WAIT_SLICE_S
 from elastic.worker.logbook import Logbook
 from elastic.worker.peer_copies import PeerCopies
+from elastic.worker.reading import read_checkpoint
 from elastic.worker.rows import StepRow, tell_rows
 from elastic.worker.saving import LEAVING_S, Saver, Seat
 from elastic.worker.sharded_restore import Restorer
-from elastic.worker.sharded_state import like, places_of, rows_of, with_expected
+from elastic.worker.sharded_state import with_expected
 from elastic.worker.state import State, TrainState
 from elastic.worker.stream_book import StreamBook
-from elastic.worker.transfer import read_skeleton, tensors_of, unpack
 
 log = logging.getLogger(__name__)
 
@@ -461,49 +460,3 @@ def _attempt(read: Callable[[], T], where: str, problems: list[str]) -> T | None
         problems.append(f"{where}: {error}")
         log.warning("checkpoint_refused path=%s reason=%r: it is not used", where, str(error))
         return None
-
-
-def read_checkpoint(
-    run: RunDirectory,
-    name: str,
-    marker: Marker,
-    *,
-    ours: Mapping[str, Any] | None = None,
-    rank: int = 0,
-) -> State:
-    """Return the state in a checkpoint, after every byte of it was checked; unpickles nothing.
-
-    Args:
-        run: the run directory.
-        name: of the checkpoint.
-        marker: of it.
-        ours: our state. Of tensors that are sharded in it only our rows are read, and placed as
-            ours are; parts that have none of them are left to those who need them.
-        rank: ours in the group, if anything is sharded.
-
-    Raises:
-        StorageError: a file cannot be read.
-        ValueError: a file is not what was written, by name.
-    """
-    files = run.checkpoint(name)
-    by_path = {file.path: file for file in marker.files}
-    text = checkpoint_files.read_checked(files, by_path[checkpoint_files.MANIFEST])
-    manifest = checkpoint_files.Manifest.from_json(text)
-    skeleton = read_skeleton(
-        checkpoint_files.read_checked(files, by_path[checkpoint_files.SKELETON])
-    )
-    if tuple(tensors_of(skeleton)) != manifest.specs:
-        raise ValueError(f"{checkpoint_files.MANIFEST} is of another state")
-    places = places_of(skeleton, ours) if ours is not None else {}
-    held = {number: rows_of(one, rank) for number, one in places.items()}
-    wanted = {number: rows for number, rows in held.items() if rows is not None}
-    tensors = checkpoint_files.read_tensors(files, manifest, wanted)
-    for number, one in places.items():
-        tensors[number] = like(one, tensors[number])
-    state: State = unpack(skeleton, tensors)
-    # Also what only others read: storage that has lost a bit there is not to be relied on.
-    used = {checkpoint_files.MANIFEST, checkpoint_files.SKELETON}
-    used |= {part.file.path for part in manifest.parts}
-    for path in by_path.keys() - used:
-        checkpoint_files.read_checked(files, by_path[path])
-    return state

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from elastic.core.world import RefusalCode, is_automatic
 from elastic.storage.marker import MARKER
 from elastic.worker import keeping, writing
-from elastic.worker.keeping import read_checkpoint
+from elastic.worker.reading import read_checkpoint
 from tests.unit.saving_under_test import DEADLINE_S, Run, assert_same
 
 

@@ -16,8 +16,8 @@ from elastic.core.policy.cursor import Cursor
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import writing
 from elastic.worker.activity import Activity
-from elastic.worker.keeping import read_checkpoint
 from elastic.worker.local import LocalRun, local_context
+from elastic.worker.reading import read_checkpoint
 from elastic.worker.saving import Saver
 from tests.unit.engine_under_test import Loop, square
 from tests.unit.saving_under_test import DEADLINE_S, Run, assert_same

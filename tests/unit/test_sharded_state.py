@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from elastic.core.policy.shares import Extent, Rows, chunk, givers, merged, share_of
 from elastic.errors import UsageError
 from elastic.storage.verify import verify
-from elastic.worker.keeping import read_checkpoint
+from elastic.worker.reading import read_checkpoint
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.sharded_restore import Key, Restorer, Told, choices, complete
 from elastic.worker.sharded_state import check_shards, rows_of, spread_of
