@@ -29,6 +29,7 @@ import click
 
 from elastic import __version__
 from elastic.agent.address import address_towards_any
+from elastic.agent.device_health import open_devices
 from elastic.agent.devices import (
     Devices,
     find_devices,
@@ -37,14 +38,16 @@ from elastic.agent.devices import (
     parse_resources,
     parse_workers,
 )
+from elastic.agent.doctor.cli import doctor
 from elastic.agent.driver import AgentDriver, AgentSettings
+from elastic.agent.health import HealthWatch, watch_health
 from elastic.agent.node_lock import hold_node
 from elastic.agent.notices.choosing import choose_sources
 from elastic.agent.notices.source import Notice, Source, time_left_s
 from elastic.agent.notices.watching import watch_all
 from elastic.agent.processes import ZYGOTE_COMMAND, Launch
 from elastic.core.config import AgentConfig, check_name
-from elastic.core.events.agent import ExitAgent
+from elastic.core.events.agent import ExitAgent, HealthFound
 from elastic.core.world import Node, NodeId
 from elastic.errors import CoordinatorUnreachable, ElasticError, Refused, UsageError
 from elastic.runtime.access import find_access
@@ -88,8 +91,9 @@ class Flags:
     tether_fd: int
 
 
-@click.command(
+@click.group(
     "elastic-agent",
+    invoke_without_command=True,
     context_settings={
         "auto_envvar_prefix": "ELASTIC",
         "show_default": True,
@@ -97,7 +101,13 @@ class Flags:
         "help_option_names": ["-h", "--help"],
     },
 )
-@click.option("--coord", required=True, metavar="HOST:PORT,...", help="Coordinators to try.")
+@click.option(
+    "--coord",
+    default="",
+    show_default=False,
+    metavar="HOST:PORT,...",
+    help="Coordinators to try.  [required]",
+)
 @click.option(
     "--workers",
     default="auto",
@@ -209,7 +219,8 @@ class Flags:
     help="Reading end of a pipe whose closing ends the agent at once.",
 )
 @click.version_option(__version__, prog_name="elastic-agent")
-def main(**flags: object) -> None:
+@click.pass_context
+def main(context: click.Context, /, **flags: object) -> None:
     """Run workers of this machine for a coordinator, until it is told to leave.
 
     Every option can be set as ELASTIC_NAME in the environment as well, such as ELASTIC_COORD.
@@ -217,6 +228,10 @@ def main(**flags: object) -> None:
     it at once.
     """
     given = Flags(**flags)  # type: ignore[arg-type]
+    if context.invoked_subcommand is not None:
+        return
+    if not given.coord:
+        raise click.UsageError("Missing option '--coord'.")
     set_up_logging("elastic-agent", level=given.log_level)
     try:
         code = run_agent(given, os.environ)
@@ -224,6 +239,9 @@ def main(**flags: object) -> None:
         click.echo(f"elastic-agent: {error}", err=True)
         code = exit_code(error)
     sys.exit(code)
+
+
+main.add_command(doctor)
 
 
 def exit_code(error: ElasticError) -> int:
@@ -303,6 +321,7 @@ def read_settings(flags: Flags, env: Mapping[str, str]) -> AgentSettings:
         config=AgentConfig(num_spares=flags.spares, drain_timeout_s=flags.drain_timeout),
         launch=Launch(env=worker_env(env, devices, num_slots), zygote=ZYGOTE_COMMAND),
         log_dir=log_dir,
+        run_dir=choose_run_dir(flags),
         event_log=event_log,
     )
 
@@ -346,6 +365,8 @@ async def live(
         loop.add_signal_handler(number, stopping.on_signal, number.name)
     async with anyio.create_task_group() as watching:
         watching.start_soon(watch_all, sources, stopping.on_notice)
+        watch = HealthWatch(settings.folders, open_devices(settings.devices))
+        watching.start_soon(watch_health, watch, stopping.on_health)
         try:
             ended = await drive(settings, clock, stopping, notices=[each.name for each in sources])
         except ElasticError as error:
@@ -388,12 +409,15 @@ class Stopping:
         self._timeout_s = drain_timeout_s
         self._asked: tuple[str, float] | None = None
         self._driver: AgentDriver | None = None
+        self._problems: tuple[str, ...] = ()
 
     def attach(self, driver: AgentDriver) -> None:
         """Drain this driver from now on, and at once if a signal came already."""
         self._driver = driver
         if self._asked is not None:
             driver.drain(*self._asked)
+        if self._problems:
+            driver.post(HealthFound(self._problems))
 
     def on_cut(self, tether_fd: int) -> None:
         """End at once, because the process that this agent was started for is gone."""
@@ -405,6 +429,12 @@ class Stopping:
         """Take a notice; runs on the event loop."""
         left_s = time_left_s(notice, now_unix_s=time.time(), default_s=self._timeout_s)
         self._leave(notice.reason, left_s)
+
+    def on_health(self, problems: tuple[str, ...]) -> None:
+        """Take what is wrong with this machine; runs on the event loop."""
+        self._problems = problems
+        if self._driver is not None:
+            self._driver.post(HealthFound(problems))
 
     def on_signal(self, name: str) -> None:
         """Take a signal; runs on the event loop."""

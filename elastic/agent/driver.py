@@ -72,6 +72,7 @@ class AgentSettings:
         config: times and limits.
         launch: how a spare is started.
         log_dir: where the output of workers goes.
+        run_dir: private directory, None if there is none to look after.
         event_log: file of the event log, None for none.
     """
 
@@ -83,6 +84,12 @@ class AgentSettings:
     launch: Launch
     log_dir: Path
     event_log: Path | None
+    run_dir: Path | None = None
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Return the directories that must not fill up."""
+        return (self.log_dir, *([self.run_dir] if self.run_dir else []))
 
 
 class AgentDriver:

@@ -30,7 +30,7 @@ from elastic.client.terminal import (
     print_json,
     reporting_errors,
 )
-from elastic.client.values import parse_amounts, parse_num_workers, parse_pairs
+from elastic.client.values import parse_amounts, parse_duration, parse_num_workers, parse_pairs
 from elastic.client.watching import Follower
 from elastic.client.wording import workers
 from elastic.core.config import PRIORITY_MAX, JobSpec
@@ -214,7 +214,7 @@ def stop(target: Target, job: str, reason: str, wait: bool, timeout_s: float | N
 @click.command(context_settings={"show_default": True})
 @click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
 @click.option(
-    "--deadline", "deadline_s", default=30.0, type=click.FloatRange(min=0), metavar="SECONDS",
+    "--deadline", "deadline_s", default="30s", callback=parse_duration, metavar="TIME",
     help="Workers that are still there then are ended where they stand.",
 )  # fmt: skip
 @click.option("--reason", default="", show_default=False, help="Shown with the node.")

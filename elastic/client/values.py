@@ -47,6 +47,18 @@ def parse_pairs(_: click.Context, __: click.Parameter, texts: Iterable[str]) -> 
     return pairs
 
 
+def parse_duration(_: click.Context, __: click.Parameter, text: str) -> float:
+    """Read "30", "30s", "2m" or "1h" as seconds."""
+    unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
+    try:
+        seconds = float(text[:-1] if unit else text) * (unit or 1.0)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise click.BadParameter(f"{text!r}: expected seconds, or such as 30s, 2m or 1h")
+    return seconds
+
+
 def parse_ranks(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
     """Read "0,3" as ranks; "" is all of them."""
     parts = [part.strip() for part in text.split(",")] if text else []

@@ -8,6 +8,7 @@ answered and timed inside gRPC, whose done-callback tells of a silent agent.
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import anyio
@@ -19,7 +20,7 @@ from elastic.coord.roles import CALLER
 from elastic.coord.sessions import Session
 from elastic.core.messages import AgentMessage, Hello, LogLines
 from elastic.errors import ConfigError, ElasticError, NotPermitted, PeerError, UnknownMessage
-from elastic.runtime.rpc import TERM_KEY
+from elastic.runtime.rpc import TERM_KEY, TIME_KEY
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
     decode_agent_message,
@@ -54,7 +55,7 @@ class AgentsDoor:
         """Hold one agent's stream until it ends."""
         tenure = await self._admit(context)
         # The agent waits for this before it says hello: a refusal stays what it is.
-        await context.send_initial_metadata(())
+        await context.send_initial_metadata(((TIME_KEY, str(time.time_ns())),))
         driver = tenure.driver
         session = driver.sessions.open(context.peer())
         context.add_done_callback(lambda *_: session.cut("the stream ended"))  # type: ignore[arg-type]

@@ -179,6 +179,9 @@ class CoordinatorConfig:
         crash_loop_limit: losses in a row, without any report or healthy period in between,
             after which the job fails.
         healthy_after_s: training this long without a loss ends a row of losses.
+        node_faults_max: more hangs, crashes and failed starts of workers than this on one node
+            within `fault_window_s`, and more than twice as many as on any other, keep new workers
+            off it for `quarantine_s` from the last one.
         jobs_max: jobs that have not ended, at once.
         ended_jobs_kept: ended jobs that are remembered.
         projects: shares and limits of projects; others have weight 1 and no limit.
@@ -195,6 +198,9 @@ class CoordinatorConfig:
     restart_delay_s_max: float = 30.0
     crash_loop_limit: int = 10
     healthy_after_s: float = 30.0
+    node_faults_max: int = 4
+    fault_window_s: float = 600.0
+    quarantine_s: float = 600.0
     jobs_max: int = 1000
     ended_jobs_kept: int = 200
     projects: tuple[ProjectShare, ...] = ()
@@ -205,7 +211,7 @@ class CoordinatorConfig:
         for name in (
             "start_patience_s", "node_grace_s", "adoption_grace_s", "broken_grace_s",
             "form_timeout_s", "boundary_timeout_s", "stop_grace_s", "restart_delay_s_max",
-            "healthy_after_s",
+            "healthy_after_s", "fault_window_s", "quarantine_s",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(
@@ -215,7 +221,7 @@ class CoordinatorConfig:
             raise ConfigError(
                 f"coordinator: probe_timeout_s={self.probe_timeout_s}: expected a finite number > 0"
             )
-        for name in ("crash_loop_limit", "jobs_max", "ended_jobs_kept"):
+        for name in ("crash_loop_limit", "node_faults_max", "jobs_max", "ended_jobs_kept"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"coordinator: {name}={getattr(self, name)}: expected >= 1")
 

@@ -69,6 +69,7 @@ class Hello:
             not been acknowledged yet.
         copies: what this node holds for others.
         copies_at: "host:port" where it takes and gives them, "" if it cannot.
+        problems: what is wrong with the node, a phrase for each; see `NodeHealth`.
     """
 
     node: Node
@@ -81,6 +82,7 @@ class Hello:
     reports_due: int = 0
     copies: tuple[HeldCopy, ...] = ()
     copies_at: str = ""
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,17 @@ class DrainNotice:
 
     reason: str
     timeout_ns: int
+
+
+@dataclass(frozen=True)
+class NodeHealth:
+    """All that is wrong with this node now; it takes no new workers until nothing is.
+
+    Attributes:
+        problems: a phrase for each, such as "the disk of /tmp is full"; empty when all is well.
+    """
+
+    problems: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -179,6 +192,7 @@ AgentMessage = (
     | WorkerUpdate
     | Reported
     | DrainNotice
+    | NodeHealth
     | Progress
     | LogLines
     | Pulse

@@ -50,6 +50,8 @@ TERM_KEY = "elastic-term"
 it could not reach, so that a standby answers when there is another one, and not before."""
 FRESH_KEY = "elastic-fresh"
 """In a call that only reads: a standby is to refuse it, not to answer with what it last knew."""
+TIME_KEY = "elastic-time-ns"
+"""In what the server says first to an agent: its wall clock, for `elastic-agent doctor`."""
 TOKEN_KEY = "authorization"
 BEARER = "Bearer "
 

@@ -17,6 +17,7 @@ from elastic.runtime.access import Access
 from elastic.runtime.rpc import (
     NO_ACCESS,
     TERM_KEY,
+    TIME_KEY,
     call_metadata,
     error_from_rpc,
     open_channel,
@@ -80,6 +81,13 @@ class ClientStream:
             raise error_from_rpc(error, self.endpoint) from error
         except asyncio.InvalidStateError as error:
             raise CoordinatorUnreachable(self.endpoint, "the stream is over") from error
+
+    async def server_time_ns(self) -> int | None:
+        """Return the server's wall clock when it let us in, None if it does not say."""
+        for key, value in await self._call.initial_metadata() or ():
+            if key == TIME_KEY and str(value).isdigit():
+                return int(value)
+        return None
 
     async def finish(self) -> None:
         """Say that nothing more will be written; the server may still write, and ends the stream.

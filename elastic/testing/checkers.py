@@ -45,6 +45,9 @@ class Checkers:
         obeyed_terms: the newest term that each life of an agent took orders under.
         crowd: what users did with several jobs, for the properties of queue, pause and cordon.
         copied: the newest copy of each job that a node ever took: generation and steps.
+        is_gentle: nothing happens to this cluster but what was announced in good time.
+        reached: the last step of each job's newest group.
+        notices: workers that learned of nodes that leave.
     """
 
     specs: dict[JobId, JobSpec] = field(default_factory=dict)
@@ -55,11 +58,13 @@ class Checkers:
     ended: dict[JobId, str] = field(default_factory=dict)
     _shaped: dict[tuple[JobId, Generation], None] = field(default_factory=dict)
     returned: dict[tuple[JobId, Generation, int], None] = field(default_factory=dict)
-    preempted: dict[WorkerId, str] = field(default_factory=dict)
     leaders: dict[int, str] = field(default_factory=dict)
     obeyed_terms: dict[tuple[NodeId, int], int] = field(default_factory=dict)
     crowd: CrowdChecks = field(default_factory=CrowdChecks)
     copied: dict[JobId, dict[NodeId, tuple[Generation, int]]] = field(default_factory=dict)
+    is_gentle: bool = False
+    reached: dict[JobId, int] = field(default_factory=dict)
+    notices: int = 0
     steps: int = 0
     groups: int = 0
 
@@ -227,6 +232,7 @@ class Checkers:
     def stepped(self, job_id: JobId, generation: Generation, step: int) -> None:
         """A group made a step."""
         self.steps += 1
+        self.reached[job_id] = step
         self.require(
             (job_id, generation) in self.durable,
             "only durable generations train",
@@ -239,7 +245,28 @@ class Checkers:
 
     def told_of_preemption(self, worker_id: WorkerId, reason: str) -> None:
         """A worker learned that nodes of its group leave."""
-        self.preempted[worker_id] = reason
+        self.require(bool(reason), "a notice says why", f"worker {worker_id}")
+        self.notices += 1
+
+    def begins(self, job_id: JobId, generation: Generation, step: int, cause: str) -> None:
+        """A group is about to train, from this step on."""
+        reached = self.reached.get(job_id, 0)
+        if self.is_gentle and cause in ("join", "drain"):
+            self.require(
+                step >= reached,
+                "nothing is done twice when there is time to leave",
+                f"job {job_id} generation {generation} begins at step {step}, {reached} were done",
+            )
+        self.reached[job_id] = step
+
+    def charged(self, job_id: JobId, losses: int, preemptions: int) -> None:
+        """A record became durable with these counts."""
+        if self.is_gentle:
+            self.require(
+                losses == 0,
+                "what was announced is charged to nobody",
+                f"job {job_id}: {losses} losses, {preemptions} preemptions",
+            )
 
     # ------------------------------------------------------------ accusations
 

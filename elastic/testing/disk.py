@@ -25,6 +25,7 @@ class Disk:
             wrong = self._checkers.crowd.persisted(record)
             self._checkers.failed(wrong, f"job {job_id}: {record.reason}")
             self._checkers.persisted(job_id, durable, record.generation, record.phase.value)
+            self._checkers.charged(job_id, record.losses, record.preemptions)
             for checkpoint in record.checkpoints:
                 self._checkers.checkpoint_recorded(
                     job_id, checkpoint.path, checkpoint.generation, record.generation

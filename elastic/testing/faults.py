@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic.core.events.agent import DrainSignalled, ProcessStopped
+from elastic.core.events.agent import DrainSignalled, HealthFound, ProcessStopped
 from elastic.core.world import ExitCause, ExitKind
 from elastic.testing.hosts import AgentHost, CoordinatorHost
 from elastic.testing.network import Network
 from elastic.testing.training import DataPlane, SimProcess
 from elastic.testing.world import MS, S, Timeline
+
+NOTICE_NS_MIN = 30 * S
+"""Longer than any script needs to its next boundary, with all that comes before and after."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ def draw_mix(timeline: Timeline) -> Mix:
     rng = timeline.rng
     weights = [(name, rng.choice([0.0, 0.3, 1.0])) for name in ALL_FAULTS]
     return Mix(tuple(weights), rng.choice([200 * MS, 1 * S, 4 * S]))
+
+
+PREEMPTIONS_ONLY = Mix((("notice", 1.0),), 4 * S)
+"""Nothing but notices: then nothing is charged to anybody, and nothing is done twice in time."""
 
 
 class Faults:
@@ -58,6 +65,7 @@ class Faults:
         self.is_over = False
         self.count = 0
         self._stopped: list[tuple[AgentHost, SimProcess]] = []
+        self._noticed: set[tuple[str, int]] = set()
 
     def begin(self) -> None:
         """Schedule the next fault."""
@@ -79,6 +87,7 @@ class Faults:
             agent.freeze(False)
             self.network.heal(agent.node_id)
             agent.start()
+            agent.post(HealthFound(()))
         for agent, process in self._stopped:
             self._continue(agent, process)
 
@@ -281,6 +290,35 @@ class Faults:
         self.timeline.tell(agent.node_id, "drain signalled")
         agent.post(DrainSignalled("SIGTERM", self.timeline.between(0, 10 * S)))
         self.timeline.after(self.timeline.between(11 * S, 20 * S), agent.start)
+
+    def _notice(self) -> None:
+        """A cloud takes a machine: it says when, and is sometimes early."""
+        agent = self._agent()
+        life = (agent.node_id, agent.life)
+        if agent.machine is None or life in self._noticed:
+            return
+        self._noticed.add(life)
+        within_ns = self.timeline.between(NOTICE_NS_MIN, 60 * S)
+        self.timeline.tell(agent.node_id, f"notice: gone within {within_ns / S:.1f} s")
+        agent.post(DrainSignalled("spot notice", within_ns))
+        is_early = self.timeline.chance(0.5)
+        gone_ns = self.timeline.between(0, within_ns) if is_early else within_ns
+        self.timeline.after(gone_ns, self._take, agent, agent.life)
+
+    def _take(self, agent: AgentHost, life: int) -> None:
+        """The machine is gone; another one takes its place later."""
+        if agent.life == life:
+            agent.crash()
+        self.timeline.after(self.timeline.between(1 * S, 10 * S), agent.start)
+
+    def sicken(self) -> None:
+        """A disk fills up, and is emptied again."""
+        if self.is_over:
+            return
+        agent = self._agent()
+        agent.post(HealthFound(("the disk is full",)))
+        wait = self.timeline.between(100 * MS, 10 * S)
+        self.timeline.after(wait, agent.post, HealthFound(()))
 
     def _kill_everything(self) -> None:
         if not self.timeline.chance(0.1):

@@ -123,6 +123,7 @@ class DataPlane:
             found = _step_of(assignment.checkpoint), self.copying.fetch(assignment)
             group.step = group.first_step = max(found)
             self.groups[key] = group
+            self.checkers.begins(*key, group.step, assignment.cause)
         group.waiting[assignment.rank] = process
         self.try_form(group)
 

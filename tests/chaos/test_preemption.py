@@ -22,6 +22,7 @@ from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_script
 from elastic.testing.local_cluster import LocalCluster
 from tests.metadata_server import Cloud, serving
 
+pytestmark = pytest.mark.timeout(300)
 SCRIPT = Path(__file__).with_name("preempted_job.py")
 MICRO_BATCHES = 8
 

@@ -28,7 +28,7 @@ from elastic.core.machine import (
     suspicion,
 )
 from elastic.core.messages import Announce, WorkerUpdate
-from elastic.core.policy import hang, membership, packing, placement, replication
+from elastic.core.policy import failure, hang, membership, packing, placement, replication
 from elastic.core.policy.decision import Decision
 from elastic.core.world import Group, JobPhase, RefusalCode
 from elastic.testing import hosts, terms
@@ -248,6 +248,28 @@ def takes_probed_nodes_for_silent(patch: Patch) -> None:
             cluster.probes[state.node.node_id] = asked_ns
 
     patch.setattr(suspicion, "heard", heard)
+
+
+@bug
+def charges_what_was_announced(patch: Patch) -> None:
+    """A node that says that it will leave, and dies early, is a loss like any other."""
+    honest = failure.judge_exit
+
+    def judge_exit(*args: Any, announced: str = "") -> Any:
+        return honest(*args)
+
+    patch.setattr(failure, "judge_exit", judge_exit)
+
+
+@bug
+def cuts_leavers_off_at_once(patch: Patch) -> None:
+    """A drain does not wait for a boundary."""
+    honest = intake.start_drain
+
+    def start_drain(cluster: Any, state: Any, reason: str, timeout_ns: int) -> None:
+        honest(cluster, state, reason, 0)
+
+    patch.setattr(intake, "start_drain", start_drain)
 
 
 @bug

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -15,6 +16,7 @@ from elastic import errors
 from elastic.client.cli import main
 from elastic.client.submission import Options, job_spec, run_path_of
 from elastic.client.terminal import Target, exit_code
+from elastic.client.values import parse_duration
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
 
@@ -226,3 +228,18 @@ def test_version_needs_no_coordinator() -> None:
 def test_next_steps_can_be_pasted_into_a_shell() -> None:
     target = Target("h:1", "my token", ("--coord", "h:1", "--token-file", "my token"))
     assert target.command("stop", "j-1") == "elastic --coord h:1 --token-file 'my token' stop j-1"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30", 30), ("30s", 30), ("1.5m", 90), ("2h", 7200), ("0", 0)]
+)
+def test_a_time_is_read_with_and_without_its_unit(text: str, seconds: float) -> None:
+    context, option = click.Context(click.Command("x")), click.Option(["--deadline"])
+    assert parse_duration(context, option, text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1", "soon", "inf", "nan", "30d"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    context, option = click.Context(click.Command("x")), click.Option(["--deadline"])
+    with pytest.raises(click.BadParameter, match="30s"):
+        parse_duration(context, option, text)

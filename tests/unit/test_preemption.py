@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from elastic.core.config import JobSpec, ns
+from elastic.core.events.coordinator import AgentSaid, Several
 from elastic.core.events.worker import GroupFormed, TellPreemption
-from elastic.core.messages import Preemption, SaveState
+from elastic.core.messages import DrainNotice, Preemption, SaveState
 from elastic.core.policy.failure import History, judge_exit
 from elastic.core.policy.preemption import judge_budget, save_before
 from elastic.core.world import ExitCause, ExitKind, Failure, JobId, JobPhase, LeavingNode, NodeId
@@ -211,3 +212,13 @@ def test_news_of_an_older_group_or_for_another_worker_are_none() -> None:
     assert worker.told(NEWS) == []
     worker.event(GroupFormed(1))
     assert worker.told(dataclasses.replace(NEWS, worker_id="n9/9", generation=2)) == []
+
+
+def test_many_notices_at_one_moment_are_told_once() -> None:
+    coordinator = running(nodes=3, low=3)
+    sessions = {name: coordinator.agents[name].session for name in ("n1", "n2", "n3")}
+    notices = [AgentSaid(session, DrainNotice("spot", ns(20))) for session in sessions.values()]
+    coordinator.step(Several(tuple(notices)))
+    assert told(coordinator) == [
+        (f"{name}/1", 1, 20, ["n1", "n2", "n3"]) for name in ("n1", "n2", "n3")
+    ]

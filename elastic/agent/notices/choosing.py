@@ -78,7 +78,7 @@ def _source(name: str, env: Mapping[str, str]) -> Source:
         return azure.Azure(Endpoint.parse("", azure.ADDRESS))
     if not colon and kind == "slurm":
         return Slurm(env.get("SLURM_JOB_ID", "?"), _moment(env.get("SLURM_JOB_END_TIME", "")))
-    raise ConfigError(f"--notices {name!r}: expected of {KINDS}")
+    raise ConfigError(f"--notices {name!r}: expected some of {KINDS}")
 
 
 def _moment(text: str) -> float | None:

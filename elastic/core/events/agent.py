@@ -114,6 +114,13 @@ class PushFailed:
     reason: str
 
 
+@dataclass(frozen=True)
+class HealthFound:
+    """Something else is wrong with this node than before; `problems` is all that is."""
+
+    problems: tuple[str, ...]
+
+
 AgentEvent = (
     Connected
     | ConnectionLost
@@ -126,6 +133,7 @@ AgentEvent = (
     | DrainSignalled
     | CopiesChanged
     | PushFailed
+    | HealthFound
     | Tick
 )
 

@@ -17,6 +17,7 @@ from elastic.core.events.agent import (
     CopiesChanged,
     DrainSignalled,
     ExitAgent,
+    HealthFound,
     ProcessExited,
     ProcessSaid,
     ProcessStarted,
@@ -128,6 +129,8 @@ class AgentMachine:
             self._books.copies.changed(event.copies)
         elif isinstance(event, PushFailed):
             self._books.tell(CopyFailed(event.job_id, event.node_id, event.reason))
+        elif isinstance(event, HealthFound):
+            self._health(event)
         elif not isinstance(event, Tick):
             process = self._books.processes.get(event.process_id)
             if process is not None:
@@ -159,6 +162,14 @@ class AgentMachine:
             books.out.append(note("drain_started", reason=event.reason, timeout_s=seconds))
             if books.departure.code is not None:
                 books.begin_end(books.departure.code, event.reason)
+
+    def _health(self, event: HealthFound) -> None:
+        """Let the coordinator know what is wrong with this node."""
+        books = self._books
+        if event.problems != books.problems:
+            books.problems, books.health_is_told = event.problems, False
+            what = "; ".join(event.problems) or "all is well"
+            books.out.append(note("node_health", problems=what))
 
     # ------------------------------------------------------------ processes
 
@@ -235,7 +246,10 @@ class AgentMachine:
         books, departure = self._books, self._books.departure
         if not departure.is_draining() or departure.is_ending():
             return
-        is_alone = not books.connection.is_registered() and not len(books.reports)
+        # A coordinator that was greeted counts on this node already: it must hear that we leave.
+        is_heard = books.connection.phase is ConnectionPhase.GREETED
+        is_known = is_heard or books.connection.is_registered()
+        is_alone = not is_known and not len(books.reports)
         if books.now_ns >= departure.stop_at_ns:
             books.begin_end(EXIT_DRAINED, f"the time to drain is over: {departure.reason}")
         elif is_alone and books.workers.are_gone():

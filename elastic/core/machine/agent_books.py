@@ -20,6 +20,7 @@ from elastic.core.messages import (
     CopyFailed,
     DrainNotice,
     Hello,
+    NodeHealth,
     Progress,
     Pulse,
     Reported,
@@ -50,6 +51,8 @@ class AgentBooks:
         departure: whether and when this agent ends.
         copies: what it holds for other nodes.
         copies_at: where those reach it for that, "" if they cannot.
+        problems: what is wrong with this node now.
+        health_is_told: the coordinator knows of it.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class AgentBooks:
         self.workers = Workers(devices)
         self.departure = Departure(config)
         self.copies, self.copies_at = Copies(self.out), copies_at
+        self.problems: tuple[str, ...] = ()
+        self.health_is_told = True
 
     def is_leaving(self) -> bool:
         """Return whether this node takes no new workers any more."""
@@ -103,7 +108,7 @@ class AgentBooks:
     def hello(self) -> Hello:
         """Return all that the coordinator must know of us; it counts as told."""
         self.workers.take_changed()
-        self.departure.is_told = self.copies.is_told = True
+        self.departure.is_told = self.copies.is_told = self.health_is_told = True
         return Hello(
             node=self.node,
             workers=tuple(self._as_of_its_reports(worker) for worker in self.workers.all()),
@@ -113,6 +118,7 @@ class AgentBooks:
             reports_due=len(self.reports),
             copies=self.copies.held,
             copies_at=self.copies_at,
+            problems=self.problems,
         )
 
     def _as_of_its_reports(self, worker: Worker) -> WorkerReport:
@@ -140,6 +146,9 @@ class AgentBooks:
             return
         for worker in self.workers.take_changed():
             self.connection.send(WorkerUpdate(worker.report))
+        if not self.health_is_told:
+            self.health_is_told = True
+            self.connection.send(NodeHealth(self.problems))
         if not self.departure.is_told:
             self.departure.is_told = True
             remaining_ns = self.departure.remaining_ns(self.now_ns)

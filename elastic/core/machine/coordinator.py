@@ -31,6 +31,7 @@ from elastic.core.events.coordinator import (
 )
 from elastic.core.events.shared import Tick
 from elastic.core.machine import (
+    health,
     intake,
     invariants,
     pausing,
@@ -118,7 +119,7 @@ class CoordinatorMachine:
         """Return all that status shows."""
         return ClusterView(
             now_ns,
-            self._cluster.book.views(),
+            self._cluster.book.views(now_ns),
             tuple(job.view() for job in self._cluster.jobs.values()),
         )
 
@@ -167,6 +168,7 @@ class CoordinatorMachine:
     def _come_to_rest(self) -> None:
         cluster = self._cluster
         intake.settle_nodes(cluster)
+        health.end_quarantines(cluster)
         queueing.plan(cluster)
         plans = 0
         while cluster.dirty:

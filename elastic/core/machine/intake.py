@@ -16,7 +16,7 @@ from elastic.core.events.coordinator import (
     Persist,
     SendAgent,
 )
-from elastic.core.machine import copies, reports, suspicion
+from elastic.core.machine import copies, health, reports, suspicion
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.settle import (
@@ -35,6 +35,7 @@ from elastic.core.messages import (
     ForgetWorker,
     Hello,
     LeaveGroup,
+    NodeHealth,
     Progress,
     Pulse,
     Refusal,
@@ -138,6 +139,7 @@ def _enter(cluster: Cluster, event: AgentConnected) -> NodeState:
         lose_node_workers(cluster, state, "its agent was started anew")
         state.draining, state.released, state.leave_by_ns = False, False, None
         state.announced = ""
+        health.forgive(cluster, state)
     if state.session is not None:
         cluster.do(CloseSession(state.session, "replaced by a newer connection"))
     state.node, state.copies_at = node, event.hello.copies_at
@@ -145,6 +147,7 @@ def _enter(cluster: Cluster, event: AgentConnected) -> NodeState:
     state.lost_at_ns = None
     book.bind(state, event.session)
     state.reports_due = max(0, event.hello.reports_due)
+    health.take_problems(cluster, state, event.hello.problems)
     suspicion.heard(cluster, state)
     phase = NodePhase.DRAINING if state.draining else NodePhase.READY
     state.move(phase, cluster.now_ns, state.reason if state.draining else "")
@@ -188,13 +191,13 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
     if is_member and report.generation < job.generation:
         tell(cluster, worker, announcement(cluster, job, report.worker_id))
         remind_of_save(cluster, job, worker)
-        remind_of_leavers(cluster, job, worker)
+        remind_of_leavers(cluster, job, [report.worker_id])
     elif is_member:
         if job.asked:
             leave = LeaveGroup(report.worker_id, job.generation, True, "planned change")
             tell(cluster, worker, leave)
         remind_of_save(cluster, job, worker)
-        remind_of_leavers(cluster, job, worker)
+        remind_of_leavers(cluster, job, [report.worker_id])
     elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
         leave = LeaveGroup(report.worker_id, report.generation, False, "the group is over")
         tell(cluster, worker, leave)
@@ -269,13 +272,11 @@ def start_drain(cluster: Cluster, state: NodeState, reason: str, timeout_ns: int
 
 
 def _tell_groups(cluster: Cluster, state: NodeState) -> None:
-    """Let every member of every group with workers on this node know that it is to leave."""
-    for job in cluster.active():
-        members = job.member_ids() if job.is_open else ()
-        if any(worker_id in state.held for worker_id in members):
-            for worker_id in members:
-                if worker_id in job.workers:
-                    remind_of_leavers(cluster, job, job.workers[worker_id])
+    """Let every member of every group with workers on this node know that it is to leave, soon."""
+    for worker_id in sorted(state.held):
+        job = cluster.job_of(worker_id)
+        if job is not None:
+            job.has_news_of_leavers = True
 
 
 def settle_nodes(cluster: Cluster) -> None:
@@ -338,6 +339,8 @@ def on_said(cluster: Cluster, event: AgentSaid) -> None:
         copies.take_held(cluster, state, message.copies)
     elif isinstance(message, CopyFailed):
         copies.on_failed(cluster, state, message)
+    elif isinstance(message, NodeHealth):
+        health.take_problems(cluster, state, message.problems)
 
 
 def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> None:
@@ -412,6 +415,9 @@ def lose_worker(
         cause, failure = worker.stop_cause, None
     failure = failure or (worker.report.failure if worker.stop_cause is None else None)
     node = cluster.book.nodes.get(worker.node_id)
+    if node is not None:
+        is_ordered = worker.stop_cause is not None
+        health.take_exit(cluster, node, worker.stop_cause or cause, ordered=is_ordered)
     decision = failure_policy.judge_exit(
         job.spec,
         job.history,

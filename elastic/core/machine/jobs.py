@@ -111,6 +111,7 @@ class JobState:
         preemptions: how many nodes an announced drain took from its groups; a budget of its own.
         saved_before_ns: when a checkpoint was last wished for because nodes leave that the group
             cannot do without, None while there are none.
+        has_news_of_leavers: its members were not told yet of a node of theirs that is to leave.
         hung: members that are about to be killed as hung, and since when their stacks are written.
         seated: the places of a group, worked out once.
         bounds: (min, max) workers that a user set after the submission, None for those of the spec.
@@ -159,6 +160,7 @@ class JobState:
     gives_all: bool = False
     yields: frozenset[WorkerId] = frozenset()
     copies: Copies = field(default_factory=Copies)
+    has_news_of_leavers: bool = False
 
     @property
     def limits(self) -> JobSpec:

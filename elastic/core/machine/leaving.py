@@ -13,33 +13,37 @@ from elastic.core.messages import Preemption
 from elastic.core.policy import membership
 from elastic.core.policy import preemption as policy
 from elastic.core.policy.decision import Decision
-from elastic.core.world import LeavingNode, WorkerId
+from elastic.core.world import LeavingNode, NodeId, WorkerId
 
 
 def nodes_of(cluster: Cluster, job: JobState) -> list[NodeState]:
-    """Return the nodes of the newest group that are to leave and still there, by id."""
-    if not job.is_open or job.group is None:
+    """Return the nodes of the newest group that are to leave and still there, by id.
+
+    It begins with the nodes that leave, which are few or none, because it is asked all the time.
+    """
+    book = cluster.book
+    if not book.leaving or not job.is_open or job.group is None:
         return []
-    names = sorted({member.node_id for member in job.group.members})
-    known = (cluster.book.nodes.get(name) for name in names)
-    return [state for state in known if state is not None and state.draining]
+    members = {member.node_id for member in job.group.members}
+    return [book.nodes[name] for name in sorted(book.leaving) if name in members]
 
 
-def preemption(cluster: Cluster, job: JobState, worker_id: WorkerId) -> Preemption | None:
-    """Return what a member of the newest group must know of nodes that leave, None if none do."""
+def news(cluster: Cluster, job: JobState) -> Preemption | None:
+    """Return what members of the newest group must know of nodes that leave, None if none do.
+
+    It is for no worker yet.
+    """
     nodes = nodes_of(cluster, job)
     if not nodes or job.group is None:
         return None
     first = min(nodes, key=lambda state: (state.leave_by_ns or 0, state.node.node_id))
-    leaving = tuple(
-        LeavingNode(
-            state.node.node_id,
-            tuple(m.rank for m in job.group.members if m.node_id == state.node.node_id),
-        )
-        for state in nodes
-    )
+    ranks: dict[NodeId, list[int]] = {state.node.node_id: [] for state in nodes}
+    for member in job.group.members:
+        if member.node_id in ranks:
+            ranks[member.node_id].append(member.rank)
+    leaving = tuple(LeavingNode(name, tuple(numbers)) for name, numbers in ranks.items())
     left_ns = max(0, (first.leave_by_ns or 0) - cluster.now_ns)
-    return Preemption(worker_id, job.generation, left_ns, first.announced, leaving)
+    return Preemption(WorkerId(""), job.generation, left_ns, first.announced, leaving)
 
 
 def exhausts_budget(cluster: Cluster, job: JobState, staying: Iterable[WorkerId]) -> bool:

@@ -30,6 +30,9 @@ class NodeState:
         heard_ns: when its agent last said anything.
         announced: why it was to leave, "" if nobody said so in this life of its agent; stays when
             the node is gone, because what was lost with it is charged to nobody.
+        problems: what its agent says is wrong with it.
+        faults: when workers hung, crashed or did not start here, oldest first.
+        faulty_until_ns: no new workers start here before, because of those, for `faulty_why`.
         released: its agent was told that it may end.
         last_serial: of the workers started here, in any life of the agent.
         copies: jobs whose state it said last that it holds for others.
@@ -45,6 +48,10 @@ class NodeState:
     leave_by_ns: int | None = None
     draining: bool = False
     announced: str = ""
+    problems: tuple[str, ...] = ()
+    faults: list[int] = field(default_factory=list)
+    faulty_until_ns: int = 0
+    faulty_why: str = ""
     reports_due: int = 0
     heard_ns: int = 0
     released: bool = False
@@ -85,6 +92,13 @@ class NodeState:
         """Return whether its workers still count as living."""
         return self.phase in (*LIVE, NodePhase.DISCONNECTED)
 
+    def quarantine(self, now_ns: int) -> str:
+        """Return why no new workers may start here, "" if they may."""
+        reasons = [*self.problems]
+        if now_ns < self.faulty_until_ns:
+            reasons.append(self.faulty_why)
+        return "; ".join(reasons)
+
     def free_slots(self) -> int:
         """Return how many more workers may start here."""
         return max(0, self.node.num_slots - len(self.held))
@@ -108,9 +122,12 @@ class NodeState:
             hosting=hosting,
         )
 
-    def view(self) -> NodeView:
+    def view(self, now_ns: int) -> NodeView:
         """Return what status shows."""
-        return NodeView(self.node, self.phase, self.since_ns, self.free_slots(), self.reason)
+        quarantine = self.quarantine(now_ns) if self.is_present() else ""
+        told = f"quarantined: {quarantine}" if quarantine else ""
+        reason = "; ".join(part for part in (self.reason, told) if part)
+        return NodeView(self.node, self.phase, self.since_ns, self.free_slots(), reason)
 
 
 @dataclass
@@ -119,12 +136,16 @@ class NodeBook:
 
     Attributes:
         cordons: nodes on which no new workers start, and why; they need not be here now.
+        leaving: nodes that drain.
+        faulty: nodes that are in quarantine for the faults of their workers, for a time.
     """
 
     nodes: dict[NodeId, NodeState] = field(default_factory=dict)
     sessions: dict[SessionId, NodeId] = field(default_factory=dict)
     unsettled: dict[NodeId, None] = field(default_factory=dict)
     cordons: dict[NodeId, str] = field(default_factory=dict)
+    leaving: dict[NodeId, None] = field(default_factory=dict)
+    faulty: dict[NodeId, None] = field(default_factory=dict)
 
     def of_session(self, session: SessionId) -> NodeState | None:
         """Return the node that speaks over this session; None for an old or refused one."""
@@ -152,11 +173,11 @@ class NodeBook:
         """Return what must survive the coordinator."""
         return NodesRecord(tuple(Cordon(n, self.cordons[n]) for n in sorted(self.cordons)))
 
-    def views(self) -> tuple[NodeView, ...]:
+    def views(self, now_ns: int) -> tuple[NodeView, ...]:
         """Return what status shows, by id."""
         shown = []
         for state in self.ordered():
-            view, cordon = state.view(), self.cordons.get(state.node.node_id)
+            view, cordon = state.view(now_ns), self.cordons.get(state.node.node_id)
             if cordon is not None:
                 view = replace(view, cordoned=True, reason=view.reason or f"cordoned: {cordon}")
             shown.append(view)
@@ -165,6 +186,10 @@ class NodeBook:
     def settle(self, state: NodeState) -> None:
         """Note whether time may still change this node (it drains, or its stream broke)."""
         node_id = state.node.node_id
+        if state.draining:
+            self.leaving[node_id] = None
+        else:
+            self.leaving.pop(node_id, None)
         if state.phase is NodePhase.DISCONNECTED or state.draining:
             self.unsettled[node_id] = None
         else:
@@ -181,7 +206,15 @@ class NodeBook:
             for state in self.unsettled_nodes()
             if state.phase is NodePhase.DISCONNECTED and state.lost_at_ns is not None
         ]
+        moments += [self.nodes[name].faulty_until_ns for name in self.faulty]
         return min(moments, default=None)
+
+    def closed(self, state: NodeState, now_ns: int) -> str:
+        """Return why no new workers may start on a node, "" if they may."""
+        if state.node.node_id in self.cordons:
+            return "cordoned"
+        quarantine = state.quarantine(now_ns)
+        return f"quarantined ({quarantine})" if quarantine else ""
 
     def drop_gone(self, limit: int) -> None:
         """Forget the nodes that are longest gone, so that at most `limit` of them are kept."""
@@ -190,3 +223,5 @@ class NodeBook:
         for state in gone[: max(0, len(gone) - limit)]:
             del self.nodes[state.node.node_id]
             self.unsettled.pop(state.node.node_id, None)
+            self.leaving.pop(state.node.node_id, None)
+            self.faulty.pop(state.node.node_id, None)

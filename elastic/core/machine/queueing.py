@@ -66,7 +66,7 @@ def room_of(cluster: Cluster, state: NodeState) -> Room:
         free_slots=state.free_slots(),
         accelerator_type=state.node.accelerator_type,
         labels=state.node.labels,
-        cordoned=state.node.node_id in cluster.book.cordons,
+        cordoned=bool(cluster.book.closed(state, cluster.now_ns)),
     )
 
 
@@ -136,8 +136,12 @@ def place(
 
 def _with_cordons(cluster: Cluster, reason: str) -> str:
     """Say that nodes are there on which nothing may start."""
-    live = [s.node.node_id for s in cluster.book.ordered() if may_host(s)]
-    closed = [node_id for node_id in live if node_id in cluster.book.cordons]
+    live = [s for s in cluster.book.ordered() if may_host(s)]
+    ill = [s for s in live if s.quarantine(cluster.now_ns)]
+    if ill:
+        named = [f"{s.node.node_id} is quarantined: {s.quarantine(cluster.now_ns)}" for s in ill]
+        reason = "; ".join([reason, *named[:NAMED_MAX], *(["..."] if len(ill) > NAMED_MAX else [])])
+    closed = [s.node.node_id for s in live if s.node.node_id in cluster.book.cordons]
     if not closed:
         return reason
     names = ", ".join(closed[:NAMED_MAX]) + (", ..." if len(closed) > NAMED_MAX else "")
@@ -153,7 +157,7 @@ def _offers(
     found = []
     for state in cluster.book.ordered():
         node_id = state.node.node_id
-        if not may_host(state) or node_id in cluster.book.cordons:
+        if not may_host(state) or cluster.book.closed(state, cluster.now_ns):
             continue
         offer = state.offer(hosting.get(node_id, 0))
         if planned is not None:

@@ -16,6 +16,7 @@ from elastic.core.events.coordinator import (
     ResumeRequested,
     ScaleRequested,
 )
+from elastic.core.machine import health
 from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.world import JobPhase
 from elastic.errors import ConfigError
@@ -111,6 +112,8 @@ def on_cordon(cluster: Cluster, event: NodeCordonRequested) -> None:
         book.cordons[node_id] = event.reason
     elif not event.cordoned and before is not None:
         del book.cordons[node_id]
+    if not event.cordoned and node_id in book.nodes:
+        health.forgive(cluster, book.nodes[node_id])
     if book.cordons.get(node_id) != before:
         cluster.do(PersistNodes(book.record()))
         name = "node_cordoned" if event.cordoned else "node_uncordoned"

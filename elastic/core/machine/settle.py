@@ -7,6 +7,9 @@ of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist, SendAgent
 from elastic.core.machine import copies, invariants, leaving, queueing
@@ -50,6 +53,10 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
         return
     if job.phase is JobPhase.PAUSED:
         return
+    if job.has_news_of_leavers:
+        # Once for all that came together: a cloud may take a thousand nodes at one moment.
+        job.has_news_of_leavers = False
+        remind_of_leavers(cluster, job, job.member_ids())
     for _ in range(ROUNDS_MAX):
         _give_up_stuck(cluster, job)
         if _is_complete(job):
@@ -110,11 +117,16 @@ def remind_of_save(cluster: Cluster, job: JobState, worker: WorkerState) -> None
         tell(cluster, worker, SaveState(worker_id, job.generation, job.save_request))
 
 
-def remind_of_leavers(cluster: Cluster, job: JobState, worker: WorkerState) -> None:
-    """Tell a member of the newest group which nodes of it are to leave, if there are any."""
-    told = leaving.preemption(cluster, job, worker.report.worker_id)
-    if told is not None:
-        tell(cluster, worker, told)
+def remind_of_leavers(cluster: Cluster, job: JobState, workers: Iterable[WorkerId]) -> None:
+    """Tell these members of the newest group which nodes of it are to leave, if there are any.
+
+    No group is formed with such nodes, so that there is nothing to tell when one is announced.
+    """
+    news = leaving.news(cluster, job)
+    for worker_id in workers if news is not None else ():
+        worker = job.workers.get(worker_id)
+        if worker is not None and news is not None:
+            tell(cluster, worker, replace(news, worker_id=worker_id))
 
 
 def announcement(cluster: Cluster, job: JobState, worker_id: WorkerId) -> Announce:
@@ -219,7 +231,6 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
         worker.steps = 0
         tell(cluster, worker, announcement(cluster, job, place.worker_id))
         remind_of_save(cluster, job, worker)
-        remind_of_leavers(cluster, job, worker)
     for worker_id in sorted(before - set(plan.members)):
         if worker_id in job.workers:
             leave = LeaveGroup(worker_id, job.generation - 1, False, reason)

@@ -8,11 +8,12 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AgentToCoordinator(_message.Message):
-    __slots__ = ("hello", "worker_update", "reported", "drain_notice", "progress", "log_lines", "pulse", "probe_ack", "copies_held", "copy_failed")
+    __slots__ = ("hello", "worker_update", "reported", "drain_notice", "node_health", "progress", "log_lines", "pulse", "probe_ack", "copies_held", "copy_failed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WORKER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
     DRAIN_NOTICE_FIELD_NUMBER: _ClassVar[int]
+    NODE_HEALTH_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     LOG_LINES_FIELD_NUMBER: _ClassVar[int]
     PULSE_FIELD_NUMBER: _ClassVar[int]
@@ -23,13 +24,14 @@ class AgentToCoordinator(_message.Message):
     worker_update: _worker_pb2.WorkerUpdate
     reported: _worker_pb2.Reported
     drain_notice: DrainNotice
+    node_health: NodeHealth
     progress: _worker_pb2.Progress
     log_lines: LogLines
     pulse: _worker_pb2.Pulse
     probe_ack: ProbeAck
     copies_held: CopiesHeld
     copy_failed: CopyFailed
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., worker_update: _Optional[_Union[_worker_pb2.WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[_worker_pb2.Reported, _Mapping]] = ..., drain_notice: _Optional[_Union[DrainNotice, _Mapping]] = ..., progress: _Optional[_Union[_worker_pb2.Progress, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., pulse: _Optional[_Union[_worker_pb2.Pulse, _Mapping]] = ..., probe_ack: _Optional[_Union[ProbeAck, _Mapping]] = ..., copies_held: _Optional[_Union[CopiesHeld, _Mapping]] = ..., copy_failed: _Optional[_Union[CopyFailed, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., worker_update: _Optional[_Union[_worker_pb2.WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[_worker_pb2.Reported, _Mapping]] = ..., drain_notice: _Optional[_Union[DrainNotice, _Mapping]] = ..., node_health: _Optional[_Union[NodeHealth, _Mapping]] = ..., progress: _Optional[_Union[_worker_pb2.Progress, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., pulse: _Optional[_Union[_worker_pb2.Pulse, _Mapping]] = ..., probe_ack: _Optional[_Union[ProbeAck, _Mapping]] = ..., copies_held: _Optional[_Union[CopiesHeld, _Mapping]] = ..., copy_failed: _Optional[_Union[CopyFailed, _Mapping]] = ...) -> None: ...
 
 class CoordinatorToAgent(_message.Message):
     __slots__ = ("welcome", "refusal", "start_worker", "stop_worker", "forget_worker", "announce", "leave_group", "report_ack", "release", "follow_logs", "probe", "dump_stacks", "save_state", "preemption", "keep_copy", "drop_copy", "replicate")
@@ -70,7 +72,7 @@ class CoordinatorToAgent(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., dump_stacks: _Optional[_Union[DumpStacks, _Mapping]] = ..., save_state: _Optional[_Union[_worker_pb2.SaveState, _Mapping]] = ..., preemption: _Optional[_Union[_worker_pb2.Preemption, _Mapping]] = ..., keep_copy: _Optional[_Union[KeepCopy, _Mapping]] = ..., drop_copy: _Optional[_Union[DropCopy, _Mapping]] = ..., replicate: _Optional[_Union[Replicate, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("node", "workers", "draining", "drain_reason", "drain_timeout_ns", "protocol_major", "protocol_minor", "reports_due", "copies", "copies_at")
+    __slots__ = ("node", "workers", "draining", "drain_reason", "drain_timeout_ns", "protocol_major", "protocol_minor", "reports_due", "copies", "copies_at", "problems")
     NODE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +83,7 @@ class Hello(_message.Message):
     REPORTS_DUE_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     COPIES_AT_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     node: _facts_pb2.Node
     workers: _containers.RepeatedCompositeFieldContainer[_facts_pb2.WorkerReport]
     draining: bool
@@ -91,7 +94,8 @@ class Hello(_message.Message):
     reports_due: int
     copies: _containers.RepeatedCompositeFieldContainer[_facts_pb2.HeldCopy]
     copies_at: str
-    def __init__(self, node: _Optional[_Union[_facts_pb2.Node, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_facts_pb2.WorkerReport, _Mapping]]] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., drain_timeout_ns: _Optional[int] = ..., protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., reports_due: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[_facts_pb2.HeldCopy, _Mapping]]] = ..., copies_at: _Optional[str] = ...) -> None: ...
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node: _Optional[_Union[_facts_pb2.Node, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_facts_pb2.WorkerReport, _Mapping]]] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., drain_timeout_ns: _Optional[int] = ..., protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., reports_due: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[_facts_pb2.HeldCopy, _Mapping]]] = ..., copies_at: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DrainNotice(_message.Message):
     __slots__ = ("reason", "timeout_ns")
@@ -100,6 +104,12 @@ class DrainNotice(_message.Message):
     reason: str
     timeout_ns: int
     def __init__(self, reason: _Optional[str] = ..., timeout_ns: _Optional[int] = ...) -> None: ...
+
+class NodeHealth(_message.Message):
+    __slots__ = ("problems",)
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ProbeAck(_message.Message):
     __slots__ = ("number",)

@@ -1,0 +1,121 @@
+"""What is wrong with this machine: full disks, no memory, broken devices; looked at now and then.
+
+Rule: looking never disturbs training: it reads counters, in a thread, a few times a minute. What
+is found is told as it is now; what is better again is told, too, with a margin, so that a value
+that swings about its limit is not news each time.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import anyio
+
+from elastic.agent.device_health import DeviceWatch
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 15.0
+MIB = 1024 * 1024
+DISK_BYTES_MIN = 256 * MIB
+MEMORY_BYTES_MIN = 256 * MIB
+MARGIN = 2
+"""Good again means: twice what would have been too little."""
+
+
+class HealthWatch:
+    """Looks at one machine; keeps what was wrong at the last look."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        devices: DeviceWatch | None = None,
+        *,
+        free_bytes: Callable[[Path], int] | None = None,
+        meminfo: Path = Path("/proc/meminfo"),
+    ) -> None:
+        """Begin with nothing wrong.
+
+        Args:
+            folders: where the agent and its workers write.
+            devices: the accelerators, None for none.
+            free_bytes: how much a folder's disk has left.
+            meminfo: the kernel's account of memory.
+        """
+        self._folders = tuple(dict.fromkeys(folders))
+        self._devices = devices
+        self._free_bytes = free_bytes or (lambda path: shutil.disk_usage(path).free)
+        self._meminfo = meminfo
+        self._low: set[str] = set()
+
+    def look(self) -> tuple[str, ...]:
+        """Return what is wrong now, a phrase for each, in a fixed order."""
+        found = []
+        for folder in self._folders:
+            text = self._disk(folder)
+            if text:
+                found.append(text)
+        available = read_meminfo(self._meminfo).get("MemAvailable")
+        if available is not None and self._is_low("memory", available, MEMORY_BYTES_MIN):
+            found.append("almost no memory is free")
+        if self._devices is not None:
+            found += self._devices.look()
+        return tuple(found)
+
+    def _disk(self, folder: Path) -> str:
+        try:
+            free = self._free_bytes(_existing(folder))
+        except OSError as error:
+            return f"the disk of {folder} cannot be read ({error.strerror or error})"
+        if self._is_low(str(folder), free, DISK_BYTES_MIN):
+            return f"the disk of {folder} is full"
+        return ""
+
+    def _is_low(self, what: str, amount: int, least: int) -> bool:
+        limit = least * MARGIN if what in self._low else least
+        if amount < limit:
+            self._low.add(what)
+        else:
+            self._low.discard(what)
+        return what in self._low
+
+
+async def watch_health(watch: HealthWatch, tell: Callable[[tuple[str, ...]], None]) -> None:
+    """Look again and again until cancelled; tell when something else is wrong than before."""
+    before: tuple[str, ...] = ()
+    while True:
+        try:
+            found = await anyio.to_thread.run_sync(watch.look, abandon_on_cancel=True)
+        except Exception:
+            # NVML and file systems raise what they like; the agent goes on without.
+            log.exception("health_unknown")
+            found = before
+        if found != before:
+            before = found
+            tell(found)
+        await anyio.sleep(LOOK_S)
+
+
+def read_meminfo(path: Path = Path("/proc/meminfo")) -> Mapping[str, int]:
+    """Return the kernel's account of memory in bytes, empty where there is none."""
+    amounts: dict[str, int] = {}
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return amounts
+    for line in lines:
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            amounts[name] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
+    return amounts
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that is there."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder

@@ -1,0 +1,79 @@
+"""The health of nodes: what their agents complain of, and the faults of their workers.
+
+Rule: a node in quarantine takes no new workers; those that train there go on, and it is nobody's
+failure. What an agent complains of ends when it no longer does; faults are forgotten with time,
+and by a coordinator that is started anew.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import ns
+from elastic.core.machine.jobs import Cluster
+from elastic.core.machine.nodes import NodeState
+from elastic.core.policy import health as policy
+from elastic.core.world import ExitCause
+
+FAULTS_KEPT = 100
+
+
+def take_problems(cluster: Cluster, state: NodeState, problems: tuple[str, ...]) -> None:
+    """Take what an agent says is wrong with its node."""
+    if problems == state.problems:
+        return
+    was, state.problems = bool(state.problems), problems
+    _replan(cluster)
+    if problems:
+        what = "; ".join(problems)
+        cluster.note("node_quarantined", node=state.node.node_id, reason=what)
+    elif was:
+        cluster.note("node_healthy", node=state.node.node_id)
+
+
+def forgive(cluster: Cluster, state: NodeState) -> None:
+    """Forget the faults of a node's workers: an operator says that it is well."""
+    state.faults.clear()
+    state.faulty_until_ns = 0
+    if state.node.node_id in cluster.book.faulty:
+        del cluster.book.faulty[state.node.node_id]
+        cluster.note("node_healthy", node=state.node.node_id)
+        _replan(cluster)
+
+
+def end_quarantines(cluster: Cluster) -> None:
+    """Let workers start again on nodes whose time in quarantine is over."""
+    for node_id in [*cluster.book.faulty]:
+        state = cluster.book.nodes[node_id]
+        if state.faulty_until_ns <= cluster.now_ns:
+            del cluster.book.faulty[node_id]
+            cluster.note("node_healthy", node=node_id)
+            _replan(cluster)
+
+
+def _replan(cluster: Cluster) -> None:
+    cluster.replan = True
+    cluster.touch_active()
+
+
+def take_exit(cluster: Cluster, state: NodeState, cause: ExitCause, *, ordered: bool) -> None:
+    """Count an exit that may be the node's fault, and let the policy say what that means."""
+    if not policy.is_fault(cause, ordered=ordered) or not state.is_live() or state.draining:
+        return
+    now_ns, config = cluster.now_ns, cluster.config
+    state.faults = [*state.faults[1 - FAULTS_KEPT :], now_ns]
+    since_ns = now_ns - ns(config.fault_window_s)
+    elsewhere = [
+        sum(moment > since_ns for moment in other.faults)
+        for other in cluster.book.ordered()
+        if other is not state and other.is_live()
+    ]
+    decision = policy.judge_faults(state.faults, elsewhere, now_ns, config)
+    if decision.value > state.faulty_until_ns:
+        state.faulty_until_ns, state.faulty_why = decision.value, decision.reason
+        cluster.book.faulty[state.node.node_id] = None
+        _replan(cluster)
+        cluster.note(
+            "node_quarantined",
+            node=state.node.node_id,
+            reason=decision.reason,
+            for_s=f"{(decision.value - now_ns) / 1e9:g}",
+        )
