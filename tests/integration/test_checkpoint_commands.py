@@ -160,7 +160,14 @@ def test_the_wish_reaches_the_agent_and_a_job_that_ends_meanwhile_is_told(
             assert (wish.worker_id, wish.generation) == (report.worker_id, report.generation)
             path = f"{tmp_path}/elsewhere/auto-1"
             saved = Report(
-                report.worker_id, report.job_id, 1, FIRST_AUTOMATIC + 1, 0, '{"epoch": 3}', path
+                report.worker_id,
+                report.job_id,
+                1,
+                FIRST_AUTOMATIC + 1,
+                0,
+                '{"epoch": 3}',
+                path,
+                request=wish.request,
             )
             await agent.say(Reported(saved))
             assert (await agent.hear(SaveState)).request > wish.request
