@@ -50,6 +50,9 @@ stream, which gRPC's flow control tells the sender."""
 SECRET_BYTES = 32
 TICK_PAUSE_S = 0.001
 """A machine whose deadline stays in the past is asked again after this, not at once."""
+GATHER_S_MIN, GATHER_S_MAX = 0.005, 0.05
+"""A machine whose step took longer than the first is not asked again at once, but waits for as
+long, the second at most."""
 
 
 class Machine(Protocol):
@@ -101,6 +104,8 @@ class Driver:
         self._just_ticked = False
         # What came before the deadline that is due has been taken.
         self._is_tick_next = False
+        # By the machine, for its last step.
+        self._took_s = 0.0
         self._recovered = anyio.Event()
 
     async def run(self) -> None:
@@ -119,6 +124,7 @@ class Driver:
         await self._journal.forget()
         while True:
             await self._step(await self._next_event())
+            await self._gather()
 
     async def wait_recovered(self) -> None:
         """Wait until the journal is loaded and the machine knows what it holds."""
@@ -228,9 +234,21 @@ class Driver:
                 self._room.release()
         return Several(tuple(event for event, _ in items)) if len(items) > 1 else item[0]
 
+    async def _gather(self) -> None:
+        """After a step that took long, let as much time go by in which more can be said.
+
+        In a large cluster each look at a group takes a while, and one look is enough for all that
+        is said meanwhile: a thousand agents that come back would have it looked at a thousand
+        times.
+        """
+        if self._took_s >= GATHER_S_MIN:
+            await anyio.sleep(min(self._took_s, GATHER_S_MAX))
+
     async def _step(self, event: CoordinatorEvent) -> None:
         self._journal.check_office()
-        effects = self._machine.step(event, self._clock.monotonic_ns())
+        began_ns = self._clock.monotonic_ns()
+        effects = self._machine.step(event, began_ns)
+        self._took_s = (self._clock.monotonic_ns() - began_ns) / 1e9
         self._view = None
         for effect in effects:
             await self._perform(effect)

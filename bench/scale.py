@@ -1,0 +1,390 @@
+"""How large a cluster one coordinator holds: processor, memory, and how soon everybody knows.
+
+    python bench/scale.py --agents 1000 --agents 5000 --agents 10000
+
+The coordinator is the real one, a process with a SQLite store. An agent here is a gRPC channel and
+stream of its own, with the options and messages of real ones; its one worker is played: it is ready
+at once and trains as soon as it is announced. Several hundred agents share a process, and all of
+them share the machine with the coordinator, so that what is measured as seconds is both: the
+columns of the coordinator's processor time are what it needed itself.
+
+    rest       processor and memory of the coordinator with all agents connected and nothing to do
+    submit     from the call until the last worker has been told to start, and of its group
+    death      from a worker's exit, as its agent tells it, until the last one knows the next group
+    node       the same from the end of an agent's stream; the grace for its return is in it
+    storm      the coordinator is killed and started anew: until the last agent is welcome again
+    writes     commits of the store for each of these
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import click
+import grpc.aio
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from elastic.client.jobs import Client
+from elastic.core.config import CoordinatorConfig, JobSpec
+from elastic.core.messages import Announce, Hello, LeaveGroup, StartWorker, Welcome, WorkerUpdate
+from elastic.core.world import (
+    Entry,
+    EntryKind,
+    ExitCause,
+    ExitKind,
+    JobId,
+    Node,
+    NodeId,
+    WorkerPhase,
+    WorkerReport,
+)
+from elastic.runtime.rpc import call_metadata, open_channel
+from elastic.wire.codec_stream import (
+    ATTACH_METHOD,
+    decode_coordinator_message,
+    encode_agent_message,
+)
+
+AGENTS_PER_PROCESS = 500
+CONNECTING_AT_ONCE = 50
+"""In one process; a real agent is alone in its own."""
+WAIT_S = 300.0
+LOOK_S = 0.02
+SETTLE_S = 3.0
+REST_S = 10.0
+
+
+# ------------------------------------------------------------------------------------- the agents
+
+
+class PlayedAgent:
+    """One agent with one worker."""
+
+    def __init__(self, number: int) -> None:
+        self.node = Node(NodeId(f"n{number:05d}"), 1, "127.0.0.1", 1)
+        self.report: WorkerReport | None = None
+        self.welcome_ns = self.announced_ns = self.generation = 0
+        self.bytes_in = 0
+        self._call: Any = None
+        self._gone = asyncio.Event()
+
+    async def live(self, address: str, gate: asyncio.Semaphore) -> None:
+        """Connect, and connect again, until the node dies."""
+        wait_s = 0.1
+        while not self._gone.is_set():
+            async with open_channel(address) as channel:
+                try:
+                    await self._attach(channel, gate)
+                    wait_s = 0.1
+                except grpc.aio.AioRpcError:
+                    pass
+            # As real agents do: not all at the same moment.
+            wait_s = min(2.0, wait_s * 2)
+            jitter = (hash(self.node.node_id) % 1000) / 1000
+            await asyncio.sleep(wait_s * (0.5 + jitter))
+
+    async def _attach(self, channel: grpc.aio.Channel, gate: asyncio.Semaphore) -> None:
+        async with gate:
+            call = self._call = channel.stream_stream(ATTACH_METHOD)(metadata=call_metadata())
+            workers = (self.report,) if self.report is not None else ()
+            await call.write(encode_agent_message(Hello(self.node, workers)))
+            data = await call.read()
+            if not isinstance(data, bytes):
+                return
+            if not isinstance(decode_coordinator_message(data), Welcome):
+                raise click.ClickException(f"not welcome: {decode_coordinator_message(data)}")
+            self.welcome_ns = time.monotonic_ns()
+        while isinstance(data := await call.read(), bytes):
+            self.bytes_in = len(data)
+            await self._take(decode_coordinator_message(data))
+
+    async def _take(self, message: Any) -> None:
+        if isinstance(message, StartWorker):
+            self.report = WorkerReport(
+                message.worker_id,
+                message.spec.job_id,
+                WorkerPhase.READY,
+                store_address="127.0.0.1:1",
+                pid=1,
+            )
+            await self._tell()
+        elif isinstance(message, Announce) and self.report is not None:
+            self.announced_ns = time.monotonic_ns()
+            self.generation = message.assignment.generation
+            self.report = replace(
+                self.report, phase=WorkerPhase.TRAINING, generation=self.generation, in_place=True
+            )
+            await self._tell()
+        elif isinstance(message, LeaveGroup) and self.report is not None:
+            self.report = replace(self.report, phase=WorkerPhase.READY)
+            await self._tell()
+
+    async def _tell(self) -> None:
+        if self.report is not None:
+            await self._call.write(encode_agent_message(WorkerUpdate(self.report)))
+
+    async def lose_worker(self) -> None:
+        """Let the worker be killed."""
+        if self.report is not None:
+            exit_ = ExitCause(ExitKind.SIGNAL, 9)
+            self.report = replace(self.report, phase=WorkerPhase.EXITED, exit=exit_)
+            await self._tell()
+            self.report = None
+
+    def die(self) -> None:
+        """Let the node be gone."""
+        self._gone.set()
+        self._call.cancel()
+
+
+async def hold(address: str, first: int, number: int) -> None:
+    """Hold agents, and answer commands on stdin with JSON on stdout."""
+    gate = asyncio.Semaphore(CONNECTING_AT_ONCE)
+    agents = [PlayedAgent(first + index) for index in range(number)]
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    async def read() -> None:
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            lines.put_nowait(line)
+        lines.put_nowait("end")
+
+    tasks = [asyncio.create_task(agent.live(address, gate)) for agent in agents]
+    tasks.append(asyncio.create_task(read()))
+    while (command := (await lines.get()).split())[0] != "end":
+        living = [agent for agent in agents if not agent._gone.is_set()]
+        if command[0] == "state":
+            with_group = [a for a in living if a.generation]
+            answer: Any = {
+                "welcome": sum(a.welcome_ns > int(command[1]) for a in living),
+                "last_welcome_ns": max(a.welcome_ns for a in living),
+                "generations": [a.generation for a in living if a.report is not None],
+                "last_announced_ns": max((a.announced_ns for a in with_group), default=0),
+                "bytes": max(a.bytes_in for a in living),
+            }
+        else:
+            answer = time.monotonic_ns()
+            if command[0] == "lose":
+                await agents[int(command[1])].lose_worker()
+            else:
+                agents[int(command[1])].die()
+        print(json.dumps(answer), flush=True)
+    for task in tasks:
+        task.cancel()
+
+
+class Crowd:
+    """All agents, in their processes."""
+
+    def __init__(self, address: str, agents: int) -> None:
+        self._holders = []
+        for first in range(0, agents, AGENTS_PER_PROCESS):
+            number = min(AGENTS_PER_PROCESS, agents - first)
+            command = [sys.executable, __file__, "--hold", address, str(first), str(number)]
+            self._holders.append(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+
+    def ask(self, command: str, holder: int | None = None) -> list[Any]:
+        """Send a command to all processes, or one; return what they answer."""
+        chosen = self._holders if holder is None else [self._holders[holder]]
+        for one in chosen:
+            assert one.stdin is not None
+            one.stdin.write(command + "\n")
+            one.stdin.flush()
+        return [json.loads(one.stdout.readline()) for one in chosen if one.stdout is not None]
+
+    def wait_welcome(self, agents: int, since_ns: int = 0) -> int:
+        """Wait until so many agents were welcome; return when the last was."""
+        until = time.monotonic() + WAIT_S
+        while time.monotonic() < until:
+            states = self.ask(f"state {since_ns}")
+            if sum(one["welcome"] for one in states) >= agents:
+                return max(one["last_welcome_ns"] for one in states)
+            time.sleep(LOOK_S)
+        raise click.ClickException("agents did not connect")
+
+    def wait_generation(self, workers: int, above: int = 0) -> tuple[int, int]:
+        """Wait until so many are in one group above a generation; return when, and its number."""
+        until = time.monotonic() + WAIT_S
+        while time.monotonic() < until:
+            states = self.ask("state 0")
+            known = [number for one in states for number in one["generations"]]
+            newest = max(known, default=0)
+            if newest > above and known.count(newest) >= workers:
+                return max(one["last_announced_ns"] for one in states), newest
+            time.sleep(LOOK_S)
+        raise click.ClickException(f"{workers} workers did not come into one group above {above}")
+
+    def largest_message(self) -> int:
+        """Return the bytes of the largest of the newest messages to an agent."""
+        return max(one["bytes"] for one in self.ask("state 0"))
+
+    def close(self) -> None:
+        """End all processes."""
+        for holder in self._holders:
+            holder.kill()
+            holder.wait()
+
+
+# -------------------------------------------------------------------------------- the coordinator
+
+
+class Coordinator:
+    """A real coordinator."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.address = "127.0.0.1:0"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, again at the same address."""
+        ready = self._folder / "ready"
+        ready.unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "elastic.coord.cli", "serve", "--listen", self.address),
+                *("--store", f"sqlite:{self._folder}/coord.sqlite", "--ready-file", str(ready)),
+                *("--log-level", "error"),
+            ],
+            stdout=subprocess.DEVNULL,
+        )
+        until = time.monotonic() + WAIT_S
+        while not ready.exists():
+            if self.process.poll() is not None or time.monotonic() > until:
+                raise click.ClickException("the coordinator did not start")
+            time.sleep(LOOK_S)
+        words = dict(word.partition("=")[::2] for word in ready.read_text().split())
+        self.address = words["address"]
+        self.usage = psutil.Process(self.process.pid)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+    def cpu_s(self) -> float:
+        """Return the processor time that it has used."""
+        times = self.usage.cpu_times()
+        return float(times.user + times.system)
+
+    def revision(self) -> int:
+        """Return how many commits its store has seen."""
+        with sqlite3.connect(f"file:{self._folder}/coord.sqlite?mode=ro", uri=True) as store:
+            row = store.execute("SELECT value FROM numbers WHERE name = 'revision'").fetchone()
+        return int(row[0])
+
+
+class Phase:
+    """What one part cost: seconds until all knew, processor seconds, and commits."""
+
+    seconds = cpu_s = 0.0
+    commits = 0
+
+    def __str__(self) -> str:
+        """Return the table's cell."""
+        return f"{self.seconds:.2f} s ({self.cpu_s:.2f} s, {self.commits})"
+
+
+@contextmanager
+def phase(coordinator: Coordinator) -> Iterator[Phase]:
+    """Measure the processor time and commits of a part."""
+    found, cpu_s, revision = Phase(), coordinator.cpu_s(), coordinator.revision()
+    yield found
+    time.sleep(SETTLE_S)  # What follows from it belongs to it: reports of those that were told.
+    found.cpu_s = coordinator.cpu_s() - cpu_s
+    found.commits = coordinator.revision() - revision
+
+
+def measure(agents: int) -> list[str]:
+    """Return a row of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        coordinator = Coordinator(Path(folder))
+        crowd = Crowd(coordinator.address, agents)
+        try:
+            return [f"{agents}", *_cells(coordinator, crowd, agents)]
+        finally:
+            crowd.close()
+            coordinator.kill()
+
+
+def _cells(coordinator: Coordinator, crowd: Crowd, agents: int) -> list[str]:
+    crowd.wait_welcome(agents)
+    time.sleep(SETTLE_S)
+    before, began = coordinator.cpu_s(), time.monotonic()
+    time.sleep(REST_S)
+    rest = 100 * (coordinator.cpu_s() - before) / (time.monotonic() - began)
+    memory = coordinator.usage.memory_info().rss / 2**20
+    with phase(coordinator) as submit, Client(coordinator.address) as client:
+        began_ns = time.monotonic_ns()
+        entry = Entry(EntryKind.SCRIPT, "train.py")
+        spec = JobSpec(
+            job_id=JobId(""),
+            name="scale",
+            entry=entry,
+            min_workers=agents // 2,
+            max_workers=agents,
+        )
+        client.submit(spec)
+        last_ns, generation = crowd.wait_generation(agents)
+        submit.seconds = (last_ns - began_ns) / 1e9
+    size = crowd.largest_message()
+    with phase(coordinator) as death:
+        (began_ns,) = crowd.ask("lose 3", 0)
+        last_ns, generation = crowd.wait_generation(agents - 1, generation)
+        death.seconds = (last_ns - began_ns) / 1e9
+    # The one that was lost has been started again, and has come in.
+    _, generation = crowd.wait_generation(agents, generation - 1)
+    time.sleep(SETTLE_S)
+    with phase(coordinator) as node:
+        (began_ns,) = crowd.ask("die 5", 0)
+        last_ns, _ = crowd.wait_generation(agents - 1, generation)
+        node.seconds = (last_ns - began_ns) / 1e9
+    revision = coordinator.revision()
+    coordinator.kill()
+    began_ns = time.monotonic_ns()
+    coordinator.start()
+    storm = (crowd.wait_welcome(agents - 1, began_ns) - began_ns) / 1e9
+    time.sleep(SETTLE_S)
+    after = f"{storm:.1f} s ({coordinator.cpu_s():.1f} s, {coordinator.revision() - revision})"
+    return [f"{rest:.1f} %", f"{memory:.0f}", f"{submit}", f"{death}", f"{node}", after, f"{size}"]
+
+
+@click.command()
+@click.option("--agents", "counts", type=int, multiple=True, help="Default: 1000.")
+def main(counts: tuple[int, ...]) -> None:
+    """Measure a coordinator with many agents."""
+    table = Table("agents", "rest", "MiB", "submit", "death", "node", "storm", "bytes")
+    for agents in counts or (1000,):
+        table.add_row(*measure(agents))
+    console = Console(width=140)
+    grace = CoordinatorConfig.node_grace_s
+    console.print(
+        f"Python {platform.python_version()}, {os.cpu_count()} cores for coordinator and agents; "
+        f"in brackets the coordinator's processor time and commits; node grace {grace:g} s"
+    )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--hold"]:
+        anyio.run(hold, sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        main()
