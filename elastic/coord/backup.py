@@ -19,14 +19,15 @@ from elastic.coord.journal import Journal
 from elastic.coord.leadership import Holder, Leadership, term_of
 from elastic.errors import ConfigError, StoreError, UsageError
 from elastic.runtime.clock import SystemClock
+from elastic.store.etcd_wire import DEFAULT_ROOT, KeySpace
 from elastic.store.interface import Compare, Delete
-from elastic.store.open import sqlite_path
+from elastic.store.open import etcd_address, sqlite_path
 from elastic.store.sqlite import sqlite_store
 from elastic.store.sqlite_file import APPLICATION_ID, FileLock, own_errors
 
 ETCD_ADVICE = (
     "etcd keeps copies on its members and has tools of its own: 'etcdctl snapshot save FILE' and "
-    "'etcdctl snapshot restore'; after a restore delete the key {root}/{prefix}/history, so that "
+    "'etcdctl snapshot restore'; after a restore delete the key {key}, so that "
     "agents do not take the terms that begin anew for those of a coordinator that was replaced"
 )
 
@@ -96,7 +97,8 @@ async def restore(source: Path, store: str, prefix: str) -> Copied:
 
 def _file_of(store: str, prefix: str) -> Path:
     if store.startswith("etcd:"):
-        raise ConfigError(ETCD_ADVICE.format(root="elastic", prefix=prefix))
+        keys = KeySpace(etcd_address(store)[1] or DEFAULT_ROOT)
+        raise ConfigError(ETCD_ADVICE.format(key=keys.key(f"{prefix}/history").decode()))
     if not store.startswith("sqlite:"):
         raise ConfigError(f"store {store!r} has nothing to copy; expected sqlite:PATH")
     return sqlite_path(store)

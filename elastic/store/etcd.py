@@ -18,7 +18,15 @@ from elastic.errors import ConfigError, StoreError, UsageError
 from elastic.store.etcd_commit import Committer, is_granted_already, new_lease_id
 from elastic.store.etcd_link import TOTAL_S, EtcdAccess, EtcdLink, Refusal, Unanswered
 from elastic.store.etcd_watch import watch_prefix
-from elastic.store.etcd_wire import COMPACT, GRANT, KEEP_ALIVE, RANGE, REVOKE, KeySpace
+from elastic.store.etcd_wire import (
+    COMPACT,
+    DEFAULT_ROOT,
+    GRANT,
+    KEEP_ALIVE,
+    RANGE,
+    REVOKE,
+    KeySpace,
+)
 from elastic.store.interface import Change, CommitResult, Compare, Lease, Snapshot, Write
 from elastic.store.rules import (
     check_commit,
@@ -29,7 +37,6 @@ from elastic.store.rules import (
 )
 from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
 
-DEFAULT_ROOT = "elastic"
 RENEW_TRY_S = 0.5
 """A lease lives for seconds: a member that is frozen must not take all of them."""
 

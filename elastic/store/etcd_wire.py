@@ -17,6 +17,7 @@ from elastic.store.interface import Change, ChangeKind, Compare, Entry, Put, Wri
 from elastic.store.rules import encode_key, encode_prefix, end_of_prefix
 from elastic.wire.generated.elastic.etcd.v1 import wire_pb2 as pb
 
+DEFAULT_ROOT = "elastic"
 Answer = TypeVar("Answer")
 
 

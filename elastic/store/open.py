@@ -52,7 +52,8 @@ async def open_store(url: str, *, access: EtcdAccess | None = None) -> Store:
         return await sqlite_store(path)
     if scheme == "etcd":
         endpoints, root = etcd_address(url)
-        from elastic.store.etcd import DEFAULT_ROOT, EtcdStore
+        from elastic.store.etcd import EtcdStore
+        from elastic.store.etcd_wire import DEFAULT_ROOT
 
         return EtcdStore(endpoints, root=root or DEFAULT_ROOT, access=access)
     raise ConfigError(f"store {url!r} has the unknown kind {scheme!r}; {EXPECTED}")

@@ -137,6 +137,8 @@ async def fill(folder: Path) -> None:
         ("lacking", "sqlite:{tmp}/x", "0 of 1 pieces"),
         ("other", "sqlite:{tmp}/x", "no store of elastic-torch"),
         ("copy", "etcd://127.0.0.1:1", "etcdctl snapshot restore"),
+        ("copy", "etcd://127.0.0.1:1", f"the key elastic/data/{PREFIX}/history,"),
+        ("copy", "etcd://127.0.0.1:1/mine", f"the key mine/data/{PREFIX}/history,"),
     ],
 )
 async def test_what_cannot_be_copied_is_refused_with_what_to_do_and_writes_nothing(
