@@ -211,11 +211,14 @@ class Link:
             data = await stream.read()
         if waiting.cancelled_caught:
             return f"the coordinator at {stream.endpoint} took the stream and does not answer"
+        passed_over: set[str] = set()
         while data is not None:
             try:
                 message = decode_coordinator_message(data)
             except UnknownMessage as error:
-                log.warning("message_passed_over error=%r", str(error))
+                if str(error) not in passed_over:  # A newer one may send it every second.
+                    passed_over.add(str(error))
+                    log.warning("message_passed_over error=%r", str(error))
                 data = await stream.read()
                 continue
             if isinstance(message, FollowLogs):

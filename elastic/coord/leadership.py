@@ -78,7 +78,7 @@ class Holder:
                 life=str(fields["life"]),
                 term=int(fields.get("term", 0)),
             )
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return cls(f"somebody who left {len(value)} unreadable bytes", "", 0, "")
 
 

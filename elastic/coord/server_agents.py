@@ -20,7 +20,7 @@ from elastic.coord.roles import CALLER
 from elastic.coord.sessions import Session
 from elastic.core.messages import AgentMessage, Hello, LogLines
 from elastic.errors import ConfigError, ElasticError, NotPermitted, PeerError, UnknownMessage
-from elastic.runtime.rpc import TERM_KEY, TIME_KEY
+from elastic.runtime.rpc import TERM_KEY, TIME_KEY, term_of
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
     decode_agent_message,
@@ -74,9 +74,8 @@ class AgentsDoor:
             NotLeading: this coordinator does not lead; says who does.
         """
         given = {str(key): value for key, value in context.invocation_metadata() or ()}
-        term = str(given.get(TERM_KEY, ""))
-        if term.isdecimal():
-            await self._office.wait_news(int(term), WAIT_AT_THE_DOOR_S)
+        if TERM_KEY in given:
+            await self._office.wait_news(term_of(str(given[TERM_KEY])), WAIT_AT_THE_DOOR_S)
         return self._office.require()
 
     async def _hold(
@@ -107,8 +106,9 @@ class AgentsDoor:
         return refusals[0] if refusals else None
 
     async def _read(self, tenure: Tenure, session: Session, context: Context) -> None:
+        passed_over: set[str] = set()
         with anyio.move_on_after(HELLO_TIMEOUT_S) as waiting:
-            message = await _next(context)
+            message = await _next(context, passed_over)
         if waiting.cancelled_caught:
             raise PeerError(f"{session.peer} opened a stream and said nothing; expected Hello")
         if message is None:
@@ -117,7 +117,7 @@ class AgentsDoor:
             raise PeerError(f"{session.peer}: first message {_name(message)}, expected Hello")
         CALLER.get().check_may_attach(message.node.node_id)
         await tenure.driver.connect(session, message)
-        while (message := await _next(context)) is not None:
+        while (message := await _next(context, passed_over)) is not None:
             if isinstance(message, LogLines):
                 tenure.follows.take(session.session_id, message)
             elif isinstance(message, Hello):
@@ -140,8 +140,13 @@ class AgentsDoor:
                 return  # The stream broke; the done-callback says why.
 
 
-async def _next(context: Context) -> AgentMessage | None:
+async def _next(context: Context, passed_over: set[str]) -> AgentMessage | None:
     """Return the next message, None at the end of the stream.
+
+    Args:
+        context: of the stream.
+        passed_over: what was said before of messages that are unknown here: a newer agent may
+            send one every second, and thousands of agents would fill the log.
 
     Raises:
         PeerError: bytes that are no message.
@@ -150,7 +155,9 @@ async def _next(context: Context) -> AgentMessage | None:
         try:
             return decode_agent_message(data)
         except UnknownMessage as error:
-            log.warning("message_passed_over peer=%s error=%r", context.peer(), str(error))
+            if str(error) not in passed_over:
+                passed_over.add(str(error))
+                log.warning("message_passed_over peer=%s error=%r", context.peer(), str(error))
     return None
 
 

@@ -48,6 +48,7 @@ LEADER_KEY = "elastic-leader"
 TERM_KEY = "elastic-term"
 """In an answer: who leads, and under which term. In an agent's call: the newest term whose leader
 it could not reach, so that a standby answers when there is another one, and not before."""
+TERM_DIGITS_MAX = 32
 FRESH_KEY = "elastic-fresh"
 """In a call that only reads: a standby is to refuse it, not to answer with what it last knew."""
 TIME_KEY = "elastic-time-ns"
@@ -72,8 +73,10 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     bare = host.startswith("[") and host.endswith("]")
     if bare:
         host = host[1:-1]
-    if not colon or not host or (":" in host and not bare) or any(c.isspace() for c in host):
-        raise ConfigError(f"address {text!r}: expected host:port, or [ipv6]:port")
+    # What is no ASCII no header carries: a standby could not say where its leader is.
+    is_plain = host.isascii() and host.isprintable() and " " not in host
+    if not colon or not host or (":" in host and not bare) or not is_plain:
+        raise ConfigError(f"address {text!r}: expected host:port, or [ipv6]:port, in ASCII")
     if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise ConfigError(f"address {text!r}: port {port!r} is not a number from 1 to 65535")
     return host, int(port)
@@ -182,6 +185,11 @@ def bearer_of(metadata: Iterable[tuple[str, Any]]) -> str:
     return given.removeprefix(BEARER) if given.startswith(BEARER) else ""
 
 
+def term_of(text: str) -> int:
+    """Return the term that metadata names, 0 for none and for what no coordinator ever reached."""
+    return int(text) if text.isdecimal() and len(text) <= TERM_DIGITS_MAX else 0
+
+
 def version_of(metadata: Iterable[tuple[str, Any]]) -> str:
     """Return the protocol version that a call names, "" for none: then a general tool calls."""
     return next((str(value) for key, value in metadata if key.lower() == PROTOCOL_KEY), "")
@@ -248,7 +256,9 @@ def status_of(error: ElasticError) -> tuple[grpc.StatusCode, str, Metadata]:
     name = next((code for kind, code in STATUS_NAMES if isinstance(error, kind)), "INTERNAL")
     trailing: Metadata = ((ERROR_KEY, type(error).__name__), (PROTOCOL_KEY, PROTOCOL))
     if isinstance(error, NotLeading):
-        trailing += ((LEADER_KEY, error.leader), (TERM_KEY, str(error.term)))
+        # Both come from the store, where others may write: a bad one must not cost the answer.
+        is_plain = error.leader.isascii() and error.leader.isprintable()
+        trailing += ((LEADER_KEY, error.leader if is_plain else ""), (TERM_KEY, str(error.term)))
     return grpc.StatusCode[name], str(error)[:DETAIL_CHARS_MAX], trailing
 
 
@@ -274,7 +284,7 @@ def error_from_rpc(error: BaseException, address: str) -> ElasticError:
     if name == NotLeading.__name__:
         term = str(trailing.get(TERM_KEY, ""))
         leader = str(trailing.get(LEADER_KEY, ""))
-        return NotLeading(details, leader=leader, term=int(term) if term.isdecimal() else 0)
+        return NotLeading(details, leader=leader, term=term_of(term))
     if name in ERRORS_BY_NAME:
         return ERRORS_BY_NAME[name](details)
     if status in UNREACHABLE and (untrusted := _untrusted(address, details)) is not None:

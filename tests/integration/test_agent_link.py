@@ -233,11 +233,15 @@ async def test_output_waits_for_room_and_ends_with_the_stream() -> None:
         assert not await link.send_lines(lines)
 
 
-async def test_a_message_of_a_newer_minor_version_is_passed_over() -> None:
+async def test_a_message_of_a_newer_minor_version_is_passed_over_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     coordinator = SmallCoordinator()
     async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
         await welcomed(link, heard, coordinator)
-        coordinator.say(b"\xc2\x3e\x03new")  # A body with the number 1000.
+        for _ in range(3):
+            coordinator.say(b"\xc2\x3e\x03new")  # A body with the number 1000.
         coordinator.say(Release("still heard"))
         said = await heard.wait_for(CoordinatorSaid)
         assert said.message == Release("still heard")
+        assert caplog.text.count("message_passed_over") == 1

@@ -147,9 +147,11 @@ async def test_an_agent_of_a_newer_minor_version_may_say_what_is_not_known_here(
     ):
         await agent.hello(protocol_minor=99)
         await agent.hear(Welcome)
-        await agent.say(b"\xc2\x3e\x03new")  # A body with the number 1000.
+        for _ in range(3):
+            await agent.say(b"\xc2\x3e\x03new")  # A body with the number 1000.
         await agent.say(DrainNotice("it goes on to listen", 10**12))
         await user.wait_node("newer", lambda n: n is not None and n.phase is not NodePhase.READY)
+    assert coordinator.log().count("message_passed_over") == 1
 
 
 async def test_an_agent_of_another_major_version_is_refused_for_good(

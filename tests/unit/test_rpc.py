@@ -15,7 +15,9 @@ from elastic.runtime.access import read_token_file
 from elastic.runtime.rpc import (
     DETAIL_CHARS_MAX,
     ERRORS_BY_NAME,
+    LEADER_KEY,
     PROTOCOL,
+    TERM_KEY,
     Metadata,
     bearer_of,
     call_metadata,
@@ -25,6 +27,7 @@ from elastic.runtime.rpc import (
     parse_endpoint,
     parse_endpoints,
     status_of,
+    term_of,
     version_of,
 )
 
@@ -44,7 +47,7 @@ def test_an_address_is_split(text: str, expected: tuple[str, int]) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "host", ":7070", "host:", "host:0", "host:65536", "host:x", "host:-1", "::1:7070",
-     "a b:1", "http://host:70 80", "host:７０"],
+     "a b:1", "hóst:70", "a\u00a0b:1", "http://host:70 80", "host:７０"],
 )  # fmt: skip
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(errors.ConfigError, match="address"):
@@ -221,6 +224,18 @@ def test_every_error_has_a_status() -> None:
 
 def test_a_text_too_long_for_headers_is_cut() -> None:
     assert len(status_of(errors.Refused("x" * 100_000))[1]) == DETAIL_CHARS_MAX
+
+
+@pytest.mark.parametrize("leader", ["hóst:70", "a\nb:70"])
+def test_a_leader_whose_address_no_header_carries_is_left_out(leader: str) -> None:
+    _, text, trailing = status_of(errors.NotLeading("x leads", leader=leader, term=3))
+    assert (text, dict(trailing)[LEADER_KEY]) == ("x leads", "")
+    assert dict(trailing)[TERM_KEY] == "3"
+
+
+@pytest.mark.parametrize(("text", "term"), [("7", 7), ("", 0), ("-1", 0), ("9" * 5000, 0)])
+def test_a_term_that_nobody_ever_reached_is_none(text: str, term: int) -> None:
+    assert term_of(text) == term
 
 
 def test_what_is_no_rpc_error_is_named() -> None:
