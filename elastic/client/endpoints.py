@@ -27,7 +27,13 @@ from elastic.errors import (
 )
 from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
-from elastic.runtime.rpc import FRESH_KEY, call_metadata, error_from_rpc, open_blocking_channel
+from elastic.runtime.rpc import (
+    FRESH_KEY,
+    Metadata,
+    call_metadata,
+    error_from_rpc,
+    open_blocking_channel,
+)
 
 PATIENCE_S = 10.0
 """A coordinator that answers "not yet" (it starts, or a standby is taking over) is asked again
@@ -80,8 +86,6 @@ class Endpoints:
     Attributes:
         names: "host:port" each, in the order in which they are tried at first.
         access: what new connections are made with.
-        metadata: what every call carries.
-        fresh_metadata: the same for calls that only the leader is to answer.
         in_touch: whether a coordinator has answered before.
         closed: set by `close`; whoever pauses between two attempts waits on it.
     """
@@ -90,8 +94,7 @@ class Endpoints:
         """Connect to nothing yet."""
         self.names = names
         self.access = access
-        self.metadata = call_metadata(access.current_token())
-        self.fresh_metadata = (*self.metadata, (FRESH_KEY, "1"))
+        self._metadata = call_metadata(access.current_token())
         self.in_touch = False
         self.closed = threading.Event()
         self._clock = clock
@@ -103,6 +106,14 @@ class Endpoints:
     def address(self) -> str:
         """Return all addresses as one text."""
         return ",".join(self.names)
+
+    @property
+    def metadata(self) -> Metadata:
+        """Return what every call carries; the token as it stands now, else as it stood last."""
+        # A file that is being replaced, or is gone: whether the old one is any good is answered.
+        with contextlib.suppress(UsageError):
+            self._metadata = call_metadata(self.access.current_token())
+        return self._metadata
 
     def order(self) -> tuple[str, ...]:
         """Return the addresses, the one that leads as far as is known first."""
@@ -195,8 +206,8 @@ class Endpoints:
         with self._line(endpoint) as line:
             try:
                 method = start(line.channel)
-                metadata = self.fresh_metadata if fresh else self.metadata
-                return method(request, timeout=timeout_s, metadata=metadata)
+                wish = ((FRESH_KEY, "1"),) if fresh else ()  # Only the leader is to answer.
+                return method(request, timeout=timeout_s, metadata=(*self.metadata, *wish))
             except (grpc.RpcError, ValueError) as error:
                 if self.closed.is_set():
                     raise UsageError("this client was closed; make a new Client") from error

@@ -21,10 +21,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from elastic.coord.roles import Role, caller_uri
+from elastic.coord.roles import Role, caller_of_uri, caller_uri
 from elastic.core.config import check_name
 from elastic.errors import ConfigError, UsageError
-from elastic.runtime.access import CA_FILE, CERT_FILE, KEY_FILE
+from elastic.runtime.access import CA_FILE, CERT_FILE, KEY_FILE, keep_owner
 
 CA_KEY_FILE = "ca.key"
 COORDINATOR = "coordinator"
@@ -63,14 +63,16 @@ def init_authority(
     Raises:
         UsageError: there is an authority already, or the folder cannot be written.
     """
-    if (folder / CA_KEY_FILE).exists():
-        raise UsageError(
-            f"{folder / CA_KEY_FILE} exists: a new authority would lock out all that was issued; "
-            f"choose another folder, or renew the coordinator's certificate with 'elastic-coord "
-            f"certs issue {folder} --name {COORDINATOR} --role all --host ...'"
-        )
+    for file in (CA_KEY_FILE, CA_FILE):  # The key may have been put away, into a safe place.
+        if (folder / file).exists():
+            raise UsageError(
+                f"{folder / file} exists: a new authority would lock out all that was issued; "
+                f"choose another folder, or renew the coordinator's certificate with "
+                f"'elastic-coord certs issue {folder} --name {COORDINATOR} --role all --host ...'"
+            )
     wanted = Wanted(name=COORDINATOR, role=Role.ALL, hosts=hosts, days=days)
     sans = _sans(wanted)  # Refused before anything is written.
+    _check_days(wanted, now, now + datetime.timedelta(days=CA_DAYS))
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name(
         [x509.NameAttribute(NameOID.COMMON_NAME, f"elastic-torch authority {secrets.token_hex(4)}")]
@@ -92,8 +94,10 @@ def issue(folder: Path, wanted: Wanted, now: datetime.datetime) -> Path:
     """Sign a certificate with a new key; returns its folder. An older one of the name is replaced.
 
     Raises:
-        UsageError: there is no authority in the folder, or a name or host is none.
+        UsageError: there is no authority in the folder, a name or host is none, or the name has a
+            certificate of another role.
     """
+    _check_role(folder / wanted.name, wanted)
     return _sign(folder, wanted, _sans(wanted), now)
 
 
@@ -101,13 +105,7 @@ def _sign(
     folder: Path, wanted: Wanted, sans: list[x509.GeneralName], now: datetime.datetime
 ) -> Path:
     ca, ca_key = _authority(folder)
-    if not 0 < wanted.days <= DAYS_MAX:
-        raise ConfigError(f"--days {wanted.days:g}: expected more than 0, at most {DAYS_MAX}")
-    if now + datetime.timedelta(days=wanted.days) > ca.not_valid_after_utc:
-        raise UsageError(
-            f"--days {wanted.days:g} is past the end of the authority itself, "
-            f"{ca.not_valid_after_utc:%Y-%m-%d}; ask for fewer, or make a new authority"
-        )
+    _check_days(wanted, now, ca.not_valid_after_utc)
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, wanted.name[:64])])
     cert = (
@@ -131,6 +129,33 @@ def _sign(
     _write(target / CERT_FILE, _pem(cert), 0o644)
     _write(target / CA_FILE, _pem(ca), 0o644)
     return target
+
+
+def _check_days(wanted: Wanted, now: datetime.datetime, until: datetime.datetime) -> None:
+    if not 0 < wanted.days <= DAYS_MAX:
+        raise ConfigError(f"--days {wanted.days:g}: expected more than 0, at most {DAYS_MAX}")
+    if now + datetime.timedelta(days=wanted.days) > until:
+        raise UsageError(
+            f"--days {wanted.days:g} is past the end of the authority itself, {until:%Y-%m-%d}; "
+            f"ask for fewer, or make a new authority"
+        )
+
+
+def _check_role(target: Path, wanted: Wanted) -> None:
+    """Refuse to put another role in the place of what a process serves or attaches with."""
+    try:
+        cert = x509.load_pem_x509_certificate((target / CERT_FILE).read_bytes())
+        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        return
+    for uri in names.get_values_for_type(x509.UniformResourceIdentifier):
+        caller = caller_of_uri(uri)
+        if caller is not None and caller.role is not wanted.role:
+            raise UsageError(
+                f"{target} holds a certificate of role {caller.role.value}, and whoever uses it "
+                f"would lose that: choose another --name, ask for --role {caller.role.value}, or "
+                f"move the folder away"
+            )
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -230,6 +255,7 @@ def _write(path: Path, data: bytes, mode: int) -> None:
         draft.unlink(missing_ok=True)
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(fd, "wb") as file:
+            keep_owner(fd, path)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -23,6 +23,9 @@ from elastic.errors import ElasticError
 from elastic.runtime.clock import SystemClock
 
 EXIT_CONFIG = 78
+EXPIRES_S_MAX = 100 * 365 * 86_400
+UNIX_S_MAX = 253_402_300_799
+"""The last second that a date can name."""
 ROLES = [role.value for role in Role]
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
@@ -206,7 +209,12 @@ def _duration_ns(text: str) -> int:
             f"{text!r}: expected a number and a unit, such as 30m, 12h, 7d or 4w, or 'never'",
             param_hint="--expires",
         )
-    return int(match[1]) * UNITS_S[match[2]] * NS_PER_S
+    seconds = int(match[1]) * UNITS_S[match[2]]
+    if seconds > EXPIRES_S_MAX:
+        raise click.BadParameter(
+            f"{text!r} is more than a hundred years; say 'never'", param_hint="--expires"
+        )
+    return seconds * NS_PER_S
 
 
 def _now() -> datetime.datetime:
@@ -214,5 +222,7 @@ def _now() -> datetime.datetime:
 
 
 def _moment(unix_ns: int) -> str:
-    moment = datetime.datetime.fromtimestamp(unix_ns // NS_PER_S, datetime.timezone.utc)
+    moment = datetime.datetime.fromtimestamp(
+        min(unix_ns // NS_PER_S, UNIX_S_MAX), datetime.timezone.utc
+    )
     return f"{moment:%Y-%m-%d %H:%M} UTC"

@@ -130,6 +130,10 @@ class Driver:
         """Wait until the journal is loaded and the machine knows what it holds."""
         await self._recovered.wait()
 
+    def has_recovered(self) -> bool:
+        """Return whether the machine knows what the journal holds; before, its view is empty."""
+        return self._recovered.is_set()
+
     # ------------------------------------------------------------ what others bring
 
     async def connect(self, session: Session, hello: Hello) -> None:

@@ -104,6 +104,13 @@ class ServeOptions:
                 f"--tokens or --token-file FILE (a long random word, mode 600, the same file for "
                 f"agents and users), or --insecure if everybody on that network may do so"
             )
+        if self.ready_file is not None and not os.access(
+            self.ready_file.absolute().parent, os.W_OK
+        ):
+            raise ConfigError(
+                f"--ready-file {self.ready_file}: expected a file in a folder that exists and that "
+                f"this user may write to"
+            )
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -262,7 +269,8 @@ class _Life:
             raise
         finally:
             self._office.leave()
-            self._follower.remember(driver.view())
+            if driver.has_recovered():
+                self._follower.remember(driver.view())
             driver.end(f"the term of coordinator {self._name} is over", at_once=is_over)
 
     def _say_ready(self, announce: Callable[[str], None]) -> None:
@@ -271,7 +279,11 @@ class _Life:
             f"store={self._options.store} pid={os.getpid()}"
         )
         if self._options.ready_file is not None:
-            write_whole(self._options.ready_file, line + "\n")
+            try:
+                write_whole(self._options.ready_file, line + "\n")
+            except OSError as error:
+                # A disk that is full for a moment must not end the one who leads.
+                log.error("ready_file_unwritable error=%r", str(error))
         announce(line)
 
     async def _end_on_signal(self) -> None:

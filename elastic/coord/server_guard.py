@@ -244,6 +244,9 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> AbstractContextManager[None]:
         if method == ATTACH:
             return self._door.agent(caller.name if caller.is_bound else "")
+        if RULES[method].roles is None:
+            # Who shows nothing takes nothing from those who do.
+            return self._door.stranger(host_of(context.peer()))
         who = caller.name or host_of(context.peer())
         streams = bool(handler.request_streaming or handler.response_streaming)
         return self._door.user(who, streams=streams)

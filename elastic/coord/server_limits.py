@@ -37,6 +37,8 @@ class Limits:
         streams_per_caller_max: the same of one caller.
         requests_max: users' requests that are being answered, of all callers together.
         requests_per_caller_max: the same of one caller.
+        probes_max, probes_per_caller_max: calls and streams of those who show no credentials
+            (health), of all hosts together and of one.
         rate_per_s, burst: requests and streams that one caller may begin: on average, and at once.
         request_s_max: until the message of a request has come.
         stall_s_max: a reader that takes nothing this long loses its stream; it may open another.
@@ -48,6 +50,8 @@ class Limits:
     streams_per_caller_max: int = 500
     requests_max: int = 1000
     requests_per_caller_max: int = 250
+    probes_max: int = 1000
+    probes_per_caller_max: int = 100
     rate_per_s: float = 500.0
     burst: float = 2000.0
     request_s_max: float = 10.0
@@ -98,6 +102,18 @@ class Door:
         else:
             most, each = limits.requests_max, limits.requests_per_caller_max
         with self._counted("streams" if streams else "requests", who, most, each):
+            yield
+
+    @contextmanager
+    def stranger(self, host: str) -> Iterator[None]:
+        """Let somebody in who shows no credentials, for the length of a `with` block.
+
+        Raises:
+            Busy: there are too many, or they come too fast.
+        """
+        who, limits = f"a stranger at {host}", self._limits
+        self._spend(who)
+        with self._counted("probes", who, limits.probes_max, limits.probes_per_caller_max):
             yield
 
     @contextmanager

@@ -23,7 +23,7 @@ from typing import Any
 from elastic.coord.roles import Caller, Role
 from elastic.core.config import check_name
 from elastic.errors import ElasticError, NotAuthorized, NotFound, UsageError
-from elastic.runtime.access import warn_if_open
+from elastic.runtime.access import keep_owner, warn_if_open
 from elastic.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -287,6 +287,7 @@ def _write(path: Path, tokens: list[Token]) -> None:
     try:
         draft.unlink(missing_ok=True)
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            keep_owner(file.fileno(), path)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -7,6 +7,7 @@ certificate that was replaced is used without a restart. Nothing here is ever lo
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 import stat
 from collections.abc import Callable
@@ -26,6 +27,8 @@ CERT_FILE = "tls.crt"
 KEY_FILE = "tls.key"
 """Names in a folder of `--tls-dir`; those of a Kubernetes secret for TLS."""
 FILE_BYTES_MAX = 64 * 1024
+PEM_BYTES_MAX = 4 * 1024 * 1024
+"""More than the authorities of a whole system in one file."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -211,16 +214,38 @@ def warn_if_open(path: str | Path) -> None:
         log.warning("secret_file_open path=%s mode=%04o advice=%r", path, mode, f"chmod 600 {path}")
 
 
+def keep_owner(fd: int, path: Path) -> None:
+    """Give a file that is to replace another one that one's owner, group and mode.
+
+    An operator may be another user than the service: what that could read it must go on to read,
+    or it stays with what it has, such as a token that was revoked.
+    """
+    try:
+        old = path.stat()
+    except OSError:
+        return
+    try:
+        os.fchown(fd, old.st_uid, old.st_gid)
+        os.fchmod(fd, stat.S_IMODE(old.st_mode))
+    except OSError as error:
+        log.warning(
+            "owner_changed path=%s was=%d error=%r advice=%r", path, old.st_uid, str(error),
+            "see that the coordinator can read it",
+        )  # fmt: skip
+
+
 def _pem(path: Path | None) -> bytes:
     if path is None:
         return b""
     try:
         with path.open("rb") as file:
-            text = file.read(FILE_BYTES_MAX)
+            text = file.read(PEM_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(
             f"TLS file {path}: {error.strerror}; expected what 'elastic-coord certs' wrote"
         ) from error
+    if len(text) > PEM_BYTES_MAX:
+        raise ConfigError(f"TLS file {path}: larger than {PEM_BYTES_MAX} bytes; name a smaller one")
     if b"-----BEGIN " not in text:
         raise ConfigError(f"TLS file {path}: expected PEM text, -----BEGIN ...")
     return text

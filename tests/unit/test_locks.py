@@ -1,0 +1,149 @@
+"""What opens a cluster, as files: certificates and tokens that are made, replaced and read."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from elastic.client.endpoints import Endpoints
+from elastic.coord.certs import Wanted, init_authority, issue
+from elastic.coord.cli import main
+from elastic.coord.roles import Role
+from elastic.coord.serve import ServeOptions
+from elastic.coord.server_limits import Door, Limits
+from elastic.coord.tokens import Token, create_token, read_tokens, revoke_token
+from elastic.errors import Busy, ConfigError, UsageError
+from elastic.runtime.access import PEM_BYTES_MAX, Access, TlsFiles
+from elastic.runtime.clock import SystemClock
+from elastic.runtime.rpc import call_metadata
+
+NOW = datetime.datetime.now(datetime.timezone.utc)
+BLANK = Token(token_id="", name="", role=Role.READ, digest="", created_ns=1)
+
+
+def elastic_coord(*args: object) -> Result:
+    return CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+# ------------------------------------------------------------------------------ certificates
+
+
+def test_an_authority_is_not_begun_when_its_first_certificate_cannot_be_made(
+    tmp_path: Path,
+) -> None:
+    for days in (5000.0, 40_000.0):
+        with pytest.raises(UsageError, match="--days"):
+            init_authority(tmp_path / "ca", ("localhost",), NOW, days)
+    assert not files_of(tmp_path)
+    init_authority(tmp_path / "ca", ("localhost",), NOW)
+
+
+def test_an_authority_whose_key_was_put_away_is_not_replaced(tmp_path: Path) -> None:
+    init_authority(tmp_path, ("localhost",), NOW)
+    before = (tmp_path / "ca.crt").read_bytes()
+    (tmp_path / "ca.key").rename(tmp_path / "safe.key")
+    with pytest.raises(UsageError, match="lock out all that was issued"):
+        init_authority(tmp_path, ("localhost",), NOW)
+    assert (tmp_path / "ca.crt").read_bytes() == before
+
+
+def test_a_certificate_is_renewed_in_its_role_and_never_replaced_by_one_of_another(
+    tmp_path: Path,
+) -> None:
+    made = init_authority(tmp_path, ("localhost",), NOW)
+    before = (made / "tls.crt").read_bytes()
+    with pytest.raises(UsageError, match="holds a certificate of role all"):
+        issue(tmp_path, Wanted(name="coordinator", role=Role.READ), NOW)
+    assert (made / "tls.crt").read_bytes() == before
+    issue(tmp_path, Wanted(name="coordinator", role=Role.ALL, hosts=("localhost",)), NOW)
+    assert (made / "tls.crt").read_bytes() != before
+
+
+def test_a_bundle_of_many_authorities_is_read_whole_or_refused(tmp_path: Path) -> None:
+    init_authority(tmp_path, ("localhost",), NOW)
+    one = (tmp_path / "ca.crt").read_bytes()
+    bundle = tmp_path / "all.crt"
+    bundle.write_bytes(one * (200_000 // len(one)))
+    assert TlsFiles(ca=bundle).read().ca == bundle.read_bytes()
+    bundle.write_bytes(one * (PEM_BYTES_MAX // len(one) + 1))
+    with pytest.raises(ConfigError, match="larger than"):
+        TlsFiles(ca=bundle).read()
+
+
+# ------------------------------------------------------------------------------------ tokens
+
+
+def test_a_token_cannot_outlive_what_a_date_can_say(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    refused = elastic_coord(
+        "tokens", "create", "--tokens", path, "--role", "read", "--expires", "9999999w"
+    )
+    assert refused.exit_code == 2
+    assert "never" in refused.output
+    assert not path.exists()
+
+
+def test_tokens_are_listed_also_when_one_of_them_ends_beyond_all_dates(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    create_token(path, replace(BLANK, name="far", expires_ns=10**30))
+    listed = elastic_coord("tokens", "list", "--tokens", path)
+    assert listed.exit_code == 0
+    assert "9999-12-31" in listed.output
+
+
+def test_who_could_read_the_tokens_can_read_them_after_another_user_revoked_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "tokens"
+    create_token(path, replace(BLANK, name="n1"))
+    path.chmod(0o640)
+    if os.geteuid() == 0:  # An operator who is root, and a service that is not.
+        os.chown(path, 12345, 54321)
+    before = path.stat()
+    revoke_token(path, "n1", 2)
+    after = path.stat()
+    assert read_tokens(path)[0].revoked_ns == 2
+    assert (after.st_uid, after.st_gid, after.st_mode) == (
+        before.st_uid, before.st_gid, before.st_mode,
+    )  # fmt: skip
+
+
+def test_a_client_shows_the_token_that_its_file_holds_now(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("first")
+    endpoints = Endpoints(("127.0.0.1:1",), Access(token_file=path), SystemClock())
+    assert endpoints.metadata == call_metadata("first")
+    path.write_text("second")
+    assert endpoints.metadata == call_metadata("second")
+    path.unlink()
+    assert endpoints.metadata == call_metadata("second")
+
+
+# ------------------------------------------------------------------------------------ limits
+
+
+def test_probes_without_credentials_take_nothing_from_callers_of_the_same_host() -> None:
+    door = Door(Limits(rate_per_s=0.001, burst=2.0, probes_per_caller_max=1), SystemClock())
+    with door.stranger("ipv4:10.0.0.1"):
+        with pytest.raises(Busy, match="a stranger at"), door.stranger("ipv4:10.0.0.1"):
+            pass
+        with pytest.raises(Busy, match="a stranger at"), door.stranger("ipv4:10.0.0.1"):
+            pass
+        with door.user("ipv4:10.0.0.1", streams=True), door.user("ipv4:10.0.0.1", streams=False):
+            pass
+
+
+def test_a_ready_file_that_could_never_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--ready-file"):
+        ServeOptions(
+            listen=("127.0.0.1", 0), store="memory:", ready_file=tmp_path / "none" / "ready"
+        )
