@@ -120,13 +120,14 @@ def _start(words: list[str], environ: Mapping[str, str]) -> subprocess.Popen[byt
         die_with_parent()
         if os.getppid() != worker:
             os._exit(1)
+        # A group of its own, in the worker's session: what the agent sweeps if the worker is lost.
+        os.setpgid(0, 0)
 
     try:
         return subprocess.Popen(
             words,
             env=environ,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,
             preexec_fn=tie,
         )
     except (OSError, subprocess.SubprocessError) as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import select
 import threading
@@ -243,8 +244,10 @@ class Validator:
         if self._unwritten or self._wishes_seen != self._wishes_made:
             moments.append(max(self._retry_at, now + WAIT_SLICE_S))
         timeout_s = max(0.0, min(moments) - now) if moments else None
-        sources = [self._wake_fd, *(run.child.pidfd for run in self._running.values())]
-        select.select(sources, [], [], timeout_s)
+        poll = select.poll()  # `select` refuses descriptors from 1024 on.
+        for source in (self._wake_fd, *(run.child.pidfd for run in self._running.values())):
+            poll.register(source, select.POLLIN)
+        poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
 
@@ -259,12 +262,12 @@ class Validator:
             return []
         while waiting and len(self._running) < plan.at_most:
             name, marker = waiting.pop(0)
-            wish = Wish.from_json(marker.validation)
             path = self._run.checkpoint_path(name)
-            timeout_s = wish.timeout_s if wish.timeout_s is not None else plan.timeout_s
             try:
+                wish = Wish.from_json(marker.validation)
+                timeout_s = wish.timeout_s if wish.timeout_s is not None else plan.timeout_s
                 child = Child(plan.call, path, {**plan.fn_kwargs, **wish.fn_kwargs}, timeout_s)
-            except Exception as error:  # Whatever pickling user code raises.
+            except Exception as error:  # Whatever pickling user code, or a strange wish, raises.
                 finding = Finding(
                     CheckpointStatus.VALIDATION_FAILED,
                     reason=f"it cannot be started: {type(error).__name__}: {error}",

@@ -23,7 +23,8 @@ import torch
 from elastic.core.world import CheckpointStatus
 from elastic.storage.validation import Finding
 
-FOUND_BYTES_MAX = 4 * 1024 * 1024
+FOUND_BYTES_MAX = 1024 * 1024
+"""As much as a report may bring; both go into one record of the coordinator's."""
 MODULE = "elastic.worker.validation_process"
 
 
@@ -80,7 +81,6 @@ class Child:
                 [sys.executable, "-m", MODULE, str(os.getpid()), str(self._found)],
                 stdin=task,
                 pass_fds=(self._found,),
-                start_new_session=True,  # What it starts itself is killed with it.
             )
         except BaseException:
             os.close(self._found)
@@ -100,16 +100,20 @@ class Child:
             self.kill()
             reason = f"it took longer than {self._timeout_s:g} s"
             return Ended(Finding(CheckpointStatus.VALIDATION_TIMEOUT, reason=reason))
+        size = os.fstat(self._found).st_size
         text = os.pread(self._found, FOUND_BYTES_MAX, 0)
         self.kill()
         failed = CheckpointStatus.VALIDATION_FAILED
+        if size > FOUND_BYTES_MAX:
+            what = f"what it returned has {size} bytes as JSON, at most {FOUND_BYTES_MAX} are kept"
+            return Ended(Finding(failed, reason=f"{what}: write large data elsewhere"))
         try:
             found = json.loads(text)
             if "error" in found:
                 return Ended(Finding(failed, reason=str(found["error"])))
             return Ended(Finding(CheckpointStatus.VALIDATED, dict(found["metrics"])))
         except (ValueError, KeyError, TypeError):
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            how = f"signal {_name_of(-code)}" if code < 0 else f"exit code {code}"
             return Ended(Finding(failed, reason=f"its process ended by {how}"), code >= 0)
 
     def kill(self) -> None:
@@ -118,10 +122,18 @@ class Child:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()  # It may have no group of its own yet.
         self._process.wait()
         for number in (self.pidfd, self._found):
             os.close(number)
         self.pidfd = -1
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)  # Real-time signals have numbers only.
 
 
 def _memory(name: str, content: bytes) -> int:

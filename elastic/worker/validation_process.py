@@ -54,6 +54,8 @@ def main(parent: int, found_fd: int) -> None:
     die_with_parent()
     if os.getppid() != parent:
         sys.exit(EXIT_AGENT_GONE)
+    # What this starts itself is killed with it; in the worker's session, for the agent to sweep.
+    os.setpgid(0, 0)
     name_process("elastic-validat")
     os.set_inheritable(found_fd, False)
     set_up_process()

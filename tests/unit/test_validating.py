@@ -1,0 +1,139 @@
+"""Validations beside training: what odd wishes, descriptors and ends of processes come to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.agent.kernel import DEAD, process_state
+from elastic.core.config import JobSpec
+from elastic.core.events.worker import Validated
+from elastic.core.world import CheckpointStatus, JobId
+from elastic.storage.marker import Marker
+from elastic.storage.run_directory import RunDirectory
+from elastic.worker.exchange import Answer
+from elastic.worker.validating import ValidationPlan, Validator
+from elastic.worker.validation_child import FOUND_BYTES_MAX, Child, Ended
+from tests.strategies import SCRIPT
+
+PATIENCE_S = 60.0
+SPEC = JobSpec(job_id=JobId("j1"), name="a", entry=SCRIPT, min_workers=1, max_workers=1)
+
+
+class Coordinator:
+    """Takes whatever it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Validated] = []
+
+    def post(self, item: Validated) -> None:
+        self.told.append(item)
+
+    def expect_answer(self, generation: int, index: int) -> Answer:
+        answer = Answer()
+        answer.accepted = True
+        answer.ready.set()
+        return answer
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[Path, Coordinator], Validator]]:
+    """Start a validator, rank 0's, that has something to look for."""
+    begun: list[Validator] = []
+
+    def start(path: Path, coordinator: Coordinator) -> Validator:
+        validator = Validator(RunDirectory(str(path)), SPEC, coordinator)
+        begun.append(validator)
+        validator.configure(ValidationPlan(lambda path, fn_kwargs: "{}"))
+        validator.enter(1, 0, "")
+        return validator
+
+    yield start
+    for validator in begun:
+        validator.close()
+
+
+def is_finished(validator: Validator) -> bool:
+    """Return whether it comes to its end within reason."""
+    deadline = time.monotonic() + PATIENCE_S
+    validator.finish(lambda: time.monotonic() > deadline)
+    return time.monotonic() < deadline
+
+
+def test_a_process_with_thousands_of_descriptors_validates_like_any_other(
+    started: Callable[[Path, Coordinator], Validator], tmp_path: Path
+) -> None:
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert is_finished(started(tmp_path, Coordinator()))
+    finally:
+        for number in held:
+            os.close(number)
+
+
+def test_a_wish_that_nobody_understands_fails_by_itself_and_holds_up_nothing(
+    started: Callable[[Path, Coordinator], Validator], tmp_path: Path
+) -> None:
+    run, coordinator = RunDirectory(str(tmp_path)), Coordinator()
+    marker = Marker("j1", 1, 0, 1, 0, "{}", (), validation='{"fn_kwargs": 7}')
+    Path(run.checkpoint_path("c0")).mkdir(parents=True)
+    run.commit("c0", marker)
+    assert is_finished(started(tmp_path, coordinator))
+    assert [one.status for one in coordinator.told] == [CheckpointStatus.VALIDATION_FAILED]
+
+
+def end_by_number(path: str, fn_kwargs: dict[str, Any]) -> str:
+    os.kill(os.getpid(), signal.SIGRTMIN + 1)
+    return "{}"
+
+
+def find_much(path: str, fn_kwargs: dict[str, Any]) -> str:
+    return '{"text": "' + "x" * FOUND_BYTES_MAX + '"}'
+
+
+def leave_a_child(path: str, fn_kwargs: dict[str, Any]) -> str:
+    pid = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
+    return json.dumps({"pid": pid, "group": os.getpgid(pid), "session": os.getsid(pid)})
+
+
+def wait_ended(call: Callable[[str, dict[str, Any]], str]) -> Ended:
+    """Return how a validation ends."""
+    child = Child(call, "/run/c0", {}, PATIENCE_S)
+    while (ended := child.ended()) is None:
+        time.sleep(0.01)
+    return ended
+
+
+def wait_dead(pid: int) -> None:
+    """Wait until a process does nothing any more."""
+    deadline = time.monotonic() + PATIENCE_S
+    while process_state(pid) not in DEAD:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_end_by_a_signal_without_a_name_is_told_by_its_number() -> None:
+    ended = wait_ended(end_by_number)
+    assert ended.finding.reason == f"its process ended by signal {signal.SIGRTMIN + 1}"
+    assert not ended.is_final
+
+
+def test_more_than_a_record_can_hold_is_refused_by_its_size() -> None:
+    ended = wait_ended(find_much)
+    assert ended.finding.status is CheckpointStatus.VALIDATION_FAILED
+    assert f"at most {FOUND_BYTES_MAX} are kept" in ended.finding.reason
+    assert ended.is_final
+
+
+def test_what_a_validation_starts_ends_with_it_and_is_in_the_workers_session() -> None:
+    found = wait_ended(leave_a_child).finding.metrics
+    assert found["session"] == os.getsid(0), "the agent sweeps it there, if the worker is lost"
+    assert found["group"] != os.getpgid(0)
+    wait_dead(found["pid"])
