@@ -27,6 +27,7 @@ from elastic.client.jobs import Client, new_job_id
 from elastic.client.printer import Printer
 from elastic.client.run_options import run_options
 from elastic.client.show import failure_text
+from elastic.client.submission import plain_name
 from elastic.client.terminal import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -50,7 +51,7 @@ from elastic.client.watching import Follower
 from elastic.client.wording import workers
 from elastic.core.config import JobSpec
 from elastic.core.world import Node, NodePhase
-from elastic.errors import ElasticError, UsageError
+from elastic.errors import ElasticError, Unavailable, UsageError
 from elastic.storage.run_record import Owner
 
 STOP_WAIT_S = 15.0
@@ -80,21 +81,23 @@ def run(target: Target, /, detach: bool, standalone: bool, **given: Any) -> None
     workers are lost, the others run the script again in the same processes, in a new group.
     """
     context = click.get_current_context()
-    launch, logs = _launch(context, given), _log_wish(given)
+    launch, wish = _launch(context, given), _log_wish(given)
     cluster = _named(context, target, standalone=standalone, coord=given["coord"])
     if detach and cluster is None:
         raise UsageError(
             "--detach, but no coordinator is named: the cluster of this command's own ends with "
             "it; give --coord HOST:PORT (or ELASTIC_COORD)"
         )
-    if detach and logs.directory:
+    if detach and (wish.redirects or wish.tee):
         raise UsageError("--detach, and --tee or --redirects: nobody is left to write output")
     job_spec(launch, Size(1, 1), job_id="j-", stamp="")  # What is wrong with it is known now.
+    if cluster is None:
+        check_alone(launch)
     _say_ignored(context, standalone=standalone)
+    logs = _with_directory(wish, given)
     with _ending_signals() as came:
         try:
             if cluster is None:
-                check_alone(launch)
                 _run_here(launch, logs)
             else:
                 _run_there(launch, logs, cluster, detach=detach)
@@ -137,26 +140,31 @@ def _launch(context: click.Context, given: dict[str, Any]) -> Launch:
 
 
 def _log_wish(given: dict[str, Any]) -> LogWish:
-    redirects = parse_streams("--redirects", given["redirects"])
-    tee = parse_streams("--tee", given["tee"])
-    directory = ""
-    if redirects or tee:
-        parent = given["log_dir"] or None
-        if parent is not None:
-            try:
-                Path(parent).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(f"--log-dir {parent} cannot be made: {error.strerror}") from error
-        directory = tempfile.mkdtemp(prefix=f"{given['rdzv_id'] or 'elastic'}_", dir=parent)
-        _say(f"output of workers, stdout and stderr together, is written below {directory}")
     return LogWish(
-        directory=directory,
-        redirects=redirects,
-        tee=tee,
+        redirects=parse_streams("--redirects", given["redirects"]),
+        tee=parse_streams("--tee", given["tee"]),
         local_ranks=given["local_ranks_filter"],
         role=given["role"],
         prefix=given["log_line_prefix"],
     )
+
+
+def _with_directory(wish: LogWish, given: dict[str, Any]) -> LogWish:
+    """Make the directory that output is written to, if it is to be written."""
+    if not (wish.redirects or wish.tee):
+        return wish
+    stem = plain_name(given["rdzv_id"]) if given["rdzv_id"] else "elastic"
+    parent = given["log_dir"] or tempfile.gettempdir()
+    try:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+        directory = tempfile.mkdtemp(prefix=f"{stem}_", dir=parent)
+    except OSError as error:
+        raise UsageError(
+            f"no directory for output can be made in {parent} ({error.strerror or error}): give "
+            f"--log-dir one that you may write to"
+        ) from error
+    _say(f"output of workers, stdout and stderr together, is written below {directory}")
+    return replace(wish, directory=directory)
 
 
 def _named(
@@ -272,7 +280,11 @@ def _submit(client: Client, launch: Launch, size: Size, *, owner: Owner | None =
         for line in begun.lines:
             click.echo(line, err=True)
         spec = replace(spec, resume_from=begun.resume_from)
-        client.submit(spec)
+        try:
+            client.submit(spec)
+        except KeyboardInterrupt:
+            _stop(client, spec)  # It may have been taken by now.
+            raise
     bounds = workers(size.high) if size.low == size.high else f"{size.low} to {size.high} workers"
     _say(f"job {spec.name} ({spec.job_id}) with {bounds}, results in {spec.run_path}")
     return spec
@@ -284,9 +296,10 @@ def _follow(client: Client, job: _Job) -> None:
     printer = Printer(ranks=(), voices=Voices(job.logs))
     try:
         view = Follower(client, spec.job_id, printer).run()
-    except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, UsageError)):
-            _stop(client, spec)
+    except Unavailable:
+        raise  # Nobody hears us.
+    except BaseException:  # Whatever it is: an interrupt, a file or a pipe that takes no output.
+        _stop(client, spec)
         raise
     record = view.record
     note_end(spec.run_path, spec.job_id, record.phase, record.reason)

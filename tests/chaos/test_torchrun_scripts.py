@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.core.world import JobPhase
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.scripts import Script, until
 from tests.chaos.torchrun_script import KILLED_IN
@@ -105,6 +106,19 @@ def test_nodes_that_a_cluster_loses_are_outlived_within_nnodes(
     assert {one["LOCAL_WORLD_SIZE"] for one in environments(run)} == {"2"}
     assert {one["GROUP_RANK"] for one in environments(run)} == {"0", "1", "2"}
     run.assert_nothing_is_left()
+
+
+@pytest.mark.timeout(500)
+def test_a_command_that_cannot_write_what_it_hears_ends_its_job_too(
+    launched: Callable[..., Script], tmp_path: Path
+) -> None:
+    with LocalCluster(nodes=1, workers_per_node=1, directory=tmp_path / "cluster") as cluster:
+        words = (f"--coord={cluster.address}", "--tee=3", f"--log-dir={tmp_path / 'blocked'}")
+        run = launched("blocked", *elastic_run(tmp_path, *words), case="block")
+        assert run.wait(PATIENCE_S) != 0, run.said()
+        assert "give --log-dir a directory with room" in run.err.read_text(), run.said()
+        (job,) = cluster.client.status().view.jobs
+        assert job.record.phase is JobPhase.STOPPED, run.said()
 
 
 def sizes(run: Script) -> list[str]:

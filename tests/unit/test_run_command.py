@@ -124,6 +124,8 @@ def test_flags_without_effect_say_what_happens_instead(script: str) -> None:
         (("--coord", "nonsense", "train.py"), 78, "nonsense"),
         (("--coord", NOBODY, "train.py"), 69, "no coordinator answers"),
         (("-t", "7", "train.py"), 78, "--tee '7': expected 0 (none), 1 (stdout)"),
+        (("-t", "3", "--log-dir", "train.py", "train.py"), 78, "no directory for output can"),
+        (("-t", "3", "--log-dir", "/proc", "train.py"), 78, "can be made in /proc"),
         (("-r", "0:1,3", "train.py"), 78, "--redirects '0:1,3': expected"),
         (("--start-method", "thread", "train.py"), 2, "'thread' is not one of"),
         (("--name", "a/b", "--nproc-per-node", "1", "train.py"), 78, "job name 'a/b'"),
@@ -136,6 +138,18 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert done.exit_code == code, done.output
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_directory_for_output_has_a_plain_name_and_is_made_for_what_can_be_run(
+    script: str, tmp_path: Path
+) -> None:
+    words = ("--coord", NOBODY, "--rdzv-id", "a/b", "--tee", "3", "--log-dir", "out")
+    assert elastic_run(*words, "missing.py").exit_code == 78
+    assert not (tmp_path / "out").exists()
+    done = elastic_run(*words, script)
+    assert "no coordinator answers" in done.stderr
+    (directory,) = (tmp_path / "out").iterdir()
+    assert directory.name.startswith("a_b_")
 
 
 # ----------------------------------------------------------------------------------------- the size
