@@ -146,7 +146,7 @@ class Keeper:
                 cursor,
                 self.steps,
                 request=request,
-                durable=self._is_stored and (saver.plan.is_on or bool(request)),
+                durable=self._is_stored,  # Not by our own plan or wish: some hear of one later.
                 about=self._logbook.latest,
                 aliases=self._objects.aliases(),
             )

@@ -19,6 +19,7 @@ from elastic.worker import keeping
 from elastic.worker.keeping import Keeper
 from elastic.worker.local import LocalRun, run_local
 from elastic.worker.logbook import Logbook
+from elastic.worker.rows import StepRow
 from elastic.worker.saving import Seat
 from elastic.worker.stream_book import StreamBook
 from tests.unit.engine_under_test import Loop, square
@@ -69,6 +70,33 @@ def test_the_next_group_takes_it_again(tmp_path: Path, monkeypatch: pytest.Monke
     at_end(keepers)
     for saver in run.savers:
         saver.finish()
+    assert len(run.committed()) == 1
+
+
+def test_a_wish_that_some_members_have_not_heard_of_yet_is_written_by_all(tmp_path: Path) -> None:
+    run = Run(tmp_path, workers=2)
+    keepers = keepers_of(run)
+    for saver in run.savers:
+        saver.configure({})
+    keepers[0]._place.link.save_wish = lambda generation: 1  # type: ignore[union-attr]
+    rows = [StepRow(False, Cursor(0, 6), 0, (), *keeper.flags()) for keeper in keepers]
+    assert [row.saves for row in rows] == [True, False]
+    for keeper in keepers:
+        keeper.committed(rows)
+        keeper.at_boundary(Cursor(0, 7), None, lambda: False)
+    for saver in run.savers:
+        assert saver._writer is not None
+        assert saver._writer.finish(DEADLINE_S)
+    assert len(run.committed()) == 1
+
+
+def test_shards_that_leave_by_plan_are_in_storage_also_without_automatic_checkpoints(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    (keeper,) = keepers_of(run)
+    run.savers[0].configure({})
+    keeper.before_leaving(Cursor(0, 7), None, lambda: False)
     assert len(run.committed()) == 1
 
 
