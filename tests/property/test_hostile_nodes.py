@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic.core.messages import Hello
-from elastic.core.world import JobId, NodeId, WorkerId
+from elastic.core.messages import Hello, Report, Reported, WorkerUpdate
+from elastic.core.world import JobId, NodeId, WorkerId, WorkerPhase, WorkerReport
 from elastic.errors import ConfigError, PeerError
 from elastic.wire.codec_stream import decode_agent_message, encode_agent_message
 from tests.strategies import AGENT_MESSAGES, facts
@@ -26,6 +27,7 @@ hostile = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+JOB, GOOD = JobId("job"), WorkerId("good/1")
 NODES = st.sampled_from(["good", "bad", "other"]).map(NodeId)
 AIMED: dict[str, st.SearchStrategy[Any]] = {
     "worker_id": st.sampled_from(["good/1", "bad/1", "bad/2", "bad/x", "/", ""]).map(WorkerId),
@@ -111,3 +113,26 @@ def test_no_greeting_of_a_node_ends_the_coordinator(greetings: list[Any]) -> Non
         cluster.step(AgentConnected(session, greeting))
         cluster.advance(pause_s)
     assert cluster.stop("job").error in ("", "failed_precondition")
+
+
+def test_an_agent_speaks_for_the_workers_of_its_own_node_only() -> None:
+    cluster = besieged()
+    before = cluster.job("job")
+    for phase in (WorkerPhase.EXITED, WorkerPhase.FINISHED, WorkerPhase.BROKEN):
+        cluster.says("bad", WorkerUpdate(WorkerReport(GOOD, JOB, phase, before.record.generation)))
+    said = Report(GOOD, JOB, before.record.generation, 0, 0, "{}", "/somewhere/else")
+    cluster.says("bad", Reported(said))
+    cluster.advance(1)
+    after = cluster.job("job")
+    assert after.record == before.record
+    assert [w.report for w in after.workers] == [w.report for w in before.workers]
+
+
+@pytest.mark.parametrize("serial", ["²", "9" * 5000, "-1", "x", ""])
+def test_a_worker_whose_number_is_none_does_not_end_the_coordinator(serial: str) -> None:
+    cluster = besieged()
+    worker_id = WorkerId(f"bad/{serial}")
+    message = WorkerUpdate(WorkerReport(worker_id, JOB, WorkerPhase.READY, 0))
+    cluster.says("bad", decode_agent_message(encode_agent_message(message)))
+    cluster.submit("another", 1, 1)
+    assert cluster.stop("job").error == ""

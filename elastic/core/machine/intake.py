@@ -324,12 +324,13 @@ def on_said(cluster: Cluster, event: AgentSaid) -> None:
     if isinstance(message, WorkerUpdate):
         take_report(cluster, state, message.report)
     elif isinstance(message, Reported):
-        reports.take_metrics(cluster, event.session, message.report)
+        if state.has(message.report.worker_id):
+            reports.take_metrics(cluster, event.session, message.report)
         if state.reports_due:
             state.reports_due -= 1
             if not state.reports_due:
                 cluster.touch_active()
-    elif isinstance(message, Progress):
+    elif isinstance(message, Progress) and state.has(message.worker_id):
         reports.take_progress(cluster, message)
     elif isinstance(message, Pulse):
         suspicion.take_pulse(cluster, state, message)
@@ -344,7 +345,9 @@ def on_said(cluster: Cluster, event: AgentSaid) -> None:
 
 
 def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> None:
-    """Take what an agent says about a worker into the books."""
+    """Take what an agent says about a worker into the books; it speaks for its own node only."""
+    if not state.has(report.worker_id):
+        return
     job = cluster.jobs.get(report.job_id)
     known = job is not None and report.worker_id in job.workers
     if report.phase is WorkerPhase.EXITED:

@@ -14,6 +14,7 @@ from elastic.core.view import NodeView
 from elastic.core.world import JobId, Node, NodeId, NodePhase, Resources, SessionId, WorkerId
 
 LIVE = (NodePhase.READY, NodePhase.DRAINING)
+SERIAL_DIGITS_MAX = 15
 
 
 @dataclass
@@ -66,10 +67,15 @@ class NodeState:
         self.last_serial += 1
         return WorkerId(f"{self.node.node_id}/{self.last_serial}")
 
+    def has(self, worker_id: WorkerId) -> bool:
+        """Return whether this id is one of this node's: its agent speaks for no other's workers."""
+        return worker_id.rpartition("/")[0] == self.node.node_id
+
     def saw_worker(self, worker_id: WorkerId) -> None:
         """Never give this id to another worker."""
         serial = worker_id.rpartition("/")[2]
-        if serial.isdigit():
+        # An agent says it, and may say anything: not all digits make a number.
+        if serial.isascii() and serial.isdigit() and len(serial) <= SERIAL_DIGITS_MAX:
             self.last_serial = max(self.last_serial, int(serial))
 
     def move(self, phase: NodePhase, now_ns: int, reason: str = "") -> None:
