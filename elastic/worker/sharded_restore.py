@@ -208,6 +208,8 @@ class Restorer:
 
     def _from_storage(self, name: str, marker: Marker | None) -> State | None:
         try:
+            if marker is None:  # Committed since we looked: its writer may be of the group before.
+                marker = next((m for _, n, m in self._listed() or () if n == name), None)
             if marker is None:
                 raise ValueError("others list it, and it is not there for this worker")
             return self._read(name, marker)

@@ -129,7 +129,7 @@ def together(size: int, do: Callable[[int, Any], Any]) -> list[Any]:
 
 
 def restored(
-    run: ShardedRun, places: Sequence[Memory | None], *, reads: bool = True
+    run: ShardedRun, places: Sequence[Memory | None], *, reads: bool = True, late: int = -1
 ) -> tuple[list[Member], list[tuple[State | None, bool]]]:
     """Return the members of a new group, and what each has come to.
 
@@ -137,12 +137,16 @@ def restored(
         run: the one before.
         places: the node of each member, None for one that has held nothing.
         reads: they can reach storage.
+        late: a rank that has looked before the newest checkpoint was committed.
     """
-    size = len(places)
+    size, looks = len(places), [0] * len(places)
     members = [Member(rank, (size,), seed=9, stepped=False) for rank in range(size)]
 
-    def listed() -> Any:
+    def listed(rank: int) -> Any:
         found = [(int(m.about("steps", 0)), n, m) for n, m in run.directory.automatic()]
+        looks[rank] += 1
+        if rank == late and looks[rank] == 1:
+            found.pop()
         return found[::-1] if reads else None
 
     def restore(rank: int, group: Any) -> tuple[State | None, bool]:
@@ -153,7 +157,7 @@ def restored(
             group,
             saver,
             ours,
-            listed=listed,
+            listed=lambda: listed(rank),
             read=lambda name, marker: read_checkpoint(
                 run.directory, name, marker, ours=ours, rank=rank
             ),
@@ -194,6 +198,18 @@ def test_what_one_node_lacks_comes_from_storage(tmp_path: Path) -> None:
     assert all(state is not None and state["steps"] == 1 for state, _ in found), found
     for member in members:
         assert_rows_of(member, run.members[0].whole, run.members[0].optimizer_state)
+
+
+def test_a_checkpoint_that_one_member_has_looked_too_early_for_is_used_by_all(
+    tmp_path: Path,
+) -> None:
+    run = ShardedRun(tmp_path, shape=(2,), nodes=2)
+    for number in range(2):
+        for saver in run.savers:
+            saver.number = number
+        run.save(steps=number + 1)
+    _, found = restored(run, [None, None], late=1)
+    assert [state["steps"] if state is not None else 0 for state, _ in found] == [2, 2]
 
 
 def test_nothing_is_begun_anew_while_storage_is_away(tmp_path: Path) -> None:
