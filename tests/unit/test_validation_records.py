@@ -62,6 +62,18 @@ def test_the_first_word_about_a_checkpoint_stands() -> None:
     assert not coordinator.of(Persist)
 
 
+def test_what_is_told_again_by_each_new_rank_zero_does_not_end_a_row_of_losses() -> None:
+    coordinator = running(run_path="/run", nodes=2)
+    report(coordinator, 0, status=PENDING)
+    validate(coordinator, 0)
+    coordinator.exits("n2/1")
+    coordinator.training("n1/1")
+    assert coordinator.job("a").record.losses == 1
+    validate(coordinator, 0, 2)
+    assert [ack.accepted for ack in coordinator.sent(ReportAck)] == [True]
+    assert coordinator.job("a").record.losses == 1
+
+
 def test_a_checkpoint_that_nobody_asked_to_validate_or_that_is_not_known_stays_as_it_is() -> None:
     coordinator = running(run_path="/run", nodes=1)
     report(coordinator, 0)

@@ -40,11 +40,13 @@ def take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
     is_users = report.rank == 0 and is_of_script(report.index)
     if is_users:
         job.metrics = report.metrics
-    forgive(job)
     if report.status in VALIDATION_OVER:
+        # No progress of the run: who becomes rank 0 tells all that was ever found out.
         _take_validation(cluster, job, report)
-    elif report.checkpoint:
-        _record(cluster, job, report)
+    else:
+        forgive(job)
+        if report.checkpoint:
+            _record(cluster, job, report)
     cluster.do(
         SendAgent(session, ReportAck(report.worker_id, report.generation, report.index, True))
     )
