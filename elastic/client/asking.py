@@ -49,6 +49,10 @@ def ps(target: Target, include_ended: bool, output: str) -> None:
     """List jobs, with what each one waits for."""
     with target.connect() as client:
         jobs = client.list(include_ended=include_ended, stale_ok=True)
+        # Jobs say themselves how old that is; where there is none, nobody would.
+        standby = "" if jobs else client.status(stale_ok=True).standby
+    if standby:
+        click.echo(f"elastic: {standby}", err=True)
     now_ns = _clock.monotonic_ns()
     if output == "json":
         print_json([job_as_dict(job, now_ns) for job in jobs])

@@ -1,0 +1,59 @@
+"""What a standby's answers look like to a user whom no leader answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import CliRunner
+
+from elastic.client.cli import main
+from elastic.core.view import ClusterView
+from elastic.errors import NotLeading
+from elastic.runtime.rpc import FRESH_KEY, PROTOCOL, status_of
+from elastic.wire.codec_jobs import ClusterStatus, status_to_proto
+from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
+
+AGE = "as of 12.0 s ago, from the store"
+
+
+class Standby(jobs_pb2_grpc.JobsServicer, jobs_pb2_grpc.ClusterServicer):
+    """One that knows of no job, and of no leader."""
+
+    def List(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._refuse_if_fresh(context)
+        return jobs_pb2.ListJobsResponse()
+
+    def Status(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._refuse_if_fresh(context)
+        view = ClusterView(1, (), ())
+        return status_to_proto(ClusterStatus("b/2", "0", PROTOCOL, "etcd://x", 0, view, AGE))
+
+    def _refuse_if_fresh(self, context: grpc.ServicerContext) -> None:
+        if FRESH_KEY in dict(context.invocation_metadata()):
+            code, text, trailing = status_of(NotLeading("nobody leads"))
+            context.set_trailing_metadata(trailing)
+            context.abort(code, text)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    standby = Standby()
+    jobs_pb2_grpc.add_JobsServicer_to_server(standby, server)
+    jobs_pb2_grpc.add_ClusterServicer_to_server(standby, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_no_jobs_of_a_while_ago_are_not_told_as_no_jobs_now(address: str) -> None:
+    shown = CliRunner().invoke(main, ["--coord", address, "ps"])
+    assert shown.exit_code == 0
+    assert AGE in shown.stderr
+    assert AGE not in shown.stdout
+    assert "no job runs or waits" in shown.stdout
