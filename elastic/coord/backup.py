@@ -17,7 +17,7 @@ from pathlib import Path
 
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import Holder, Leadership, term_of
-from elastic.errors import ConfigError, StoreError, UsageError
+from elastic.errors import ConfigError, StoreError, StoreUnavailable, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.store.etcd_wire import DEFAULT_ROOT, KeySpace
 from elastic.store.interface import Compare, Delete
@@ -118,7 +118,10 @@ def _draft_for(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise UsageError(f"{target} cannot be written: {error.strerror}") from error
     with folder as name:
-        yield Path(name) / "draft"
+        try:
+            yield Path(name) / "draft"
+        except OSError as error:
+            raise UsageError(f"{target} cannot be written: {error.strerror}") from error
 
 
 def _copy(source: Path, draft: Path) -> None:
@@ -132,7 +135,13 @@ def _copy(source: Path, draft: Path) -> None:
         # Made here for its mode: entries may hold what a user submitted.
         os.close(os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with contextlib.closing(sqlite3.connect(draft)) as writer:
-            reader.backup(writer)
+            try:
+                reader.backup(writer)
+            except sqlite3.OperationalError as error:
+                raise StoreUnavailable(
+                    f"{source} could not be copied into {draft.parent.parent}: {error}; see that "
+                    f"there is free space, then try again; nothing was left behind"
+                ) from error
 
 
 def _reader(path: Path) -> sqlite3.Connection:

@@ -89,6 +89,11 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         """Refuse to let strangers run code."""
+        if self.advertise and parse_endpoint(self.advertise)[0] in WILDCARDS:
+            raise ConfigError(
+                f"--advertise {self.advertise} is no address that others could connect to: name "
+                f"the host, or leave it out"
+            )
         host, has_token = self.listen[0], bool(self.token or self.tokens)
         asks_certificate = self.tls is not None and self.tls.ca is not None
         if asks_certificate and has_token:

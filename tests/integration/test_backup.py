@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,3 +168,18 @@ async def test_a_copy_holds_what_the_store_held_and_begins_another_history(
     assert journal.history.encode() != was.entries[0].value
     await store.close()
     await before.close()
+
+
+def test_a_copy_that_finds_no_room_says_so_and_leaves_nothing_behind(
+    files: Path, tmp_path: Path
+) -> None:
+    command = (sys.executable, "-m", "elastic.coord.cli", "backup", str(tmp_path / "x"))
+    limit = ("sh", "-c", 'ulimit -f 100 && exec "$0" "$@"')
+    limited = subprocess.run(
+        [*limit, *command, "--store", f"sqlite:{files}/good"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert limited.returncode == 69
+    assert f"{files}/good could not be copied into {tmp_path}" in limited.stderr
+    assert "see that there is free space" in limited.stderr
+    assert not list(tmp_path.iterdir())

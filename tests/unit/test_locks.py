@@ -147,3 +147,8 @@ def test_a_ready_file_that_could_never_be_written_is_refused_at_the_start(tmp_pa
         ServeOptions(
             listen=("127.0.0.1", 0), store="memory:", ready_file=tmp_path / "none" / "ready"
         )
+
+
+def test_an_address_that_means_every_host_is_not_told_to_others() -> None:
+    with pytest.raises(ConfigError, match="--advertise"):
+        ServeOptions(listen=("127.0.0.1", 0), store="memory:", advertise="0.0.0.0:7070")
