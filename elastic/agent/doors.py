@@ -7,7 +7,7 @@ stands at the standby's door and is told of the next leader at the moment there 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 from anyio.abc import TaskGroup
@@ -35,12 +35,15 @@ HOPELESS = (NotAuthorized, VersionMismatch)
 """Trying again is of no use before somebody has changed something."""
 
 
-async def find_leader(endpoints: Sequence[str], access: Access) -> ClientStream:
+async def find_leader(
+    endpoints: Sequence[str], access: Access, say: Callable[[str], None]
+) -> ClientStream:
     """Return a stream to the coordinator that leads, as long as any may still lead to it.
 
     Args:
         endpoints: "host:port" of each, the likeliest first.
         access: what is shown to them.
+        say: told what hinders, as long as standbys are waited for.
 
     Raises:
         NotAuthorized, VersionMismatch: one of them refused us for good, none took us.
@@ -54,6 +57,7 @@ async def find_leader(endpoints: Sequence[str], access: Access) -> ClientStream:
             return stream
         if not search.waiting:
             raise search.failure()
+        say(search.hindrance())
         round_s = min(2 * round_s, ROUND_S_MAX)
 
 
@@ -68,7 +72,7 @@ class _Search:
         self._moved = anyio.Event()
         self._tasks: TaskGroup
         # Standbys at whose door we stand.
-        self.waiting: dict[str, None] = {}
+        self.waiting: dict[str, NotLeading] = {}
 
     async def run(self, endpoints: Sequence[str], limit_s: float) -> ClientStream | None:
         """Return the stream of the first that takes us, None if nobody does in time."""
@@ -92,6 +96,15 @@ class _Search:
         text = "; ".join(str(error) for error in failures)
         return CoordinatorUnreachable(",".join(self._failures), text)
 
+    def hindrance(self) -> str:
+        """Return what standbys say, without ages, and why nobody else took us."""
+        said = [
+            f"the standby at {endpoint} names {news.leader or 'nobody'} as the leader"
+            for endpoint, news in sorted(self.waiting.items())
+        ]
+        failures = (str(error) for _, error in sorted(self._failures.items()))
+        return "; ".join((*said, *failures))
+
     def _ask(self, endpoint: str) -> None:
         if endpoint not in self._asking and self._found is None:
             self._asking[endpoint] = None
@@ -114,7 +127,7 @@ class _Search:
                     if term is not None and news.term <= term:
                         raise
                     term = news.term
-                    self.waiting[endpoint] = None
+                    self.waiting[endpoint] = news
                     self._tell()
                     if news.leader and news.leader != endpoint:
                         self._ask(news.leader)

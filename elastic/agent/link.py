@@ -168,7 +168,7 @@ class Link:
             NotAuthorized, VersionMismatch: one of them refused us for good, none took us.
             ElasticError: none of them took us.
         """
-        stream = await find_leader(self._endpoints, self._access)
+        stream = await find_leader(self._endpoints, self._access, self._complaint.say_at_once)
         # A leader that a standby pointed to is remembered; of those not named at the start a few.
         others = [endpoint for endpoint in self._endpoints if endpoint != stream.endpoint]
         learned = [endpoint for endpoint in others if endpoint not in self._named]
@@ -254,6 +254,13 @@ class Complaint:
         self._reason = ""
         self._since_ns = 0
         self._said_ns = 0
+
+    def say_at_once(self, reason: str) -> None:
+        """Log a reason that the machine does not hear of, the first one too."""
+        if not self._reason:
+            self._reason = " "  # Any other one is news.
+            self._since_ns = self._clock.monotonic_ns()
+        self.say(reason)
 
     def say(self, reason: str) -> None:
         """Log the reason, unless it was said a moment ago."""

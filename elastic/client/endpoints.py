@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +68,17 @@ def as_our_error(error: BaseException, endpoint: str) -> ElasticError:
             endpoint, ours.detail.rpartition(LAST_ERROR)[2].removeprefix("UNKNOWN: ")
         )
     return ours
+
+
+def with_reason(error: Unavailable, failures: Mapping[str, Unavailable]) -> Unavailable:
+    """Return the error of a standby, with the reason why its leader could not be asked instead."""
+    if not isinstance(error, NotLeading):
+        return error
+    why = failures.get(error.leader)
+    if not isinstance(why, CoordinatorUnreachable):
+        return error
+    text = f"{error}, which cannot be reached from here: {why.detail}"
+    return NotLeading(text, leader=error.leader, term=error.term)
 
 
 @dataclass
@@ -150,7 +161,7 @@ class Endpoints:
         give_up_ns = self._clock.monotonic_ns() + round(PATIENCE_S * 1e9)
         pause_s = PAUSE_S_MIN
         while True:
-            failures: list[Unavailable] = []
+            failures: dict[str, Unavailable] = {}
             asked: dict[str, None] = {}
             while todo := [name for name in self.order() if name not in asked]:
                 endpoint = todo[0]
@@ -158,17 +169,18 @@ class Endpoints:
                 try:
                     answer = self._ask_one(endpoint, start, request, timeout_s)
                 except Unavailable as error:
-                    failures.append(error)
+                    failures[endpoint] = error
                     self.pointed(error)
                 else:
                     self.answered(endpoint)
                     return answer
-            not_yet = [e for e in failures if not isinstance(e, CoordinatorUnreachable)]
+            said = list(failures.values())
+            not_yet = [e for e in said if not isinstance(e, CoordinatorUnreachable)]
             if stale_ok and any(isinstance(error, NotLeading) for error in not_yet):
                 with contextlib.suppress(Unavailable):
                     return self._ask_standby(tuple(asked), start, request, timeout_s)
             if not not_yet or self._clock.monotonic_ns() >= give_up_ns:
-                raise not_yet[-1] if not_yet else self.unreachable(failures[-1])
+                raise with_reason(not_yet[-1], failures) if not_yet else self.unreachable(said[-1])
             if self.closed.wait(jittered(min(pause_s, TAKEOVER_PAUSE_S_MAX))):
                 raise not_yet[-1]
             pause_s = longer(pause_s)

@@ -128,6 +128,28 @@ async def test_a_standby_points_to_a_leader_that_the_agent_was_not_told_of() -> 
             await welcomed(link, heard, leader)
 
 
+async def wait_said(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    with anyio.fail_after(DEADLINE_S):
+        while True:
+            if text in caplog.text:
+                return
+            await anyio.sleep(0.02)
+
+
+async def test_an_agent_that_cannot_reach_the_leader_says_so_while_it_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gone = f"127.0.0.1:{free_port()}"
+    standby = SmallCoordinator(refusal=NotLeading("it leads", leader=gone, term=3))
+    async with serving(standby) as first, linked(first) as (link, heard):
+        link.connect(S1)
+        await wait_said(caplog, "waiting_for_coordinator")
+        assert not heard.all
+    said = caplog.text
+    assert f"the standby at {first} names {gone} as the leader" in said
+    assert f"no coordinator answers at {gone}" in said
+
+
 async def test_an_agent_waits_at_a_standbys_door_until_that_one_leads() -> None:
     gone = f"127.0.0.1:{free_port()}"
     standby = SmallCoordinator(refusal=NotLeading("it led", leader=gone, term=3))

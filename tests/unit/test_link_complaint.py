@@ -65,3 +65,15 @@ def test_a_connection_ends_the_wait(
     clock.now_ns = ns(100)
     complaint.say("nobody answers")
     assert not caplog.records
+
+
+def test_what_nobody_else_says_is_said_at_once_and_then_every_half_minute(
+    clock: HandClock, complaint: Complaint, caplog: pytest.LogCaptureFixture
+) -> None:
+    for second in range(0, 62, 2):
+        clock.now_ns = ns(second)
+        complaint.say_at_once("its leader is not to be reached")
+    assert [record.getMessage() for record in caplog.records] == [
+        f'waiting_for_coordinator for_s={second} reason="its leader is not to be reached"'
+        for second in (0, 30, 60)
+    ]

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from elastic.client.endpoints import Endpoints
+from elastic.client.endpoints import Endpoints, with_reason
 from elastic.coord.certs import Wanted, init_authority, issue
 from elastic.coord.cli import main
 from elastic.coord.roles import Role
 from elastic.coord.serve import ServeOptions
 from elastic.coord.server_limits import Door, Limits
 from elastic.coord.tokens import Token, create_token, read_tokens, revoke_token
-from elastic.errors import Busy, ConfigError, UsageError
+from elastic.errors import Busy, ConfigError, CoordinatorUntrusted, NotLeading, UsageError
 from elastic.runtime.access import PEM_BYTES_MAX, Access, TlsFiles
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import call_metadata
@@ -152,3 +152,13 @@ def test_a_ready_file_that_could_never_be_written_is_refused_at_the_start(tmp_pa
 def test_an_address_that_means_every_host_is_not_told_to_others() -> None:
     with pytest.raises(ConfigError, match="--advertise"):
         ServeOptions(listen=("127.0.0.1", 0), store="memory:", advertise="0.0.0.0:7070")
+
+
+def test_a_leader_that_only_standbys_can_reach_is_told_with_the_reason() -> None:
+    standby = NotLeading("b leads; ask that one", leader="b:1", term=3)
+    why = CoordinatorUntrusted("b:1", "its certificate is not for this host name")
+    told = with_reason(standby, {"a:1": standby, "b:1": why})
+    assert isinstance(told, NotLeading)
+    assert (told.leader, told.term) == ("b:1", 3)
+    assert str(told) == f"{standby}, which cannot be reached from here: {why.detail}"
+    assert with_reason(standby, {"a:1": standby}) is standby
