@@ -233,6 +233,8 @@ class Seams:
                     f"of {group.world_size}, and its group stands already; leave {name} out, or "
                     f"read it from the environment (RANK, WORLD_SIZE)"
                 )
+        if asked.get("timeout") is not None:
+            _part(distributed_c10d, "_set_pg_timeout")(asked["timeout"])
         backend = str(asked.get("backend") or group.backend).lower()
         if backend not in (group.backend, "undefined"):
             log.warning(

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ def _wait_for(words: list[str], environ: Mapping[str, str]) -> int:
 @contextlib.contextmanager
 def _store_for_children(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Open a store at rank 0; yields what tells the children of all members where it is."""
-    dist.init_process_group()  # The worker's own, which stands.
+    # The worker's own, which stands; who ends first waits for the others, however long they take.
+    dist.init_process_group(timeout=timedelta(days=365))
     server: StoreServer | None = None
     told: list[str] = [""]
     try:

@@ -65,6 +65,12 @@ class Trainer:
             dist.barrier()
 
 
+def say(text: str) -> None:
+    """Print a line at once: torchrun runs Python unbuffered, and print writes the end apart."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def train_until(file: str) -> None:
     """Train until there is a file; one rank looks for it, and all of them end in the same step."""
     is_over = torch.zeros(1)
@@ -78,7 +84,7 @@ def train_until(file: str) -> None:
 def main() -> None:
     case, folder = sys.argv[1:]
     dist.init_process_group(backend="gloo")
-    print("environment " + json.dumps({name: os.environ.get(name) for name in SHOWN}), flush=True)
+    say("environment " + json.dumps({name: os.environ.get(name) for name in SHOWN}))
     if case == "raise":
         if dist.get_rank() == 1:
             raise ValueError("bad batch at step 7")
@@ -89,7 +95,7 @@ def main() -> None:
             time.sleep(0.02)
         os.rename(found[0], f"{found[0]}.away")
         open(found[0], "w").close()
-        print("more", flush=True)
+        say("more")
     if case in ("wait", "block"):
         return train_until(f"{folder}/end")
     dist.barrier()
@@ -102,7 +108,7 @@ def main() -> None:
     trainer.train(EPOCHS)
     weights = b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters())
     digest = hashlib.sha256(weights).hexdigest()
-    print(f"trained from epoch {began_at}: {digest}", flush=True)
+    say(f"trained from epoch {began_at}: {digest}")
     dist.destroy_process_group()
 
 

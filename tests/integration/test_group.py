@@ -252,6 +252,13 @@ def test_a_script_written_for_torchrun_gets_the_group_that_stands() -> None:
     assert wrong.error.startswith("UsageError: init_process_group(world_size=99)")
 
 
+def test_the_timeout_that_a_script_asks_for_holds_in_the_group_that_stands() -> None:
+    members = CREW.take(2)
+    formed(members)
+    alone = members[0].answer(members[0].tell("impatient_script", timeout_s=0.5))
+    assert "Timed out waiting 500ms" in alone.error
+
+
 def test_an_interrupted_member_leaves_its_collective_for_the_reason_given() -> None:
     members = CREW.take(2)
     formed(members)

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -163,6 +164,10 @@ class Member:
 
     def wrong_script(self) -> None:
         dist.init_process_group("gloo", rank=17, world_size=99)
+
+    def impatient_script(self, timeout_s: float) -> None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        dist.barrier()
 
     def mesh(self) -> int:
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
