@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from elastic.coord.roles import RULES, Role
 from elastic.core.messages import Welcome
 from elastic.runtime.access import Access, find_access
 from tests.integration.coordinator import (
+    DEADLINE_S,
     Coordinator,
     ScriptedAgent,
     User,
@@ -301,3 +304,15 @@ async def test_tokens_over_tls_need_no_certificate_of_the_caller(tmp_path: Path)
         without = await call(running.address, method, access=Access(tls=tls))
         assert without.code == "UNAUTHENTICATED"
         assert (await call(running.address, method, access=Access(shown))).code == "UNAVAILABLE"
+
+
+def test_a_stranger_without_a_handshake_leaves_no_line_each_time(mutual: Mutual) -> None:
+    host, _, port = mutual.coordinator.address.rpartition(":")
+    before = mutual.coordinator.log()
+    for _ in range(5):
+        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
+            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(4096):
+                    pass
+    assert "andshake" not in mutual.coordinator.log().removeprefix(before)
