@@ -428,3 +428,12 @@ def test_a_worker_outside_the_group_has_no_rank() -> None:
     assert [(w.report.worker_id, w.rank) for w in coordinator.job("a").workers] == [
         ("n1/1", 0), ("n2/1", -1),
     ]  # fmt: skip
+
+
+def test_a_reason_that_no_store_would_keep_is_refused_and_the_node_is_as_it_was() -> None:
+    coordinator = Coordinator()
+    coordinator.agent("n1")
+    refused = coordinator.cordon("n1", "x" * 600_000)
+    assert refused.error == "exhausted"
+    assert "shorter reason" in refused.text
+    assert coordinator.cordon("n1", "upgrade").error == ""

@@ -21,6 +21,9 @@ from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.world import JobPhase
 from elastic.errors import ConfigError
 
+CORDONS_BYTES_MAX = 512 * 1024
+"""They are one record, and a store takes no more than 1 MiB in a commit."""
+
 
 def on_pause(cluster: Cluster, event: PauseRequested) -> None:
     """Note that a job is to hold no workers."""
@@ -108,6 +111,15 @@ def on_cordon(cluster: Cluster, event: NodeCordonRequested) -> None:
         cluster.do(Reply(event.request_id, "not_found", text))
         return
     before = book.cordons.get(node_id)
+    kept = {**book.cordons, node_id: event.reason}
+    size = sum(len(name.encode()) + len(reason.encode()) for name, reason in kept.items())
+    if event.cordoned and size > CORDONS_BYTES_MAX:
+        text = (
+            f"the names and reasons of cordoned nodes would take {size} bytes, more than the "
+            f"{CORDONS_BYTES_MAX} that are kept: give a shorter reason, or uncordon others"
+        )
+        cluster.do(Reply(event.request_id, "exhausted", text))
+        return
     if event.cordoned and before != event.reason:
         book.cordons[node_id] = event.reason
     elif not event.cordoned and before is not None:
