@@ -91,6 +91,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/worker/validation_process.py": "a process starts here, and forgets its parent's place",
     "elastic/worker/program.py": "hands its own environment on to the program that it is there for",
     "elastic/worker/local.py": "a run without an agent: torchrun, or nobody, started the process",
+    "elastic/coord/__init__.py": "sets what gRPC reads at its import, unless a user has set it",
 }
 
 MODULES = {module_name(path): path for path in python_files("elastic")}
