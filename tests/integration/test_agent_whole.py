@@ -239,7 +239,7 @@ async def test_a_wrong_token_ends_the_agent(tmp_path: Path) -> None:
             assert await exit_code(process) == 69
     said = (tmp_path / "agent.log").read_text()
     assert "wrong token" in said
-    assert "token_file_open" in said
+    assert "secret_file_open" in said
     assert "Traceback" not in said
 
 
