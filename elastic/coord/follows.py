@@ -100,6 +100,10 @@ class Merged:
         self._waiting = 0
         self._texts.clear()
 
+    def wake(self) -> None:
+        """Say that there may be other workers now."""
+        self._awake.set()
+
     async def wait(self, timeout_s: float) -> None:
         """Wait until there is something new, at most this long."""
         with anyio.move_on_after(timeout_s):

@@ -183,11 +183,16 @@ class JobsService:
         """Show the output of a job's workers."""
         job_id = self._find(request.job)
         driver = self._desk.driver
-        with self._desk.follows.merged() as merged:
+        with (
+            self._desk.follows.merged() as merged,
+            # A member may be gone again before the next look in turn, and nobody knows it then.
+            driver.watchers.subscribe(job_id, on_note=merged.wake) as notes,
+        ):
             reader = LogReader(self._desk, job_id, request, merged)
             going_on = True
             while going_on:
                 self._desk.stay_with(driver)
+                notes.take()
                 going_on = reader.look()
                 for chunk in reader.chunks():
                     yield log_chunk_to_proto(chunk)

@@ -7,7 +7,7 @@ many; snapshots are made when it reads, so it never sees an old one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import anyio
@@ -31,12 +31,16 @@ NOTES_MAX = 1000
 class Watcher:
     """One follower of one job."""
 
-    def __init__(self, limit: int = NOTES_MAX) -> None:
+    def __init__(
+        self, limit: int = NOTES_MAX, *, on_note: Callable[[], None] = lambda: None
+    ) -> None:
         """Begin without notes.
 
         Args:
             limit: notes that wait for the follower.
+            on_note: called with each note, for a follower that waits for something else too.
         """
+        self._on_note = on_note
         self._notes: deque[TimedNote] = deque()
         self._limit = limit
         self._dropped = 0
@@ -49,6 +53,7 @@ class Watcher:
             self._dropped += 1
         self._notes.append(note)
         self._awake.set()
+        self._on_note()
 
     def wake(self) -> None:
         """Say that the job may look different."""
@@ -80,9 +85,11 @@ class Watchers:
         self._by_job: dict[JobId, list[Watcher]] = {}
 
     @contextmanager
-    def subscribe(self, job_id: JobId) -> Iterator[Watcher]:
+    def subscribe(
+        self, job_id: JobId, on_note: Callable[[], None] = lambda: None
+    ) -> Iterator[Watcher]:
         """Follow a job for the length of a `with` block."""
-        watcher = Watcher()
+        watcher = Watcher(on_note=on_note)
         self._by_job.setdefault(job_id, []).append(watcher)
         try:
             yield watcher

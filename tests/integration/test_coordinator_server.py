@@ -423,6 +423,23 @@ async def test_who_follows_a_job_before_it_starts_gets_its_output_from_the_begin
         await user.stop(job_id)
 
 
+async def test_a_worker_that_dies_at_once_is_followed_too(coordinator: Coordinator) -> None:
+    address = coordinator.address
+    async with ScriptedAgent(address, node("brief")) as agent, User(address) as user:
+        await agent.join()
+        job_id = await user.submit(spec("brief"))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: user.logs(job_id, follow=True))
+            reports = []
+            for _ in range(2):
+                reports.append(await agent.train())
+                await agent.say(exited(reports[-1], ExitKind.SIGNAL))
+            for report in reports:
+                assert (await agent.hear(FollowLogs)).worker_id == report.worker_id
+            tasks.cancel_scope.cancel()
+        await user.stop(job_id)
+
+
 async def test_a_follower_that_goes_away_is_told_to_the_agent(coordinator: Coordinator) -> None:
     address = coordinator.address
     async with ScriptedAgent(address, node("quiet")) as agent, User(address) as user:
