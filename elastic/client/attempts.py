@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fsspec.core import url_to_fs
 
@@ -25,6 +26,8 @@ from elastic.storage.soundness import newest_sound, place_of
 log = logging.getLogger(__name__)
 
 TRAINER_FILE = "trainer.pkl"
+LEFT_BY_A_KILL = {TRAINER_FILE, f"{TRAINER_FILE}.partial", "run.json.partial"}
+"""What is in a directory whose run was killed before it had begun."""
 
 PhaseOf = Callable[[str], JobPhase | None]
 """Returns where a job stands, None if nobody knows it."""
@@ -132,7 +135,7 @@ def _make_directory(run_path: str) -> bool:
         ) from error
     try:
         is_there = bool(fs.exists(root))
-        if is_there and (not fs.isdir(root) or (fs.ls(root) and not fs.exists(f"{root}/run.json"))):
+        if is_there and not (fs.isdir(root) and _is_a_runs(fs, root)):
             raise NameTaken(
                 f"run directory {run_path} exists already, is not empty, and has no run.json to go "
                 f"on from: choose another name (--name, RunConfig(name=...)) or storage path, or "
@@ -145,6 +148,12 @@ def _make_directory(run_path: str) -> bool:
             f"storage path with room that you may write to"
         ) from error
     return is_there
+
+
+def _is_a_runs(fs: Any, root: str) -> bool:
+    """Return whether a directory is a run's, or holds nothing that anybody could miss."""
+    names = {name.rstrip("/").rpartition("/")[2] for name in fs.ls(root, detail=False)}
+    return "run.json" in names or names <= LEFT_BY_A_KILL
 
 
 def _check_over(files: Files, record: RunRecord, phase_of: PhaseOf) -> None:

@@ -218,10 +218,12 @@ def test_a_full_disk_fails_the_job_by_name(cluster: LocalCluster, tmp_path: Path
         assert done.returncode == 78, done.stderr
         assert b"run.json: disk full" in done.stderr.splitlines()[-1]
         well = script_job(tmp_path, "well", "leave_well", run=small / "well")
-        failure = end_of(cluster, cluster.client.submit(well)).record.failure
-        assert failure is not None
-        assert "rank 0 cannot write" in failure.message
-        assert "disk full" in failure.message
+        job_id = cluster.client.submit(well)
+        # Metrics alone are no reason to lose what was trained.
+        assert end_of(cluster, job_id).record.phase.value == "succeeded"
+        said = command(cluster, "logs", job_id).stdout
+        assert b"metrics_kept" in said
+        assert b"disk full" in said
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
 

@@ -61,6 +61,12 @@ def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
     assert begin(tmp_path) == Attempt()
 
 
+def test_what_a_kill_before_the_beginning_has_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    for name in ("trainer.pkl", "trainer.pkl.partial", "run.json.partial"):
+        (tmp_path / name).write_bytes(b"half of it")
+    assert begin(tmp_path) == Attempt()
+
+
 def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(
