@@ -90,7 +90,12 @@ def test_every_world_size_ends_with_the_same_bits(
     assert job.check(view)
 
 
-@pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.slow), "cnn", "gpt"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param("mlp", marks=SLOW), "cnn", pytest.param("gpt", marks=SLOW)]
+)
 def test_a_history_of_8_5_3_7_workers_ends_with_the_same_bits(tmp_path: Path, model: str) -> None:
     """Nodes die and join; a group that loses three of eight members goes on with five."""
     with LocalCluster(nodes=0, directory=tmp_path / "cluster") as cluster:
