@@ -264,6 +264,7 @@ def test_an_interrupted_member_leaves_its_collective_for_the_reason_given() -> N
     formed(members)
     generation = CREW.next_generation() - 1
     order = members[0].tell("train_until_changed", generation=generation)
+    wait_until(lambda: members[0].ask("trains", generation=generation))
     members[0].ask("interrupt", generation=generation)
     members[0].ask("abort")
     assert members[0].answer(order).value == "told to"

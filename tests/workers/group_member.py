@@ -42,6 +42,7 @@ class Member:
         self.interrupter = Interrupter()
         self.subgroup: Any = None
         self.steps: Steps | None = None
+        self.trains_in = 0
 
     # ------------------------------------------------------------------------- control thread
 
@@ -54,6 +55,9 @@ class Member:
     def is_forming(self) -> bool:
         """Return whether a thread is inside torch to connect or to form."""
         return any(thread.name == "elastic-form" for thread in threading.enumerate())
+
+    def trains(self, generation: int) -> bool:
+        return self.trains_in == generation
 
     def interrupt(self, generation: int) -> None:
         self.interrupter.interrupt(generation, "told to")
@@ -130,8 +134,13 @@ class Member:
 
     def train_until_changed(self, generation: int) -> str:
         """Wait in a collective inside `run`, the way a worker does."""
+
+        def train() -> None:
+            self.trains_in = generation
+            self.wait_work()
+
         try:
-            self.interrupter.run(generation, self.wait_work)
+            self.interrupter.run(generation, train)
         except GroupChanged as change:
             return change.reason
         return "returned"
@@ -200,7 +209,7 @@ class Member:
         }
 
 
-AT_ONCE = ("abort", "hung_up", "interrupt", "is_forming")
+AT_ONCE = ("abort", "hung_up", "interrupt", "is_forming", "trains")
 
 
 def answer(member: Member, order: dict[str, Any]) -> None:
