@@ -137,7 +137,12 @@ class Member:
 
         def train() -> None:
             self.trains_in = generation
-            self.wait_work()
+            try:
+                self.wait_work()
+            except RuntimeError:
+                # Torch's own error may come first: then the reason is there to be asked for.
+                self.interrupter.check()
+                raise
 
         try:
             self.interrupter.run(generation, train)
