@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from elastic.coord.roles import Role, caller_of_uri, caller_uri
 from elastic.core.config import check_name
 from elastic.errors import ConfigError, UsageError
-from elastic.runtime.access import CA_FILE, CERT_FILE, KEY_FILE, keep_owner
+from elastic.runtime.access import CA_FILE, CERT_FILE, KEY_FILE, replace_file
 
 CA_KEY_FILE = "ca.key"
 COORDINATOR = "coordinator"
@@ -250,15 +249,7 @@ def _make_folder(folder: Path) -> None:
 
 def _write(path: Path, data: bytes, mode: int) -> None:
     """Replace a file by one that nobody else could open meanwhile."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        draft.unlink(missing_ok=True)
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(fd, "wb") as file:
-            keep_owner(fd, path)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
+        replace_file(path, data, mode)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error}") from error

@@ -23,7 +23,7 @@ from typing import Any
 from elastic.coord.roles import Caller, Role
 from elastic.core.config import check_name
 from elastic.errors import ElasticError, NotAuthorized, NotFound, UsageError
-from elastic.runtime.access import keep_owner, warn_if_open
+from elastic.runtime.access import replace_file, warn_if_open
 from elastic.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -283,14 +283,7 @@ def _changing(path: Path) -> Iterator[list[Token]]:
 def _write(path: Path, tokens: list[Token]) -> None:
     records = [{**asdict(token), "role": token.role.value} for token in tokens]
     text = json.dumps({"version": VERSION, "tokens": records}, indent=1) + "\n"
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        draft.unlink(missing_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            keep_owner(file.fileno(), path)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
+        replace_file(path, text.encode(), 0o600)
     except OSError as error:
         raise UsageError(f"token file {path} cannot be written: {error}") from error

@@ -214,7 +214,29 @@ def warn_if_open(path: str | Path) -> None:
         log.warning("secret_file_open path=%s mode=%04o advice=%r", path, mode, f"chmod 600 {path}")
 
 
-def keep_owner(fd: int, path: Path) -> None:
+def replace_file(path: Path, data: bytes, mode: int) -> None:
+    """Replace a file, durably, by one that nobody else could open meanwhile.
+
+    Args:
+        path: of it; it keeps its owner, group and mode if it is there.
+        data: what it is to hold.
+        mode: of a new one.
+
+    Raises:
+        OSError: it cannot be written; the old one is as it was.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    draft.unlink(missing_ok=True)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(fd, "wb") as file:
+        _keep_owner(fd, path)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def _keep_owner(fd: int, path: Path) -> None:
     """Give a file that is to replace another one that one's owner, group and mode.
 
     An operator may be another user than the service: what that could read it must go on to read,

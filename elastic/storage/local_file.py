@@ -102,7 +102,6 @@ class LocalFile:
                 if not self._is_direct or error.errno not in REFUSED:
                     raise
                 self._set_direct(False)  # Said yes when it was asked, and means no.
-                self._may_be_direct = False
                 continue
             if done % ALIGN:
                 self._set_direct(False)  # A short write, as before a full disk.

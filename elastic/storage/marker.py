@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from elastic.core.world import CheckpointStatus, is_automatic
+from elastic.storage.summed import from_summed_json, to_summed_json
 
 MARKER = "_COMMITTED"
 RECORDED = "_RECORDED"
@@ -107,8 +108,7 @@ class Marker:
         del fields["status"]
         if not self.validation:
             del fields["validation"]  # An older reader knows no such thing.
-        body = {"format": FORMAT, **fields}
-        return json.dumps({**body, "crc32": _checksum(body)}, indent=1)
+        return to_summed_json(fields, FORMAT)
 
     @classmethod
     def from_json(cls, text: str) -> Marker:
@@ -117,18 +117,9 @@ class Marker:
         Raises:
             ValueError: it is torn, changed, or of another format.
         """
-        body: Any = json.loads(text)
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise ValueError(f"expected an object with format {FORMAT}")
-        if body.pop("crc32", None) != _checksum(body):
-            raise ValueError("its checksum does not fit")
+        body = from_summed_json(text, FORMAT)
         try:
-            del body["format"]
             files = tuple(StoredFile(path, *rest) for path, rest in body.pop("files").items())
             return cls(**{**body, "metrics": json.dumps(body["metrics"])}, files=files)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
-
-
-def _checksum(body: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True).encode())

@@ -10,7 +10,6 @@ and the checkpoint is validated again.
 from __future__ import annotations
 
 import json
-import zlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from elastic.core.world import CheckpointStatus
 from elastic.errors import StorageError
 from elastic.storage.files import Files
 from elastic.storage.marker import VALIDATED, Marker
+from elastic.storage.summed import from_summed_json, to_summed_json
 
 FORMAT = 1
 
@@ -62,12 +62,11 @@ class Finding:
     def to_json(self) -> str:
         """Return the text of the file."""
         body = {
-            "format": FORMAT,
             "status": self.status.value,
             "metrics": self.metrics,
             "reason": self.reason,
         }
-        return json.dumps({**body, "crc32": _checksum(body)}, indent=1)
+        return to_summed_json(body, FORMAT)
 
     @classmethod
     def from_json(cls, text: str) -> Finding:
@@ -76,11 +75,7 @@ class Finding:
         Raises:
             ValueError: it is torn, changed, or of another format.
         """
-        body: Any = json.loads(text)
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise ValueError(f"expected an object with format {FORMAT}")
-        if body.pop("crc32", None) != _checksum(body):
-            raise ValueError("its checksum does not fit")
+        body = from_summed_json(text, FORMAT)
         return cls(CheckpointStatus(body["status"]), dict(body["metrics"]), body["reason"])
 
 
@@ -128,7 +123,3 @@ def write_finding(checkpoint: Files, finding: Finding) -> Finding:
         return known
     checkpoint.write(VALIDATED, finding.to_json().encode())
     return finding
-
-
-def _checksum(body: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
