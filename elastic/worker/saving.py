@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +124,9 @@ class Saver:
         self._warming: threading.Thread | None = None
         self._is_warm = False
         self._is_stored = False
+        # What memory is kept for it: one that grows a little is not to move all the rest.
+        self._skeleton_room = 0
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="elastic-skeleton")
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose."""
@@ -241,7 +245,8 @@ class Saver:
         self._is_warm = True
         values, tensors, trace = split_and_trace(state())
         layout = self._arranged(values, tensors, trace).layout
-        num_bytes = layout.data_bytes + 2 * len(write_skeleton(values))
+        self._skeleton_room = 2 * len(write_skeleton(values))
+        num_bytes = layout.data_bytes + self._skeleton_room
 
         def find() -> None:
             try:
@@ -338,20 +343,16 @@ class Saver:
     def _copy(self, state: Any, steps: int) -> tuple[Slot, Mark, Arrangement, bytes]:
         """Copy our share into the slot whose turn it is."""
         values, tensors, trace = split_and_trace(state)
-        arrangement, skeleton = self._arranged(values, tensors, trace), write_skeleton(values)
+        arrangement = self._arranged(values, tensors, trace)
         layout, pieces = arrangement.layout, arrangement.pieces
-        text = with_held(skeleton, layout.held)
         self._registered = registered_prints(state)
-        tensors_print = arrangement.places ^ combined(self._registered)
-        mark = Mark(
-            self.number, self._seat.generation, steps, self._seat.local_world_size,
-            layout.data_bytes, tensors_print, len(text), zlib.crc32(text),
-        )  # fmt: skip
         seat, slot = self._seat, self._slot_of(self.number)
         if self._is_being_written(slot):
             raise OSError(f"snapshot {self.number}: one in the same place is still being written")
         slot.unmark(seat.local_rank)
-        slot.reserve(layout.data_bytes + len(text))
+        slot.reserve(layout.data_bytes + self._skeleton_room)
+        # The copy leaves the interpreter to this: plain values, which nobody changes any more.
+        writing = self._beside.submit(write_skeleton, values)
         if layout.held:
             tensors = [answered_by(seat.rank, tensor) for tensor in tensors]
         ours = [tensors[piece.tensor] for piece in pieces]
@@ -361,6 +362,14 @@ class Saver:
         slot.put(layout, tensors, pieces)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
+        skeleton = writing.result()
+        text = with_held(skeleton, layout.held)
+        mark = Mark(
+            self.number, seat.generation, steps, seat.local_world_size, layout.data_bytes,
+            arrangement.places ^ combined(self._registered), len(text), zlib.crc32(text),
+        )  # fmt: skip
+        self._skeleton_room = max(self._skeleton_room, 2 * len(text))
+        slot.reserve(mark.num_bytes)
         if seat.local_rank == 0:
             slot.put_skeleton(layout, text)
         slot.mark(seat.local_rank, mark)
@@ -456,5 +465,6 @@ class Saver:
     def close(self) -> None:
         """Take nothing any more; memory and thread end with what is still being written."""
         self._slots = []
+        self._beside.shutdown(wait=False)
         if self._writer is not None:
             self._writer.close()
