@@ -29,6 +29,7 @@ import click
 
 from elastic import __version__
 from elastic.agent.address import address_towards_any
+from elastic.agent.address_book import AddressBook
 from elastic.agent.device_health import open_devices
 from elastic.agent.devices import (
     Devices,
@@ -264,7 +265,9 @@ def run_agent(flags: Flags, env: Mapping[str, str]) -> int:
     node = settings.node
     with hold_node(choose_run_dir(flags), node.node_id, clock.unix_ns()) as incarnation:
         node = dataclasses.replace(node, incarnation=incarnation)
-        settings = dataclasses.replace(settings, node=node)
+        path = choose_run_dir(flags) / f"agent-{node.node_id}.coordinators"
+        book = AddressBook(path, settings.endpoints)
+        settings = dataclasses.replace(settings, node=node, book=book)
         ended = asyncio.run(live(settings, clock, flags.tether_fd, read_sources(flags, env)))
     log.info("agent_ended code=%d reason=%s", ended.code, quoted(ended.reason))
     return ended.code
@@ -367,6 +370,8 @@ async def live(
         watching.start_soon(watch_all, sources, stopping.on_notice)
         watch = HealthWatch(settings.folders, open_devices(settings.devices))
         watching.start_soon(watch_health, watch, stopping.on_health)
+        if settings.book is not None:
+            watching.start_soon(settings.book.write_news)
         try:
             ended = await drive(settings, clock, stopping, notices=[each.name for each in sources])
         except ElasticError as error:
@@ -381,7 +386,8 @@ async def drive(
     settings: AgentSettings, clock: Clock, stopping: Stopping, *, notices: list[str]
 ) -> ExitAgent:
     """Run the driver to its end, once this host's address is known."""
-    host = settings.node.host or await find_host(settings.endpoints, stopping)
+    learned = settings.book.learned if settings.book else ()
+    host = settings.node.host or await find_host((*settings.endpoints, *learned), stopping)
     if not host:
         return ExitAgent(EXIT_DRAINED, "told to leave before the first connection")
     node = dataclasses.replace(settings.node, host=host)

@@ -7,7 +7,7 @@ stands at the standby's door and is told of the next leader at the moment there 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import anyio
 from anyio.abc import TaskGroup
@@ -36,7 +36,11 @@ HOPELESS = (NotAuthorized, VersionMismatch)
 
 
 async def find_leader(
-    endpoints: Sequence[str], access: Access, say: Callable[[str], None]
+    endpoints: Sequence[str],
+    access: Access,
+    say: Callable[[str], None],
+    *,
+    hearsay: Collection[str] = (),
 ) -> ClientStream:
     """Return a stream to the coordinator that leads, as long as any may still lead to it.
 
@@ -44,6 +48,8 @@ async def find_leader(
         endpoints: "host:port" of each, the likeliest first.
         access: what is shown to them.
         say: told what hinders, as long as standbys are waited for.
+        hearsay: those of them that somebody else named, some time ago; somebody else may answer
+            there by now, whose refusal means nothing.
 
     Raises:
         NotAuthorized, VersionMismatch: one of them refused us for good, none took us.
@@ -56,7 +62,7 @@ async def find_leader(
         if stream is not None:
             return stream
         if not search.waiting:
-            raise search.failure()
+            raise search.failure(hearsay)
         say(search.hindrance())
         round_s = min(2 * round_s, ROUND_S_MAX)
 
@@ -87,10 +93,14 @@ class _Search:
                     await self._moved.wait()
         return self._found
 
-    def failure(self) -> ElasticError:
+    def failure(self, hearsay: Collection[str]) -> ElasticError:
         """Return why nobody took us."""
         failures = list(self._failures.values())
-        hopeless = [error for error in failures if isinstance(error, HOPELESS)]
+        hopeless = [
+            error
+            for endpoint, error in self._failures.items()
+            if isinstance(error, HOPELESS) and endpoint not in hearsay
+        ]
         if hopeless or len(failures) == 1:
             return (hopeless or failures)[0]
         text = "; ".join(str(error) for error in failures)

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import anyio
 
+from elastic.agent.address_book import AddressBook
 from elastic.agent.arenas import Arenas
 from elastic.agent.copy_desk import CopyDesk
 from elastic.agent.follow import Followers
@@ -73,6 +74,7 @@ class AgentSettings:
         launch: how a spare is started.
         log_dir: where the output of workers goes.
         run_dir: private directory, None if there is none to look after.
+        book: other endpoints, from an earlier life; None to remember none.
         event_log: file of the event log, None for none.
     """
 
@@ -85,6 +87,7 @@ class AgentSettings:
     log_dir: Path
     event_log: Path | None
     run_dir: Path | None = None
+    book: AddressBook | None = None
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -121,9 +124,14 @@ class AgentDriver:
             on_follow=lambda request: self._followers.handle(request),
             on_end=lambda: self._followers.stop_all(),
             draw=draws.random,
+            on_learned=settings.book.keep if settings.book else lambda endpoints: None,
         )
         self._link = Link(
-            settings.endpoints, access=settings.access, callbacks=callbacks, clock=clock
+            settings.endpoints,
+            learned=settings.book.learned if settings.book else (),
+            access=settings.access,
+            callbacks=callbacks,
+            clock=clock,
         )
         self._followers = Followers(self._logs, self._link.send_lines)
         self._event_log: EventLog | None = None

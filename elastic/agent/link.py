@@ -2,7 +2,7 @@
 
 Rule: this module decides nothing about when to try again; it performs `Connect`, `Disconnect`
 and `SendCoordinator`, and posts what happened. Logs asked for by a coordinator go past the
-machine (`on_follow`, `send_lines`).
+machine (`on_follow`, `send_lines`), and so does where coordinators answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from elastic.agent.doors import HOPELESS, find_leader
 from elastic.agent.outbox import Outbox
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.agent import AgentEvent, Connected, ConnectionLost, CoordinatorSaid
-from elastic.core.messages import AgentMessage, FollowLogs, LogLines, Refusal, Welcome
+from elastic.core.messages import (
+    AgentMessage,
+    Coordinators,
+    FollowLogs,
+    LogLines,
+    Refusal,
+    Welcome,
+)
 from elastic.core.world import SessionId
 from elastic.errors import (
     ConfigError,
@@ -29,6 +36,7 @@ from elastic.errors import (
 from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import quoted
+from elastic.runtime.rpc import plain_addresses
 from elastic.runtime.stream import ClientStream
 from elastic.wire.codec_stream import (
     decode_coordinator_message,
@@ -37,8 +45,8 @@ from elastic.wire.codec_stream import (
 
 log = logging.getLogger(__name__)
 
-LEARNED_MAX = 4
-"""Endpoints beside those named at the start, which standbys pointed to."""
+LEARNED_MAX = 8
+"""Endpoints beside those named at the start, which coordinators told of; the newest."""
 FIRST_ANSWER_S_MAX = 15.0
 """A coordinator that takes the stream and says nothing this long is given up."""
 REMIND_S = 30.0
@@ -53,32 +61,42 @@ class LinkCallbacks:
         on_follow: takes wishes for logs.
         on_end: a stream that stood is over.
         draw: returns a number from 0.0 to 1.0, the jitter of the next pause.
+        on_learned: takes the endpoints beside those named at the start, when they change.
     """
 
     post: Callable[[AgentEvent], None]
     on_follow: Callable[[FollowLogs], None]
     on_end: Callable[[], None]
     draw: Callable[[], float]
+    on_learned: Callable[[tuple[str, ...]], None] = lambda endpoints: None
 
 
 class Link:
     """At most one stream at a time, to one of the coordinator's endpoints."""
 
     def __init__(
-        self, endpoints: Sequence[str], *, access: Access, callbacks: LinkCallbacks, clock: Clock
+        self,
+        endpoints: Sequence[str],
+        *,
+        learned: Sequence[str] = (),
+        access: Access,
+        callbacks: LinkCallbacks,
+        clock: Clock,
     ) -> None:
         """Connect to nothing yet.
 
         Args:
             endpoints: "host:port" of every coordinator that may lead, in order of preference.
+            learned: others, which a coordinator told of in an earlier life of this agent.
             access: what is shown to them; read anew for each connection.
             callbacks: whom to tell.
             clock: says how long the agent has waited.
         """
-        self._endpoints = tuple(endpoints)
+        self._named = tuple(endpoints)
+        self._learned = tuple(name for name in learned if name not in self._named)[:LEARNED_MAX]
+        self._endpoints = (*self._named, *self._learned)
         self._access = access
         self._callbacks = callbacks
-        self._named = self._endpoints
         self._session = SessionId("")
         self._outbox = Outbox()
         self._task: asyncio.Task[None] | None = None
@@ -168,14 +186,25 @@ class Link:
             NotAuthorized, VersionMismatch: one of them refused us for good, none took us.
             ElasticError: none of them took us.
         """
-        stream = await find_leader(self._endpoints, self._access, self._complaint.say_at_once)
-        # A leader that a standby pointed to is remembered; of those not named at the start a few.
-        others = [endpoint for endpoint in self._endpoints if endpoint != stream.endpoint]
-        learned = [endpoint for endpoint in others if endpoint not in self._named]
-        over = learned[LEARNED_MAX:]
-        kept = (endpoint for endpoint in others if endpoint not in over)
-        self._endpoints = (stream.endpoint, *kept)
+        stream = await find_leader(
+            self._endpoints, self._access, self._complaint.say_at_once, hearsay=self._learned
+        )
+        # A leader that a standby pointed to is remembered.
+        self._learn((stream.endpoint,))
+        others = (endpoint for endpoint in self._endpoints if endpoint != stream.endpoint)
+        self._endpoints = (stream.endpoint, *others)
         return stream
+
+    def _learn(self, told: Sequence[str]) -> None:
+        """Remember where coordinators answer, beside those named at the start; the newest first."""
+        fresh = [name for name in told if name not in self._named]
+        older = [name for name in self._learned if name not in fresh]
+        learned = tuple((*fresh, *older)[:LEARNED_MAX])
+        known = [name for name in self._endpoints if name in (*self._named, *learned)]
+        self._endpoints = (*known, *(name for name in learned if name not in known))
+        if sorted(learned) != sorted(self._learned):
+            self._callbacks.on_learned(learned)
+        self._learned = learned
 
     async def _converse(self, session: SessionId, stream: ClientStream, outbox: Outbox) -> str:
         """Send and receive until the stream ends; return why it ended.
@@ -223,6 +252,8 @@ class Link:
                 continue
             if isinstance(message, FollowLogs):
                 self._callbacks.on_follow(message)
+            elif isinstance(message, Coordinators):
+                self._learn(plain_addresses(",".join(message.addresses)))
             else:
                 self._note_answer(message)
                 self._callbacks.post(CoordinatorSaid(session, message))

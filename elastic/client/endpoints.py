@@ -2,7 +2,7 @@
 
 Rule: what leaves this module is an answer or one of our errors, never a gRPC status. Every call
 is one that may be repeated, so an address that fails is followed by the next one, or by the one
-that a standby points to.
+that a standby points to. Addresses that answers name are asked after those that the user named.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from elastic.errors import (
 from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
 from elastic.runtime.rpc import (
+    COORDINATORS_KEY,
     FRESH_KEY,
     Metadata,
     call_metadata,
     error_from_rpc,
     open_blocking_channel,
+    plain_addresses,
 )
 
 PATIENCE_S = 10.0
@@ -96,6 +98,7 @@ class Endpoints:
 
     Attributes:
         names: "host:port" each, in the order in which they are tried at first.
+        learned: others that a coordinator named in its last answer.
         access: what new connections are made with.
         in_touch: whether a coordinator has answered before.
         closed: set by `close`; whoever pauses between two attempts waits on it.
@@ -104,6 +107,7 @@ class Endpoints:
     def __init__(self, names: tuple[str, ...], access: Access, clock: Clock) -> None:
         """Connect to nothing yet."""
         self.names = names
+        self.learned: tuple[str, ...] = ()
         self.access = access
         self._metadata = call_metadata(access.current_token())
         self.in_touch = False
@@ -128,13 +132,21 @@ class Endpoints:
 
     def order(self) -> tuple[str, ...]:
         """Return the addresses, the one that leads as far as is known first."""
-        others = tuple(name for name in self.names if name != self._leader)
+        known = (*self.names, *self.learned)
+        others = tuple(name for name in known if name != self._leader)
         return (self._leader, *others) if self._leader else others
 
     def answered(self, endpoint: str) -> None:
         """Remember that this one leads."""
         self.in_touch = True
         self._leader = endpoint
+
+    def learn(self, metadata: Any) -> None:
+        """Take note of the addresses in what came before an answer."""
+        for key, value in metadata or ():
+            if key == COORDINATORS_KEY:
+                told = plain_addresses(str(value))
+                self.learned = tuple(name for name in told if name not in self.names)
 
     def pointed(self, error: BaseException) -> bool:
         """Take note of where a standby points to; True if that address is news."""
@@ -219,7 +231,11 @@ class Endpoints:
             try:
                 method = start(line.channel)
                 wish = ((FRESH_KEY, "1"),) if fresh else ()  # Only the leader is to answer.
-                return method(request, timeout=timeout_s, metadata=(*self.metadata, *wish))
+                answer, call = method.with_call(
+                    request, timeout=timeout_s, metadata=(*self.metadata, *wish)
+                )
+                self.learn(call.initial_metadata())
+                return answer
             except (grpc.RpcError, ValueError) as error:
                 if self.closed.is_set():
                     raise UsageError("this client was closed; make a new Client") from error

@@ -44,6 +44,8 @@ def status_as_dict(status: ClusterStatus) -> dict[str, Any]:
         "store": status.store,
         "uptime_s": round(status.uptime_ns / NS_PER_S, 3),
         "standby": status.standby,
+        "coordinators": list(status.coordinators),
+        "cordons": [{"node": c.node_id, "reason": c.reason} for c in status.view.cordons],
         "nodes": [node_as_dict(node, now_ns) for node in status.view.nodes],
         "jobs": [job_as_dict(job, now_ns) for job in status.view.jobs],
     }
@@ -126,11 +128,17 @@ def print_cluster(status: ClusterStatus, console: Console) -> None:
         f"coordinator {escape(status.coordinator)}, version {status.version}, up "
         f"{duration(status.uptime_ns)}, store {escape(status.store)}"
     )
+    if len(status.coordinators) > 1:
+        console.print(f"coordinators: {', '.join(map(escape, status.coordinators))}")
     if status.standby:
         console.print(escape(status.standby))
-        print_jobs(status.view.jobs, status.view.now_ns, console)
-        return
-    print_nodes(status.view.nodes, status.view.now_ns, console)
+    else:
+        print_nodes(status.view.nodes, status.view.now_ns, console)
+    shown = {view.node.node_id for view in status.view.nodes}
+    absent = [cordon for cordon in status.view.cordons if cordon.node_id not in shown]
+    if absent:
+        told = (f"{each.node_id} ({each.reason or 'by an operator'})" for each in absent)
+        console.print(escape(f"cordoned: {', '.join(told)}"))
     print_jobs(status.view.jobs, status.view.now_ns, console)
 
 

@@ -98,6 +98,7 @@ class Stream(Generic[T]):
         self._endpoint = ""
         self._attempts = 0
         self._opened_ns = 0
+        self._is_new = True
         self._out_since_ns: int | None = None
         self._pause_s = PAUSE_S_MIN
 
@@ -160,10 +161,14 @@ class Stream(Generic[T]):
             call = self._source.start(channel, **options)
             with self._lock:
                 self._channel, self._call = channel, call
-            self._opened_ns = self._clock.monotonic_ns()
+            self._opened_ns, self._is_new = self._clock.monotonic_ns(), True
             if self._is_closed():  # By a thread that could not see this call yet.
                 self._drop()
-        return next(call)
+        message = next(call)
+        if self._is_new:
+            self._is_new = False
+            self._endpoints.learn(call.initial_metadata())
+        return message
 
     def _take(self, message: Any) -> T | None:
         """Turn a message into an item, None if there is nothing new in it."""
@@ -195,7 +200,7 @@ class Stream(Generic[T]):
         out_s = (now_ns - self._out_since_ns) / 1e9
         self._attempts += 1
         is_hopeless = not self._endpoints.in_touch or out_s >= self._limit_s
-        if is_hopeless and self._attempts >= len(self._endpoints.names):
+        if is_hopeless and self._attempts >= len(self._endpoints.order()):
             waited = f"for {out_s:.0f} s: " if out_s >= 1 else ""
             raise self._endpoints.unreachable(error, waited) from error
         if not quietly:

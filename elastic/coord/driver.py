@@ -36,7 +36,7 @@ from elastic.core.events.coordinator import (
     Several,
 )
 from elastic.core.events.shared import Note, Tick
-from elastic.core.messages import AgentMessage, Hello, Welcome
+from elastic.core.messages import AgentMessage, Coordinators, Hello, Welcome
 from elastic.core.view import ClusterView
 from elastic.errors import Unavailable
 from elastic.runtime.clock import Clock
@@ -107,6 +107,7 @@ class Driver:
         # By the machine, for its last step.
         self._took_s = 0.0
         self._recovered = anyio.Event()
+        self._coordinators: Coordinators | None = None
 
     async def run(self) -> None:
         """Load the journal and serve the machine for ever.
@@ -167,6 +168,12 @@ class Driver:
             return await future
         finally:
             del self._replies[request_id]
+
+    def tell_coordinators(self, addresses: tuple[str, ...]) -> None:
+        """Tell every agent, those that come later too, where the coordinators answer."""
+        self._coordinators = Coordinators(addresses)
+        for session in self.sessions.registered():
+            session.send(self._coordinators)
 
     def end(self, why: str, *, at_once: bool) -> None:
         """The term is over: let the agents go, and answer those who still wait.
@@ -286,9 +293,11 @@ class Driver:
         if session is None:
             return
         self._journal.check_office()
+        session.send(effect.message)
         if isinstance(effect.message, Welcome):
             self.sessions.register(session)
-        session.send(effect.message)
+            if self._coordinators is not None:
+                session.send(self._coordinators)
 
     def _tell(self, note: Note) -> None:
         log.info("%s", note_text(note))

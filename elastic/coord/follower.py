@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import anyio
 
-from elastic.coord.journal import read_records
+from elastic.coord.journal import read_nodes, read_records
 from elastic.coord.leadership import in_time
 from elastic.coord.office import Office
-from elastic.core.events.coordinator import JobRecord
+from elastic.core.events.coordinator import Cordon, JobRecord
 from elastic.core.view import ClusterView, JobView
 from elastic.errors import ElasticError
 from elastic.runtime.clock import Clock
@@ -30,9 +30,10 @@ KEPT_S = 0.2
 
 @dataclass(frozen=True)
 class Glimpse:
-    """The records as the store held them, not before `read_ns` on the monotonic clock."""
+    """What the store held, not before `read_ns` on the monotonic clock."""
 
     records: tuple[JobRecord, ...]
+    cordons: tuple[Cordon, ...]
     read_ns: int
 
 
@@ -56,7 +57,7 @@ class Follower:
         self._reading = anyio.Lock()
 
     async def look(self) -> tuple[ClusterView, str]:
-        """Return the jobs, and how old that is, for people.
+        """Return the jobs and the cordons, and how old that is, for people.
 
         Nodes and workers are not in the store: only their coordinator knows them.
 
@@ -69,12 +70,12 @@ class Follower:
         age_s = (self._clock.monotonic_ns() - glimpse.read_ns) / 1e9
         said = f"as of {age_s:.1f} s ago, from the store; {self._office.refusal()}"
         jobs = tuple(_shown(record, said, glimpse.read_ns) for record in glimpse.records)
-        return ClusterView(self._clock.monotonic_ns(), (), jobs), said
+        return ClusterView(self._clock.monotonic_ns(), (), jobs, glimpse.cordons), said
 
     def remember(self, view: ClusterView) -> None:
         """This coordinator led until now, and showed this last."""
         records = tuple(without_payload(job).record for job in view.jobs)
-        self._last = Glimpse(records, view.now_ns)
+        self._last = Glimpse(records, view.cordons, view.now_ns)
 
     async def refresh(self) -> None:
         """Look at the store now and then, for ever, so that there is something to show."""
@@ -91,15 +92,19 @@ class Follower:
             if last is not None and began_ns - last.read_ns < KEPT_S * 1e9:
                 return last
             try:
-                records = await in_time(read_records(self._store, self._prefix), READ_S_MAX)
-                if records is not None:
-                    self._last = Glimpse(records, began_ns)
+                found = await in_time(self._ask(began_ns), READ_S_MAX)
+                self._last = found or self._last
             except ElasticError as error:
                 if self._last is None:
                     raise self._office.refusal() from error
             if self._last is None:
                 raise self._office.refusal()
             return self._last
+
+    async def _ask(self, began_ns: int) -> Glimpse:
+        records = await read_records(self._store, self._prefix)
+        nodes = await read_nodes(self._store, self._prefix)
+        return Glimpse(records, nodes.cordons, began_ns)
 
 
 def _shown(record: JobRecord, said: str, read_ns: int) -> JobView:

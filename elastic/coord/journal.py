@@ -193,10 +193,10 @@ class Journal:
         self._nodes_revision = revisions[put.key]
 
     async def _load_nodes(self) -> None:
-        for entry in (await self._store.read(self._nodes_key)).entries:
-            if entry.key == self._nodes_key:
-                self.nodes = decode_nodes(entry.value, key=entry.key)
-                self._nodes_revision = entry.mod_revision
+        entry = await _read_nodes(self._store, self._nodes_key)
+        if entry is not None:
+            self.nodes = decode_nodes(entry.value, key=entry.key)
+            self._nodes_revision = entry.mod_revision
 
     async def forget(self, job_ids: Iterable[JobId] = ()) -> None:
         """Remove these jobs, and those that an earlier call could not remove.
@@ -333,6 +333,21 @@ async def read_records(store: Store, prefix: str) -> tuple[JobRecord, ...]:
         if data:
             records.append(decode_record(data, key=entry.key))
     return tuple(sorted(records, key=lambda record: record.sequence))
+
+
+async def read_nodes(store: Store, prefix: str) -> NodesRecord:
+    """Return what is kept of nodes; for those who do not lead.
+
+    Raises:
+        CorruptRecord: it cannot be read; names the key.
+        StoreUnavailable: the store does not answer.
+    """
+    entry = await _read_nodes(store, f"{prefix}/nodes")
+    return decode_nodes(entry.value, key=entry.key) if entry is not None else NodesRecord()
+
+
+async def _read_nodes(store: Store, key: str) -> Entry | None:
+    return next((e for e in (await store.read(key)).entries if e.key == key), None)
 
 
 def _with_payload(spec: JobSpec, payload: bytes) -> JobSpec:

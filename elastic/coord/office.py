@@ -37,7 +37,13 @@ class Tenure:
 
 
 class Office:
-    """What this coordinator is at the moment."""
+    """What this coordinator is at the moment.
+
+    Attributes:
+        name: of this coordinator.
+        coordinators: where all of this store answer, as far as is known; empty for a store that is
+            not shared.
+    """
 
     def __init__(self, name: str, clock: Clock) -> None:
         """Begin as one that does not know who leads.
@@ -54,6 +60,7 @@ class Office:
         self._seen_ns = 0
         self._ending = ""
         self._news = anyio.Event()
+        self.coordinators: tuple[str, ...] = ()
 
     # ------------------------------------------------------------ what changes
 
@@ -64,10 +71,18 @@ class Office:
         if changed:
             self._tell()
 
+    def know(self, coordinators: tuple[str, ...]) -> None:
+        """These are the addresses of all coordinators; who is attached here is told."""
+        changed, self.coordinators = coordinators != self.coordinators, coordinators
+        if changed and self._tenure is not None:
+            self._tenure.driver.tell_coordinators(coordinators)
+
     def enter(self, tenure: Tenure, is_valid: Callable[[], bool]) -> None:
         """This coordinator leads from now on, for as long as `is_valid` says so."""
         self._tenure, self._is_valid = tenure, is_valid
         self._leader = None
+        if self.coordinators:
+            tenure.driver.tell_coordinators(self.coordinators)
         self._tell()
 
     def leave(self) -> None:

@@ -27,6 +27,7 @@ from elastic.coord.follows import Follows
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import Holder, Leadership
 from elastic.coord.office import Office, Tenure
+from elastic.coord.roster import Roster
 from elastic.coord.server import Server
 from elastic.coord.server_desk import Desk
 from elastic.coord.server_guard import Guard, Locks
@@ -218,6 +219,7 @@ class _Life:
         self._leadership = Leadership(
             store, options.prefix, holder, self._clock, shared=self._shared
         )
+        self._roster = Roster(store, options.prefix, holder, self._office.know)
 
     async def run(self, announce: Callable[[str], None]) -> None:
         """Live until a signal, or until a part fails."""
@@ -229,6 +231,8 @@ class _Life:
             self._follower.refresh,
             lambda: self._lead_for_ever(announce),
         ]
+        if self._shared:
+            parts.append(self._roster.keep)
         if self._options.tether_fd >= 0:
             parts.append(self._end_with_tether)
         try:

@@ -29,6 +29,7 @@ from elastic.errors import Busy, ElasticError, NotAuthorized, NotLeading, PeerEr
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import quoted
 from elastic.runtime.rpc import (
+    COORDINATORS_KEY,
     FRESH_KEY,
     PROTOCOL,
     PROTOCOL_KEY,
@@ -261,6 +262,9 @@ class Guard(grpc.aio.ServerInterceptor):
             return
         behaviour = handler.unary_unary or handler.unary_stream
         request = await self._request(method, context)
+        if self.office.coordinators and RULES[method].roles is not None:
+            told = ",".join(self.office.coordinators)
+            await context.send_initial_metadata(((COORDINATORS_KEY, told),))
         outcome, response = "the call ended before its answer", None
         try:
             answer = behaviour(request, context)

@@ -289,7 +289,14 @@ class ClusterService:
         view, standby = await desk.look()
         return status_to_proto(
             ClusterStatus(
-                desk.name, __version__, PROTOCOL, desk.store, desk.uptime_ns(), view, standby
+                desk.name,
+                __version__,
+                PROTOCOL,
+                desk.store,
+                desk.uptime_ns(),
+                view,
+                standby,
+                desk.office.coordinators,
             )
         )
 

@@ -127,6 +127,10 @@ class Sessions:
         if session.node_id is not None and session.session_id in self._sessions:
             self._nodes[session.node_id] = session.session_id
 
+    def registered(self) -> list[Session]:
+        """Return the sessions over which nodes are registered now."""
+        return [self._sessions[session_id] for session_id in self._nodes.values()]
+
     def of_node(self, node_id: NodeId) -> Session | None:
         """Return the session over which a node is registered now."""
         session_id = self._nodes.get(node_id)

@@ -222,6 +222,17 @@ class Welcome:
 
 
 @dataclass(frozen=True)
+class Coordinators:
+    """Where coordinators answer, the one that leads too. Never passes through a machine.
+
+    Attributes:
+        addresses: "host:port" each; to be kept beside those that the agent was started with.
+    """
+
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Refusal:
     """The node is not registered; `final` means that trying again is of no use."""
 
@@ -404,6 +415,7 @@ CopyOrder = KeepCopy | DropCopy | Replicate
 
 CoordinatorMessage = (
     Welcome
+    | Coordinators
     | Refusal
     | StartWorker
     | StopWorker

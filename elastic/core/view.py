@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.core.events.coordinator import JobRecord
+from elastic.core.events.coordinator import Cordon, JobRecord
 from elastic.core.world import Node, NodeId, NodePhase, WorkerReport
 
 
@@ -55,8 +55,13 @@ class JobView:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """Everything, at one moment; nodes sorted by id, jobs by order of submission."""
+    """Everything, at one moment; nodes sorted by id, jobs by order of submission.
+
+    Attributes:
+        cordons: by node, also of nodes that are not here now.
+    """
 
     now_ns: int
     nodes: tuple[NodeView, ...]
     jobs: tuple[JobView, ...]
+    cordons: tuple[Cordon, ...] = ()

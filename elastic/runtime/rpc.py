@@ -7,6 +7,7 @@ grpc is imported when a channel or a server is made, not before.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,10 @@ IDLE_CONNECTION_MS_MAX = 300_000
 """A connection without a call; a client opens another when it needs one."""
 DETAIL_CHARS_MAX = 3000
 """gRPC sends error texts as headers, which peers limit to 8 KiB in all."""
+ADDRESSES_MAX = 8
+"""Coordinators that peers tell each other of; who has lost the leader asks all of them."""
+ADDRESS_CHARS_MAX = 262
+"""The longest name of a host, and a port."""
 PROTOCOL_KEY = "elastic-protocol"
 ERROR_KEY = "elastic-error"
 LEADER_KEY = "elastic-leader"
@@ -53,6 +58,8 @@ FRESH_KEY = "elastic-fresh"
 """In a call that only reads: a standby is to refuse it, not to answer with what it last knew."""
 TIME_KEY = "elastic-time-ns"
 """In what the server says first to an agent: its wall clock, for `elastic-agent doctor`."""
+COORDINATORS_KEY = "elastic-coordinators"
+"""In an answer: the addresses of all coordinators, with commas, for whoever knows one of them."""
 TOKEN_KEY = "authorization"
 BEARER = "Bearer "
 
@@ -97,6 +104,20 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
     if not parts:
         raise ConfigError(f"coordinator address {text!r}: expected host:port[,host:port...]")
     return tuple(dict.fromkeys(format_endpoint(*parse_endpoint(part)) for part in parts))
+
+
+def plain_addresses(text: str) -> tuple[str, ...]:
+    """Return the addresses in a list with commas that came from elsewhere: each once, a few.
+
+    What is none, or longer than a host's name can be, is left out.
+    """
+    found: dict[str, None] = {}
+    for part in text[: ADDRESSES_MAX * ADDRESS_CHARS_MAX].split(",")[:ADDRESSES_MAX]:
+        with contextlib.suppress(ConfigError):
+            address = format_endpoint(*parse_endpoint(part))
+            if len(address) <= ADDRESS_CHARS_MAX:
+                found[address] = None
+    return tuple(found)
 
 
 def is_loopback(host: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elastic.core.config import JobSpec
+from elastic.core.events.coordinator import Cordon
 from elastic.core.events.shared import Note
 from elastic.core.view import ClusterView, JobView, NodeView
 from elastic.core.world import Generation, NodeId, WorkerId
@@ -53,7 +54,8 @@ class ClusterStatus:
         store: the membership store, without credentials.
         uptime_ns: how long the coordinator has been in office.
         standby: "" from the coordinator that leads; from another one how old this is, and who
-            leads. It shows jobs only, as the store holds them.
+            leads. It shows jobs and cordons only, as the store holds them.
+        coordinators: "host:port" of all that share the store, () if it has one only.
     """
 
     coordinator: str
@@ -63,6 +65,7 @@ class ClusterStatus:
     uptime_ns: int
     view: ClusterView
     standby: str = ""
+    coordinators: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class _Status:
     nodes: tuple[NodeView, ...]
     jobs: tuple[JobView, ...]
     standby: str
+    cordons: tuple[Cordon, ...]
+    coordinators: tuple[str, ...]
 
 
 JobEvent = JobView | TimedNote
@@ -172,6 +177,8 @@ def status_to_proto(status: ClusterStatus) -> jobs_pb2.ClusterStatus:
         nodes=tuple(replace(node, since_ns=view.now_ns - node.since_ns) for node in view.nodes),
         jobs=tuple(_turned(without_payload(job), view.now_ns) for job in view.jobs),
         standby=status.standby,
+        cordons=view.cordons,
+        coordinators=status.coordinators,
     )
     _STATUS.fill(flat, proto)
     return proto
@@ -192,8 +199,9 @@ def status_from_proto(proto: jobs_pb2.ClusterStatus, now_ns: int) -> ClusterStat
         protocol=flat.protocol,
         store=flat.store,
         uptime_ns=flat.uptime_ns,
-        view=ClusterView(now_ns=now_ns, nodes=nodes, jobs=jobs),
+        view=ClusterView(now_ns=now_ns, nodes=nodes, jobs=jobs, cordons=flat.cordons),
         standby=flat.standby,
+        coordinators=flat.coordinators,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
@@ -13,6 +13,7 @@ import pytest
 from elastic.agent.link import Link, LinkCallbacks
 from elastic.core.events.agent import Connected, ConnectionLost, CoordinatorSaid
 from elastic.core.messages import (
+    Coordinators,
     DrainNotice,
     FollowLogs,
     Hello,
@@ -39,13 +40,24 @@ S1, S2 = SessionId("s1"), SessionId("s2")
 
 
 @asynccontextmanager
-async def linked(*endpoints: str, token: str = "") -> AsyncIterator[tuple[Link, Heard]]:
+async def linked(
+    *endpoints: str,
+    token: str = "",
+    before: Sequence[str] = (),
+    learned: list[tuple[str, ...]] | None = None,
+) -> AsyncIterator[tuple[Link, Heard]]:
     """A link without a machine, and what it posts."""
     heard = Heard()
     callbacks = LinkCallbacks(
-        post=heard.add, on_follow=heard.add, on_end=lambda: None, draw=random.Random(1).random
+        post=heard.add,
+        on_follow=heard.add,
+        on_end=lambda: None,
+        draw=random.Random(1).random,
+        on_learned=learned.append if learned is not None else lambda endpoints: None,
     )
-    link = Link(endpoints, access=Access(token), callbacks=callbacks, clock=SystemClock())
+    link = Link(
+        endpoints, learned=before, access=Access(token), callbacks=callbacks, clock=SystemClock()
+    )
     try:
         yield link, heard
     finally:
@@ -267,3 +279,38 @@ async def test_a_message_of_a_newer_minor_version_is_passed_over_and_said_once(
         said = await heard.wait_for(CoordinatorSaid)
         assert said.message == Release("still heard")
         assert caplog.text.count("message_passed_over") == 1
+
+
+async def test_an_agent_that_was_given_one_address_follows_to_one_that_it_was_told_of() -> None:
+    port = free_port()
+    first, second = SmallCoordinator(), SmallCoordinator()
+    learned: list[tuple[str, ...]] = []
+    async with (
+        serving(second) as standby,
+        linked(f"127.0.0.1:{port}", learned=learned) as (
+            link,
+            heard,
+        ),
+    ):
+        async with serving(first, port):
+            await welcomed(link, heard, first)
+            first.say(Coordinators((f"127.0.0.1:{port}", "no address", standby)))
+            first.say(Release("behind it"))
+            await heard.wait_for(CoordinatorSaid)
+        await heard.wait_for(ConnectionLost)
+        assert learned == [(standby,)]
+        link.connect(S2)
+        assert (await heard.wait_for(Connected)).session == S2
+
+
+async def test_what_was_learned_long_ago_cannot_end_an_agent() -> None:
+    """Another cluster may answer there by now, and does not know our token."""
+    other, port = SmallCoordinator(token="theirs"), free_port()
+    async with (
+        serving(other) as stranger,
+        linked(f"127.0.0.1:{port}", token="ours", before=(stranger,)) as (link, heard),
+    ):
+        link.connect(S1)
+        lost = await heard.wait_for(ConnectionLost)
+        assert "wrong token" in lost.reason
+        assert f"127.0.0.1:{port}" in lost.reason

@@ -256,6 +256,8 @@ STATUS_KEYS = {
     "nodes",
     "jobs",
     "standby",
+    "coordinators",
+    "cordons",
 }
 LOG_KEYS = {"worker_id", "rank", "generation", "node", "text"}
 

@@ -17,6 +17,7 @@ import pytest
 from elastic.client.jobs import Client
 from elastic.core.messages import (
     Announce,
+    Coordinators,
     LeaveGroup,
     StartWorker,
     StopWorker,
@@ -159,17 +160,32 @@ async def follow_the_leader(leader: Coordinator, standby: Coordinator) -> None:
         assert shown.returncode == 0, shown.stderr
         assert f"{leader.address}/" in shown.stdout.replace("\n", "")
         assert "handover" in shown.stdout
+        told = await wait_told(agent, leader.address, standby.listen)
+        assert told == {leader.address, standby.listen}
         await standby_answers_reads(standby.listen, leader.address, job_id)
+        # Told of one address only, and that one is about to be gone.
+        loyal = Client(leader.address)
+        assert not (await anyio.to_thread.run_sync(loyal.status)).standby
         leader.kill()
     killed_at = time.monotonic()
     await anyio.to_thread.run_sync(standby.wait_ready)
     # Within 3 s on a machine with nothing else to do; see LEASE_TTL_S.
     assert time.monotonic() - killed_at < 8.0
+    with loyal:
+        assert (await anyio.to_thread.run_sync(loyal.get, job_id)).record.spec.job_id == job_id
     async with ScriptedAgent(standby.address, node("n1")) as agent, User(standby.address) as user:
         await agent.join(replace(report, generation=job.record.generation))
         adopted = await user.wait_job(job_id, lambda j: len(j.workers) == 1)
         assert adopted.record.phase is JobPhase.RUNNING
         assert adopted.record.generation == job.record.generation
+
+
+async def wait_told(agent: ScriptedAgent, *addresses: str) -> set[str]:
+    """Wait until an agent was told of all of these; the leader learns of a standby in a while."""
+    told: set[str] = set()
+    while not told.issuperset(addresses):
+        told = set((await agent.hear(Coordinators)).addresses)
+    return told
 
 
 async def standby_answers_reads(standby: str, leader: str, job_id: str) -> None:
@@ -180,7 +196,9 @@ async def standby_answers_reads(standby: str, leader: str, job_id: str) -> None:
         assert f" at {leader} (pid " in job.reason
         assert job.reason.startswith("as of 0.")
         assert await reader.list(include_ended=False) == ["handover"]
-        assert f" at {leader} (pid " in (await reader.status()).standby
+        status = await reader.status()
+        assert f" at {leader} (pid " in status.standby
+        assert status.coordinators == tuple(sorted((leader, standby)))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await reader.stop(job_id)
     error = error_from_rpc(caught.value, standby)

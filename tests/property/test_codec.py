@@ -143,9 +143,11 @@ def test_followers_read_what_a_worker_wrote(chunk: LogChunk) -> None:
 @patient
 @given(CLUSTER_VIEWS, MOMENTS)
 def test_an_operator_sees_the_cluster_as_it_is(view: ClusterView, uptime_ns: int) -> None:
-    status = ClusterStatus("coord-1", "0.1.0", "1.0", "memory:", uptime_ns, view)
+    there = ("10.0.0.1:7070", "10.0.0.2:7070")
+    status = ClusterStatus("coord-1", "0.1.0", "1.0", "memory:", uptime_ns, view, "", there)
     shown = status_from_proto(status_to_proto(status), view.now_ns)
-    assert shown.view.nodes == view.nodes
+    assert (shown.view.nodes, shown.view.cordons) == (view.nodes, view.cordons)
+    assert shown.coordinators == there
     assert shown.view.jobs == tuple(without_payload(job) for job in view.jobs)
     assert (shown.coordinator, shown.version, shown.protocol) == ("coord-1", "0.1.0", "1.0")
     assert (shown.store, shown.uptime_ns, shown.view.now_ns) == ("memory:", uptime_ns, view.now_ns)

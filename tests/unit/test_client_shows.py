@@ -14,6 +14,7 @@ from rich.console import Console
 
 from elastic.client.output import HOLD_S, TRACEBACK, Lines
 from elastic.client.printer import Printer
+from elastic.client.show import print_cluster, status_as_dict
 from elastic.client.sources import AGENTS_RETURN_S, LogSource
 from elastic.client.streams import Again
 from elastic.client.wording import (
@@ -23,11 +24,11 @@ from elastic.client.wording import (
     waiting_line,
 )
 from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import JobRecord
+from elastic.core.events.coordinator import Cordon, JobRecord
 from elastic.core.events.shared import Note
-from elastic.core.view import JobView
+from elastic.core.view import ClusterView, JobView
 from elastic.core.world import Entry, EntryKind, Group, JobId, JobPhase, Member, NodeId, WorkerId
-from elastic.wire.codec_jobs import LogChunk, TimedNote, log_chunk_to_proto
+from elastic.wire.codec_jobs import ClusterStatus, LogChunk, TimedNote, log_chunk_to_proto
 
 S = 1_000_000_000
 
@@ -297,3 +298,22 @@ def test_a_resumed_stream_waits_for_agents_to_come_back_but_not_for_ever() -> No
     with pytest.raises(Again):
         resumed(source, away, now_ns=5 * S)
     assert resumed(source, away, now_ns=round((5 + AGENTS_RETURN_S) * S)) == away.text
+
+
+# ---------------------------------------------------------------------------- showing a cluster
+
+
+def test_a_standby_shows_cordons_and_where_coordinators_answer() -> None:
+    cordons = (Cordon(NodeId("n7"), "a fan"), Cordon(NodeId("n8"), ""))
+    view = ClusterView(0, (), (), cordons)
+    there = ("10.0.0.1:7070", "10.0.0.2:7070")
+    status = ClusterStatus("b/2", "0", "1.0", "etcd://x", 0, view, "as of 1.0 s ago", there)
+    out = io.StringIO()
+    print_cluster(status, Console(file=out, width=100))
+    assert out.getvalue().splitlines()[1:] == [
+        "coordinators: 10.0.0.1:7070, 10.0.0.2:7070",
+        "as of 1.0 s ago",
+        "cordoned: n7 (a fan), n8 (by an operator)",
+        "no jobs",
+    ]
+    assert status_as_dict(status)["cordons"][0] == {"node": "n7", "reason": "a fan"}

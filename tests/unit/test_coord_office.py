@@ -10,7 +10,9 @@ import pytest
 from elastic.coord.follower import Follower
 from elastic.coord.leadership import Holder
 from elastic.coord.office import FRESH_S, Office, Tenure
+from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.view import ClusterView, JobView
+from elastic.core.world import NodeId
 from elastic.errors import NotLeading
 from elastic.store.memory import memory_store
 from tests.unit.test_coord_journal import PREFIX, checkpoints, record
@@ -127,6 +129,7 @@ async def test_a_standby_shows_the_records_of_the_store_with_their_age_large_one
     journal = await journal_in_office(store)
     await journal.write([record("j-1", payload=b"x" * 100, sequence=1, reason="why")])
     await journal.write([record("j-2", sequence=2, checkpoints=checkpoints(2000))])
+    await journal.write_nodes(NodesRecord((Cordon(NodeId("n7"), "a fan"),)))
     office = Office("b/2", clock)
     follower = Follower(store, PREFIX, office, clock)
     with pytest.raises(NotLeading):
@@ -136,6 +139,7 @@ async def test_a_standby_shows_the_records_of_the_store_with_their_age_large_one
     assert [job.record.spec.job_id for job in view.jobs] == ["j-1", "j-2"]
     assert len(view.jobs[1].record.checkpoints) == 2000
     assert view.jobs[0].reason.endswith("; then: why")
+    assert view.cordons == (Cordon(NodeId("n7"), "a fan"),)
     assert said.startswith("as of 0.0 s ago, from the store; coordinator b/2 does not lead: b/2 at")
 
 

@@ -121,6 +121,7 @@ class CoordinatorMachine:
             now_ns,
             self._cluster.book.views(now_ns),
             tuple(job.view() for job in self._cluster.jobs.values()),
+            self._cluster.book.record().cordons,
         )
 
     def _take(self, event: CoordinatorEvent) -> None:

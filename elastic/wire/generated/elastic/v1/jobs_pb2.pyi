@@ -200,7 +200,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("coordinator", "version", "protocol", "store", "uptime_ns", "nodes", "jobs", "standby")
+    __slots__ = ("coordinator", "version", "protocol", "store", "uptime_ns", "nodes", "jobs", "standby", "cordons", "coordinators")
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +209,8 @@ class ClusterStatus(_message.Message):
     NODES_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
+    CORDONS_FIELD_NUMBER: _ClassVar[int]
+    COORDINATORS_FIELD_NUMBER: _ClassVar[int]
     coordinator: str
     version: str
     protocol: str
@@ -217,7 +219,9 @@ class ClusterStatus(_message.Message):
     nodes: _containers.RepeatedCompositeFieldContainer[NodeView]
     jobs: _containers.RepeatedCompositeFieldContainer[Job]
     standby: str
-    def __init__(self, coordinator: _Optional[str] = ..., version: _Optional[str] = ..., protocol: _Optional[str] = ..., store: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeView, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., standby: _Optional[str] = ...) -> None: ...
+    cordons: _containers.RepeatedCompositeFieldContainer[_records_pb2.Cordon]
+    coordinators: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, coordinator: _Optional[str] = ..., version: _Optional[str] = ..., protocol: _Optional[str] = ..., store: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeView, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., standby: _Optional[str] = ..., cordons: _Optional[_Iterable[_Union[_records_pb2.Cordon, _Mapping]]] = ..., coordinators: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("node", "timeout_s", "reason")

@@ -1,0 +1,84 @@
+"""Where coordinators answered in an earlier life of this agent, in a small file.
+
+Rule: the file is a hint. It counts only for an agent that is given the same addresses to begin
+with; what cannot be read or written costs no more than a line in the log, and no wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from elastic.runtime.rpc import plain_addresses
+
+log = logging.getLogger(__name__)
+
+BYTES_MAX = 64 * 1024
+
+
+class AddressBook:
+    """The file of one node.
+
+    Attributes:
+        learned: what was told of last, beside the addresses that the agent was given.
+    """
+
+    def __init__(self, path: Path, named: Sequence[str]) -> None:
+        """Read the file.
+
+        Args:
+            path: of it; its directory belongs to this user alone.
+            named: "host:port" of the coordinators that the agent was given.
+        """
+        self._path = path
+        self._named = list(named)
+        self.learned = self._read()
+        self._written = self.learned
+        self._news = anyio.Event()
+
+    def keep(self, learned: tuple[str, ...]) -> None:
+        """Have this written; on the event loop, which does not wait for it."""
+        self.learned = learned
+        self._news.set()
+
+    async def write_news(self) -> None:
+        """Write whatever is new, for ever."""
+        while True:
+            await self._news.wait()
+            self._news = anyio.Event()
+            if self.learned != self._written:
+                learned = self.learned
+                if await anyio.to_thread.run_sync(self._write, learned, abandon_on_cancel=True):
+                    self._written = learned
+
+    def _read(self) -> tuple[str, ...]:
+        try:
+            with self._path.open("rb") as file:
+                kept = json.loads(file.read(BYTES_MAX))
+            if kept["named"] != self._named:
+                return ()
+            return plain_addresses(",".join(kept["learned"]))
+        except FileNotFoundError:
+            return ()
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            log.warning("coordinators_not_read path=%s error=%r", self._path, str(error))
+            return ()
+
+    def _write(self, learned: tuple[str, ...]) -> bool:
+        draft = self._path.with_name(f"{self._path.name}.draft")
+        try:
+            draft.write_text(json.dumps({"named": self._named, "learned": list(learned)}))
+            os.replace(draft, self._path)
+        except OSError as error:
+            log.warning("coordinators_not_kept path=%s error=%r", self._path, str(error))
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            return False
+        return True

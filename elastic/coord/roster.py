@@ -1,0 +1,87 @@
+"""The roster: at which addresses the coordinators of one store answer, as far as the store says.
+
+Rule: an entry is a hint for those who have lost the leader, and decides nothing; who leads is said
+by the leader key alone. An entry dies with its coordinator, a while later; what was read last
+holds while the store does not answer.
+
+Keys, under the journal's prefix:
+
+    coordinators/LIFE    address of the coordinator with this life, under a lease of its own
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import anyio
+
+from elastic.coord.leadership import Holder
+from elastic.errors import ElasticError
+from elastic.runtime.rpc import ADDRESSES_MAX, plain_addresses
+from elastic.store.interface import Compare, Entry, Lease, Put, Store
+
+log = logging.getLogger(__name__)
+
+ENTRY_TTL_S = 15.0
+"""Longer than a restart takes, so that nobody is told twice of each."""
+LOOK_S = 3.0
+
+
+class Roster:
+    """One coordinator's entry, and what it reads of the others'."""
+
+    def __init__(
+        self, store: Store, prefix: str, holder: Holder, tell: Callable[[tuple[str, ...]], None]
+    ) -> None:
+        """Enter nothing yet.
+
+        Args:
+            store: shared by the coordinators.
+            prefix: of all keys.
+            holder: this coordinator.
+            tell: called with all addresses, this one's too, whenever they were read.
+        """
+        self._store = store
+        self._prefix = f"{prefix}/coordinators/"
+        self._holder = holder
+        self._tell = tell
+        self._lease: Lease | None = None
+        self._is_entered = False
+
+    async def keep(self) -> None:
+        """Keep the entry alive and read the others', for ever."""
+        while True:
+            try:
+                await self._enter()
+                entries = (await self._store.read(self._prefix)).entries
+                self._tell(addresses_of(entries, self._holder.address))
+            except ElasticError as error:
+                log.debug("roster_not_read error=%r", str(error))
+            await anyio.sleep(LOOK_S)
+
+    async def _enter(self) -> None:
+        """Renew the entry's lease; make both anew if it has ended."""
+        if self._lease is not None and not await self._store.renew_lease(self._lease.lease_id):
+            self._lease, self._is_entered = None, False
+        if self._lease is None:
+            self._lease = await self._store.grant_lease(ENTRY_TTL_S)
+        if not self._is_entered:
+            put = Put(self._prefix + self._holder.life, self._holder.encode(), self._lease.lease_id)
+            # If it is there already, this is a repeat of one whose answer was lost.
+            await self._store.commit([Compare(put.key, 0)], [put])
+            self._is_entered = True
+
+
+def addresses_of(entries: tuple[Entry, ...], own: str) -> tuple[str, ...]:
+    """Return what can be told to others, in order; what no header could carry is left out.
+
+    Args:
+        entries: of the roster.
+        own: this coordinator's address, which comes before the others when they are too many.
+    """
+    known: dict[str, None] = {}
+    for address in (own, *sorted(Holder.decode(entry.value).address for entry in entries)):
+        if good := plain_addresses(address):
+            known[good[0]] = None
+    return tuple(sorted(list(known)[:ADDRESSES_MAX]))
