@@ -13,6 +13,7 @@ from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.core.events.agent import CopiesChanged
 from elastic.core.messages import DropCopy, KeepCopy
+from elastic.runtime.peer_tls import PeerTls
 
 
 class CopyDesk:
@@ -22,17 +23,20 @@ class CopyDesk:
         address: where they reach it, "" if they cannot.
     """
 
-    def __init__(self, host: str, post: Callable[[CopiesChanged], None]) -> None:
+    def __init__(
+        self, host: str, post: Callable[[CopiesChanged], None], tls: PeerTls | None = None
+    ) -> None:
         """Listen on this address, and answer once something is to be held.
 
         Args:
             host: of this node, as others reach it.
             post: takes what is held now, on the event loop.
+            tls: of this node, None if it has no certificate.
         """
         self._post = post
         self._loop: asyncio.AbstractEventLoop | None = None
         self._store = CopyStore(self._changed)
-        self._server = CopyServer(host, self._store)
+        self._server = CopyServer(host, self._store, tls)
         self.address = self._server.address
 
     def order(self, order: KeepCopy | DropCopy) -> None:

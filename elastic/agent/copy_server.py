@@ -13,7 +13,16 @@ import threading
 
 from elastic.agent.copy_store import CopyStore
 from elastic.errors import ElasticError, Refused
-from elastic.runtime.copy_wire import ASK, FETCH, PUSH, Line, Request, yield_to_training
+from elastic.runtime.copy_wire import (
+    ASK,
+    FETCH,
+    PUSH,
+    Line,
+    Request,
+    securing,
+    yield_to_training,
+)
+from elastic.runtime.peer_tls import PeerTls
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +37,15 @@ class CopyServer:
         address: "host:port", "" if there is none to be had.
     """
 
-    def __init__(self, host: str, store: CopyStore) -> None:
-        """Listen on any free port of this address; nobody is answered before `start`."""
-        self._store = store
+    def __init__(self, host: str, store: CopyStore, tls: PeerTls | None = None) -> None:
+        """Listen on any free port of this address; nobody is answered before `start`.
+
+        Args:
+            host: of this node, as others reach it.
+            store: of the copies.
+            tls: of this node, None if it has no certificate.
+        """
+        self._store, self._tls = store, tls
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -88,11 +103,15 @@ class CopyServer:
 
     def _serve(self, sock: socket.socket) -> None:
         yield_to_training()
-        with self._lock:
-            self._open.add(sock)
+        open_here: list[socket.socket] = []
+
+        def begun(sock: socket.socket) -> None:
+            open_here.append(sock)
+            with self._lock:
+                self._open.add(sock)
+
         try:
-            with sock:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with securing(sock, self._tls, is_client=False, begun=begun) as sock:
                 self._converse(Line(sock, is_client=False), sock)
         except (ElasticError, OSError, ValueError) as error:
             log.info("copy_not_served error=%r", str(error)[:200])
@@ -100,7 +119,7 @@ class CopyServer:
             log.exception("copy_not_served")
         finally:
             with self._lock:
-                self._open.discard(sock)
+                self._open.difference_update(open_here)
             self._room.release()
 
     def _converse(self, line: Line, sock: socket.socket) -> None:
@@ -147,6 +166,9 @@ class CopyServer:
 
 
 def end(sock: socket.socket) -> None:
-    """Wake whoever waits for this connection, with its end."""
+    """Wake whoever waits for this connection, with its end; from any thread.
+
+    TLS has a `shutdown` of its own, after which another thread's next bytes would go in the clear.
+    """
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -50,6 +50,7 @@ from elastic.errors import InvariantViolation, check
 from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import EventLog, note_text
+from elastic.runtime.peer_tls import PeerTls
 
 log = logging.getLogger(__name__)
 
@@ -105,10 +106,14 @@ class AgentDriver:
             settings: see there.
             clock: for the machine's time and the event log.
             draws: source of the jitter between attempts to connect.
+
+        Raises:
+            ConfigError: a TLS file is no good.
         """
         node = settings.node
         self._clock = clock
-        self._copies = CopyDesk(node.host, self.post)
+        self._tls = PeerTls.of(settings.access.tls)
+        self._copies = CopyDesk(node.host, self.post, self._tls)
         self._machine = AgentMachine(
             node, settings.config, settings.devices, copies_at=self._copies.address
         )
@@ -118,7 +123,7 @@ class AgentDriver:
         self._logs = Logs(settings.log_dir, node.node_id)
         self._processes = ChildProcesses(settings.launch, self._logs, self.post)
         self._arenas = Arenas()
-        self._pushing = Pushing(self._arenas, self.post)
+        self._pushing = Pushing(self._arenas, self.post, self._tls)
         callbacks = LinkCallbacks(
             post=self.post,
             on_follow=lambda request: self._followers.handle(request),
@@ -189,7 +194,8 @@ class AgentDriver:
             case SendProcess(process_id, Assign() as assign):
                 folder = str(self._logs.path_of(assign).parent)
                 snapshots = self._arenas.give(assign.spec.job_id, process_id)
-                told = dataclasses.replace(assign, log_dir=folder, snapshots=snapshots)
+                tls = self._tls.paths if self._tls is not None else ()
+                told = dataclasses.replace(assign, log_dir=folder, snapshots=snapshots, tls=tls)
                 self._processes.send(process_id, told)
             case SendProcess(process_id, message):
                 self._processes.send(process_id, message)

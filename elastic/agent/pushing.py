@@ -31,6 +31,7 @@ from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.world import JobId
 from elastic.errors import ElasticError
 from elastic.runtime.copy_wire import PUSH, Request, calling, yield_to_training
+from elastic.runtime.peer_tls import PeerTls
 from elastic.runtime.snapshot_memory import HEADER, Mark, set_sent, whole
 
 log = logging.getLogger(__name__)
@@ -63,9 +64,11 @@ class Found:
 class Pushing:
     """One task for each job that has an order; lives on the agent's event loop."""
 
-    def __init__(self, arenas: Arenas, post: Callable[[PushFailed], None]) -> None:
-        """Push nothing yet; what fails is posted."""
-        self._arenas, self._post = arenas, post
+    def __init__(
+        self, arenas: Arenas, post: Callable[[PushFailed], None], tls: PeerTls | None = None
+    ) -> None:
+        """Push nothing yet; what fails is posted. Over `tls` if this node has a certificate."""
+        self._arenas, self._post, self._tls = arenas, post, tls
         self._tasks: dict[JobId, tuple[Replicate, asyncio.Task[None]]] = {}
         self._sockets: dict[JobId, socket.socket] = {}
 
@@ -141,14 +144,14 @@ class Pushing:
             mark: of it.
         """
         yield_to_training()
-        began = time.monotonic()
+        began, begun = time.monotonic(), partial(self._begun, order)
         try:
             set_sent(descriptor, mark.number)
             with (
                 mmap.mmap(descriptor, HEADER + mark.num_bytes, prot=mmap.PROT_READ) as memory,
                 memoryview(memory) as everything,
                 everything[HEADER:] as body,
-                calling(order.address, lambda sock: self._begun(order, sock)) as line,
+                calling(order.address, tls=self._tls, begun=begun) as line,
             ):
                 line.ask(Request(PUSH, order.job_id, mark), order.key)
 

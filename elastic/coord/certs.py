@@ -1,7 +1,8 @@
 """Certificates of a cluster of its own: an authority, and what it signs for each process.
 
 Rule: who a certificate is for stands in it, as the URI elastic://ROLE/NAME, and it can do nothing
-else: only the coordinator's may serve. Keys are made here, with mode 600, and are never printed.
+else: a user's may not serve, and a node's names no host, so that it serves other agents only, who
+look at the URI. Keys are made here, with mode 600, and are never printed.
 
     DIR/ca.key                      the authority: keep it off the nodes
     DIR/NAME/{ca.crt,tls.crt,tls.key}   what one process needs: its --tls-dir
@@ -34,6 +35,8 @@ CLOCKS_DIFFER = datetime.timedelta(minutes=10)
 """A certificate holds this long before it was made: other hosts' clocks may be behind."""
 CLIENT = (ExtendedKeyUsageOID.CLIENT_AUTH,)
 SERVER = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
+SERVING = (Role.ALL, Role.NODE)
+"""Agents take copies from each other."""
 KeyUsages = tuple[x509.ObjectIdentifier, ...]
 
 
@@ -106,14 +109,16 @@ def _sign(
     ca, ca_key = _authority(folder)
     _check_days(wanted, now, ca.not_valid_after_utc)
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, wanted.name[:64])])
+    # With a space: some take the common name of a certificate without host names for one.
+    called = f"{wanted.role.value} {wanted.name}"[:64]
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, called)])
     cert = (
         _begun(subject, key.public_key(), now, wanted.days)
         .issuer_name(ca.subject)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(signs=False), critical=True)
         .add_extension(
-            x509.ExtendedKeyUsage(SERVER if wanted.role is Role.ALL else CLIENT), critical=False
+            x509.ExtendedKeyUsage(SERVER if wanted.role in SERVING else CLIENT), critical=False
         )
         .add_extension(x509.SubjectAlternativeName(sans), critical=False)
         .add_extension(

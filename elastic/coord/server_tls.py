@@ -7,12 +7,11 @@ be used leaves the certificate as it was, and is said in the log. Connections th
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import grpc
 
 from elastic.errors import ConfigError
-from elastic.runtime.access import TlsFiles, TlsTexts
+from elastic.runtime.access import TlsFiles, TlsTexts, file_signature
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class ServerTls:
 
     def _signature(self) -> tuple[object, ...]:
         return tuple(
-            _signature(path) for path in (self._files.cert, self._files.key, self._files.ca)
+            file_signature(path) for path in (self._files.cert, self._files.key, self._files.ca)
         )
 
 
@@ -78,14 +77,3 @@ def _configuration(texts: TlsTexts) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration(
         [(texts.key, texts.cert)], root_certificates=texts.ca or None
     )
-
-
-def _signature(path: Path | None) -> object:
-    """Return what differs when a file was replaced; a link of Kubernetes is followed."""
-    if path is None:
-        return None
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size

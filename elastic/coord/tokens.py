@@ -23,7 +23,7 @@ from typing import Any
 from elastic.coord.roles import Caller, Role
 from elastic.core.config import check_name
 from elastic.errors import ElasticError, NotAuthorized, NotFound, UsageError
-from elastic.runtime.access import replace_file, warn_if_open
+from elastic.runtime.access import file_signature, replace_file, warn_if_open
 from elastic.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class TokenList:
         """
         self._path = path
         self._clock = clock
-        self._seen = _signature(path)
+        self._seen = file_signature(path)
         self._complaint = ""
         self._tokens: dict[str, Token] = {}
         try:
@@ -174,7 +174,7 @@ class TokenList:
 
         Never raises: a file that cannot be read is said in the log and changes nothing.
         """
-        seen = _signature(self._path)
+        seen = file_signature(self._path)
         if seen == self._seen:
             return []
         before = self._tokens
@@ -234,15 +234,6 @@ def _changes(before: dict[str, Token], after: dict[str, Token]) -> list[tuple[st
         if not token.revoked_ns and (key not in after or after[key].revoked_ns)
     ]
     return created + revoked
-
-
-def _signature(path: Path) -> object:
-    """Return what differs when a file was replaced, None when there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _digest(secret: str) -> str:

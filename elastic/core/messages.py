@@ -449,6 +449,8 @@ class Assign:
         ahead: call the train function before there is a group, up to where it needs one.
         snapshots: paths of the agent's memory for this job, one for each slot; empty: the worker
             takes memory of its own.
+        tls: paths of this node's certificate, its key, and the authority, with which copies are
+            fetched from other nodes; empty: in the clear.
     """
 
     worker_id: WorkerId
@@ -458,6 +460,7 @@ class Assign:
     log_dir: str = ""
     ahead: bool = False
     snapshots: tuple[str, ...] = ()
+    tls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class TlsFiles:
         return texts
 
     def _read_once(self) -> TlsTexts:
-        return TlsTexts(*(_pem(path) for path in (self.cert, self.key, self.ca)))
+        return TlsTexts(*(read_pem(path) for path in (self.cert, self.key, self.ca)))
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,18 @@ def warn_if_open(path: str | Path) -> None:
         log.warning("secret_file_open path=%s mode=%04o advice=%r", path, mode, f"chmod 600 {path}")
 
 
+def file_signature(path: Path | None) -> object:
+    """Return what differs when a file was replaced, None when there is none.
+
+    A link, as Kubernetes makes them for secrets, is followed.
+    """
+    try:
+        found = path.stat() if path is not None else None
+    except OSError:
+        return None
+    return (found.st_ino, found.st_mtime_ns, found.st_size) if found is not None else None
+
+
 def replace_file(path: Path, data: bytes, mode: int) -> None:
     """Replace a file, durably, by one that nobody else could open meanwhile.
 
@@ -256,7 +268,12 @@ def _keep_owner(fd: int, path: Path) -> None:
         )  # fmt: skip
 
 
-def _pem(path: Path | None) -> bytes:
+def read_pem(path: Path | None) -> bytes:
+    """Return the PEM text that a file holds, b"" for no file.
+
+    Raises:
+        ConfigError: it cannot be read, is too large, or holds something else.
+    """
     if path is None:
         return b""
     try:

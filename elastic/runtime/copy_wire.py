@@ -7,7 +7,8 @@
     and after a push the server's last answer
 
 Requests and answers are JSON behind four bytes of length. A proof is a hash of all that was said
-before, keyed with the job's secret, which so never travels.
+before, keyed with the job's secret, which so never travels. Where nodes have certificates, all of
+it goes over TLS, on which both have shown theirs (`peer_tls`).
 
 Rule: nothing of a peer is believed before its proof was looked at; every length has a limit and
 every wait a deadline, so that a peer which lies, is slow, or is gone costs a thread for a while.
@@ -22,6 +23,7 @@ import json
 import os
 import secrets
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -31,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.errors import NotAuthorized, PeerError, Refused
+from elastic.runtime.peer_tls import PeerTls, refused
 from elastic.runtime.rpc import parse_endpoint
 from elastic.runtime.snapshot_memory import Mark
 
@@ -254,21 +257,61 @@ class Line:
 
 
 @contextlib.contextmanager
-def calling(address: str, begun: Callable[[socket.socket], None] | None = None) -> Iterator[Line]:
+def calling(
+    address: str,
+    *,
+    tls: PeerTls | None = None,
+    begun: Callable[[socket.socket], None] = lambda sock: None,
+) -> Iterator[Line]:
     """Connect to an agent that holds copies; the connection ends with the block.
 
     Args:
         address: "host:port".
+        tls: of this node, None if it has no certificate.
         begun: is given the socket, so that another thread can end what waits for it.
 
     Raises:
+        NotAuthorized: it is no agent of this cluster.
         OSError: it does not answer.
     """
-    with socket.create_connection(parse_endpoint(address), CONNECT_S) as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if begun is not None:
+    raw = socket.create_connection(parse_endpoint(address), CONNECT_S)
+    with securing(raw, tls, is_client=True, begun=begun) as sock:
+        try:
+            yield Line(sock, is_client=True)
+        except ssl.SSLError as error:  # It has looked at our certificate by then.
+            raise refused(error) from error
+
+
+@contextlib.contextmanager
+def securing(
+    raw: socket.socket,
+    tls: PeerTls | None,
+    *,
+    is_client: bool,
+    begun: Callable[[socket.socket], None],
+) -> Iterator[socket.socket]:
+    """Give what to talk over on a new connection, which ends with the block.
+
+    Args:
+        raw: the connection.
+        tls: of this node, None to talk in the clear.
+        is_client: whether this side has connected.
+        begun: is given the socket that counts, before anything is waited for.
+
+    Raises:
+        NotAuthorized: the other side is no agent of this cluster.
+        OSError: the connection broke, or TLS took too long.
+    """
+    with raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is None:
+            begun(raw)
+            yield raw
+            return
+        with tls.wrap(raw, is_client=is_client) as sock:
             begun(sock)
-        yield Line(sock, is_client=True)
+            tls.greet(sock)
+            yield sock
 
 
 def yield_to_training() -> None:

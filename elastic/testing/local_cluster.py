@@ -35,6 +35,9 @@ from elastic.wire.codec_jobs import TimedNote
 PATIENCE_S = 60.0
 POLL_S = 0.01
 
+COORDINATOR = "coordinator"
+"""Its log's name, and that of its certificate."""
+
 
 class LocalCluster:
     """A coordinator and agents on this machine.
@@ -54,6 +57,7 @@ class LocalCluster:
         store: str = "",
         directory: str | Path | None = None,
         token_file: str | Path | None = None,
+        tls_dir: str | Path | None = None,
     ) -> None:
         """Describe a cluster; `start` or `with` brings it up.
 
@@ -64,6 +68,8 @@ class LocalCluster:
             store: membership store; "" for SQLite in the directory.
             directory: where to keep logs, None for a temporary one.
             token_file: holds the join token that everybody must have, None for no token.
+            tls_dir: authority that has issued a certificate to "coordinator", who asks as well,
+                and to each node; None for connections in the clear.
         """
         self._is_temporary = directory is None
         self.directory = Path(directory or tempfile.mkdtemp(prefix="elastic-cluster-"))
@@ -72,6 +78,7 @@ class LocalCluster:
         self.spares = spares
         self.store = store or f"sqlite:{self.directory / 'coordinator.sqlite'}"
         self.token_file = str(token_file) if token_file is not None else ""
+        self.tls_dir = Path(tls_dir) if tls_dir is not None else None
         self.address = ""
         self.notes: list[TimedNote] = []
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
@@ -117,7 +124,7 @@ class LocalCluster:
         self.coordinator = self._spawn(
             "coordinator", "elastic.coord.cli", "serve",
             "--listen", self.address or "127.0.0.1:0", "--store", self.store,
-            "--ready-file", str(ready), *self._token_flags(),
+            "--ready-file", str(ready), *self._access_flags(COORDINATOR),
         )  # fmt: skip
         process = self.coordinator
         self._until(
@@ -144,7 +151,7 @@ class LocalCluster:
             "--workers", str(self.workers_per_node), "--spares", str(self.spares),
             "--notices", "none",
             "--run-dir", str(self.directory / "run"), "--log-dir", str(self.directory / "logs"),
-            *self._token_flags(), *args,
+            *self._access_flags(name), *args,
         )  # fmt: skip
 
     def kill_node(self, name: str) -> None:
@@ -191,8 +198,12 @@ class LocalCluster:
         if self._is_temporary and not keep:
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _token_flags(self) -> tuple[str, ...]:
-        return ("--token-file", self.token_file) if self.token_file else ()
+    def _access_flags(self, name: str) -> tuple[str, ...]:
+        token = ("--token-file", self.token_file) if self.token_file else ()
+        return (*token, "--tls-dir", self._tls_of(name)) if self.tls_dir is not None else token
+
+    def _tls_of(self, name: str) -> str:
+        return str(self.tls_dir / name) if self.tls_dir is not None else ""
 
     def _spawn(self, name: str, module: str, *args: str) -> subprocess.Popen[bytes]:
         with (self.directory / f"{name}.log").open("ab") as log:
@@ -212,7 +223,8 @@ class LocalCluster:
     def client(self) -> Client:
         """Return a client of the coordinator."""
         if self._client is None:
-            self._client = Client(self.address, find_access(self.token_file))
+            access = find_access(self.token_file, folder=self._tls_of(COORDINATOR))
+            self._client = Client(self.address, access)
         return self._client
 
     def view(self) -> ClusterView:

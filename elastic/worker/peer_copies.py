@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from elastic.core.world import JobId
 from elastic.errors import ElasticError, check
 from elastic.runtime.copy_wire import ASK, FETCH, Request, calling
+from elastic.runtime.peer_tls import PeerTls
 from elastic.runtime.snapshot_memory import Mark
 from elastic.worker.arena import Slot
 
@@ -26,27 +27,31 @@ log = logging.getLogger(__name__)
 class PeerCopies:
     """The copies that the coordinator knew of when it formed this group."""
 
-    def __init__(self, addresses: Sequence[str], job_id: JobId, key: str) -> None:
+    def __init__(
+        self, addresses: Sequence[str], job_id: JobId, key: str, *, tls: Sequence[str] = ()
+    ) -> None:
         """Ask nobody yet.
 
         Args:
             addresses: "host:port" of the agents that hold one.
             job_id: whose state it is.
             key: of the job.
+            tls: paths of this node's certificate, its key and the authority; empty if it has none.
         """
+        self._tls = tuple(tls)
         self._addresses, self._job_id, self._key = tuple(addresses), job_id, key
         self._best: tuple[str, Mark] | None = None
 
     @staticmethod
     def of(place: WorkerContext) -> PeerCopies:
         """Return those that a member of a group was told of."""
-        return PeerCopies(place.copies, place.job_id, place.copies_key)
+        return PeerCopies(place.copies, place.job_id, place.copies_key, tls=place.tls)
 
     def newest(self) -> int:
         """Return the steps of the newest copy that can be reached, -1 if there is none."""
         for address in self._addresses:
             try:
-                with calling(address) as line:
+                with calling(address, tls=PeerTls.at(self._tls)) as line:
                     mark = line.ask(Request(ASK, self._job_id), self._key)
             except (ElasticError, OSError) as error:
                 log.warning("copy_unreachable address=%s error=%r", address, str(error))
@@ -66,7 +71,7 @@ class PeerCopies:
         check(self._best is not None, "a copy is read that was not asked for")
         address, mark = self._best or ("", Mark(0, 0, 0, 0, 0, 0, 0, 0))
         began, slot = time.monotonic(), Slot()
-        with calling(address) as line:
+        with calling(address, tls=PeerTls.at(self._tls)) as line:
             line.ask(Request(FETCH, self._job_id, mark), self._key)
             slot.fill(mark, line.read_body)
         state = slot.state(mark)

@@ -468,6 +468,7 @@ class Runner:
             options=call.options,
             copies=place.copies,
             copies_key=place.copies_key,
+            tls=assign.tls,
             reporter=self._reporter,
             step_counter=StepCounter(
                 assign.worker_id, place.generation, tell=self._exchange.post, clock=self._clock

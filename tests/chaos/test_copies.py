@@ -6,6 +6,7 @@ which must be that of a run in one process that nobody disturbed.
 
 from __future__ import annotations
 
+import datetime
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic.coord.certs import Wanted, init_authority, issue
+from elastic.coord.roles import Role
 from elastic.core.view import JobView
 from elastic.core.world import ENDED, WorkerPhase
 from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments
@@ -209,3 +212,23 @@ def test_a_copy_outlives_the_coordinator(cluster: LocalCluster, tmp_path: Path) 
     story.wait_trains_without(source)
     assert min(story.came_from("copy_fetched")) >= steps
     story.check()
+
+
+def test_over_tls_a_run_goes_on_from_a_copy_too(tmp_path: Path) -> None:
+    """Agents bring copies, and a worker fetches one, with the certificates of their nodes."""
+    pki = tmp_path / "pki"
+    now = datetime.datetime.now(datetime.timezone.utc)
+    init_authority(pki, ("127.0.0.1",), now)
+    for name in NODES[:2]:
+        issue(pki, Wanted(name=name, role=Role.NODE), now)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ELASTIC_LOG_LEVEL", "info")
+        with LocalCluster(nodes=2, directory=tmp_path / "cluster", tls_dir=pki) as cluster:
+            story = story_of(cluster, tmp_path)
+            source = story.begin()[0]
+            (holder,) = set(NODES[:2]) - {source}
+            steps = story.wait_copy(holder)
+            cluster.kill_node(source)
+            story.wait_trains_without(source)
+            assert min(story.came_from("copy_fetched")) >= steps
+            story.check()

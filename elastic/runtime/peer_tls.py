@@ -1,0 +1,145 @@
+"""TLS between agents: both show the certificate of their node, signed by the cluster's authority.
+
+Rule: an agent that has a certificate never talks in the clear, neither as who calls nor as who is
+called. Files are looked at for each connection, and read when they changed; while they cannot be
+used, those before are. TLS 1.3 alone: nothing is renegotiated, and no session is taken up again
+without a certificate.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic.errors import ConfigError, NotAuthorized
+from elastic.runtime.access import TlsFiles, file_signature
+from elastic.runtime.certificates import RevokedList, read_shown
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+"""For all of it."""
+NODE_URIS = ("elastic://node/", "elastic://all/")
+"""Copies are between agents and their workers; a user's certificate opens nothing here."""
+
+
+class PeerTls:
+    """One node's side of TLS with other nodes; every method may be called by any thread."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Read the files.
+
+        Raises:
+            ConfigError: one of them is no good, or there is none of what both sides need.
+        """
+        if files.ca is None or files.cert is None:
+            raise ConfigError("TLS between agents needs a certificate, its key and the authority")
+        self._files = files
+        self._revoked = RevokedList(files.ca)
+        self._complaint = ""
+        self._seen: object = None
+        self._contexts = self._read()
+
+    @staticmethod
+    def of(files: TlsFiles | None) -> PeerTls | None:
+        """Return it for an agent that has a certificate, None for one that has not."""
+        if files is None or files.cert is None or files.ca is None:
+            return None
+        return PeerTls(files)
+
+    @staticmethod
+    def at(paths: Sequence[str]) -> PeerTls | None:
+        """Return that of the agent which named these `paths`, None if it has none.
+
+        Raises:
+            ConfigError: one of the files is no good.
+        """
+        return PeerTls(TlsFiles(*(Path(path) for path in paths))) if paths else None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return where certificate, key and authority are, for this node's workers."""
+        return tuple(str(path) for path in (self._files.cert, self._files.key, self._files.ca))
+
+    def wrap(self, sock: socket.socket, *, is_client: bool) -> ssl.SSLSocket:
+        """Return the socket over which TLS is to be spoken; the one given is empty then."""
+        self._renew()
+        client, server = self._contexts
+        context = client if is_client else server
+        return context.wrap_socket(sock, server_side=not is_client, do_handshake_on_connect=False)
+
+    def greet(self, sock: ssl.SSLSocket) -> None:
+        """Have both sides show who they are, before anything else is said.
+
+        Raises:
+            NotAuthorized: the other side is no agent of this cluster, or is one no longer.
+            OSError: the connection broke, or took too long.
+        """
+        sock.settimeout(HANDSHAKE_S)
+        try:
+            sock.do_handshake()
+        except ssl.SSLError as error:
+            raise refused(error) from error
+        shown = read_shown(sock.getpeercert(binary_form=True) or b"")
+        self._revoked.look()
+        if why := self._revoked.why_over(shown, time.time_ns()):
+            raise NotAuthorized(f"the {why} that the other agent shows")
+        if not any(uri.startswith(NODE_URIS) for uri in shown.uris):
+            raise NotAuthorized(
+                f"the {shown} that the other side shows is for {shown.uris or 'nobody'}, expected "
+                f"one of role node ('elastic-coord certs issue --role node')"
+            )
+
+    def _renew(self) -> None:
+        if self._signature() == self._seen:
+            return
+        try:
+            self._contexts = self._read()
+            self._complaint = ""
+        except ConfigError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                log.error("certificate_unusable error=%r", str(error))
+
+    def _read(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        seen = self._signature()
+        self._files.read()
+        try:
+            client, server = (
+                self._context(kind) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"TLS files of this agent: {error}") from error
+        server.num_tickets = 0
+        self._seen = seen
+        return client, server
+
+    def _context(self, kind: int) -> ssl.SSLContext:
+        files = self._files
+        context = ssl.SSLContext(kind)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # Who a node is stands in its certificate's URI; addresses of nodes come and go.
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(files.ca)
+        if files.cert is not None:
+            context.load_cert_chain(files.cert, files.key, password=lambda: b"")
+        return context
+
+    def _signature(self) -> tuple[object, ...]:
+        files = self._files
+        return tuple(file_signature(path) for path in (files.cert, files.key, files.ca))
+
+
+def refused(error: ssl.SSLError) -> NotAuthorized:
+    """Return what a failure of TLS means."""
+    reason = getattr(error, "verify_message", "") or error.reason or str(error)
+    return NotAuthorized(
+        f"TLS with the other agent fails ({reason}): both need a certificate of role node that one "
+        f"authority has signed, that is not over and not revoked; one that was made before agents "
+        f"spoke TLS with each other is issued anew by 'elastic-coord certs issue --role node'"
+    )
