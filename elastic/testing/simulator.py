@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from dataclasses import dataclass, replace
 
 import click
@@ -344,6 +345,9 @@ def run_seed(seed: int, *, transcript: bool = False) -> tuple[Outcome | None, li
         return simulation.run(), simulation.timeline.log, ""
     except ElasticError as failure:
         return None, simulation.timeline.log, f"{type(failure).__name__}: {failure}"
+    except Exception:
+        # A machine that raises is a failure like any other: it has a seed, and a story before it.
+        return None, simulation.timeline.log, traceback.format_exc()
 
 
 @click.command()

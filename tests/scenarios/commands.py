@@ -44,7 +44,7 @@ PHASES = {
 }  # fmt: skip
 NUMBERS = (
     "step", "slots", "incarnation", "min", "max", "workers_per_replica", "max_failures",
-    "num_to_keep", "hang_timeout_s", "priority", "in_place", "request",
+    "num_to_keep", "hang_timeout_s", "priority", "in_place", "request", "reports_due",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ def advance(cluster: Cluster, job: JobState) -> None:
         return
     if not job.is_open:
         _rest(cluster, job)
-    elif job.gives_all or job.training_since_ns is None or _is_ending(job):
+    elif job.gives_all or job.training_since_ns is None or not _is_whole(job) or _is_ending(job):
         return
     elif job.spec.run_path and job.is_in_place() and not job.is_saved:
         if not job.pause_wish:
@@ -31,6 +31,11 @@ def advance(cluster: Cluster, job: JobState) -> None:
         job.gives_all = True
         job.reason = "pauses at the next boundary"
         settle.ask(cluster, job, Plan(Act.ASK, cause="pause"), job.reason)
+
+
+def _is_whole(job: JobState) -> bool:
+    """Return whether no member is lost; else the group is replaced as soon as all were heard."""
+    return all(w in job.workers for w in job.member_ids())
 
 
 def _is_ending(job: JobState) -> bool:
