@@ -6,6 +6,7 @@ look at the URI. Keys are made here, with mode 600, and are never printed.
 
     DIR/ca.key                      the authority: keep it off the nodes
     DIR/NAME/{ca.crt,tls.crt,tls.key}   what one process needs: its --tls-dir
+    DIR/issued, DIR/ca.crl          see `revoking`
 """
 
 from __future__ import annotations
@@ -21,10 +22,19 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from elastic.coord.revoking import (
+    ISSUED,
+    Authority,
+    Issued,
+    current_list,
+    keep_issued,
+    revoke,
+)
 from elastic.coord.roles import Role, caller_of_uri, caller_uri
 from elastic.core.config import check_name
 from elastic.errors import ConfigError, UsageError
 from elastic.runtime.access import CA_FILE, CERT_FILE, KEY_FILE, replace_file
+from elastic.runtime.certificates import CRL_FILE
 
 CA_KEY_FILE = "ca.key"
 COORDINATOR = "coordinator"
@@ -103,6 +113,16 @@ def issue(folder: Path, wanted: Wanted, now: datetime.datetime) -> Path:
     return _sign(folder, wanted, _sans(wanted), now)
 
 
+def revoke_issued(folder: Path, wanted: str, now: datetime.datetime) -> tuple[Issued, ...]:
+    """Take back the certificate of this serial number, or all of this name; returns them.
+
+    Raises:
+        UsageError: there is no authority in the folder, or the list cannot be written.
+        NotFound: there is no such certificate, or all are over already.
+    """
+    return revoke(folder, wanted, _authority(folder), now)
+
+
 def _sign(
     folder: Path, wanted: Wanted, sans: list[x509.GeneralName], now: datetime.datetime
 ) -> Path:
@@ -126,8 +146,14 @@ def _sign(
         )
         .sign(ca_key, hashes.SHA256())
     )
-    target = folder / wanted.name
+    target, revoked = folder / wanted.name, current_list(folder)
     _make_folder(target)
+    try:
+        keep_issued(folder, cert)
+    except OSError as error:
+        raise UsageError(f"{folder / ISSUED} cannot be written: {error}") from error
+    if revoked:
+        _write(target / CRL_FILE, revoked, 0o644)
     # Who reads between these two finds a pair that does not match, and reads again.
     _write(target / KEY_FILE, _pem_key(key), 0o600)
     _write(target / CERT_FILE, _pem(cert), 0o644)
@@ -162,7 +188,7 @@ def _check_role(target: Path, wanted: Wanted) -> None:
             )
 
 
-def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def _authority(folder: Path) -> Authority:
     try:
         ca = x509.load_pem_x509_certificate((folder / CA_FILE).read_bytes())
         key = serialization.load_pem_private_key((folder / CA_KEY_FILE).read_bytes(), password=None)
@@ -180,6 +206,8 @@ def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
 
 def _sans(wanted: Wanted) -> list[x509.GeneralName]:
     check_name("certificate", wanted.name)
+    if wanted.name == ISSUED:
+        raise UsageError(f"--name {ISSUED} is the folder of all certificates; choose another one")
     if wanted.hosts and wanted.role is not Role.ALL:
         raise UsageError(
             f"--host {wanted.hosts[0]} for role {wanted.role.value}: only a coordinator (role "

@@ -110,6 +110,52 @@ def certs_issue(folder: Path, name: str, role: str, days: float, hosts: tuple[st
     click.echo(f"use    {uses.get(role, 'elastic')} --tls-dir {made} (a copy of it, over there)")
 
 
+@certs.command(name="list")
+@folder_argument
+def certs_list(folder: Path) -> None:
+    """List what the authority in FOLDER has signed: serial number, role, name, until when."""
+    from elastic.coord.revoking import list_issued
+
+    try:
+        known = list_issued(folder)
+    except ElasticError as error:
+        fail(error)
+    now_ns = _clock.unix_ns()
+    table = Table("serial", "role", "name", "until", box=None, pad_edge=False)
+    for one in known:
+        until = _moment(one.shown.until_ns)
+        if one.revoked_ns:
+            until = f"revoked {_moment(one.revoked_ns)}"
+        elif one.why_over(now_ns):
+            until = f"expired {until}"
+        table.add_row(f"{one.shown.serial:x}", one.role or "-", one.name or "-", until)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@certs.command(name="revoke")
+@folder_argument
+@click.argument("certificate", metavar="SERIAL|NAME")
+def certs_revoke(folder: Path, certificate: str) -> None:
+    """Take back the certificate of this serial number, or all of this name.
+
+    Writes FOLDER/ca.crl, and a copy into each certificate's folder. A coordinator whose --tls-dir
+    holds it refuses the certificate, and ends what it holds open, within a second; an agent
+    brings it no copies from the next connection on. It cannot be undone: issue another one.
+    """
+    from elastic.coord.certs import revoke_issued
+
+    try:
+        revoked = revoke_issued(folder, certificate, _now())
+    except ElasticError as error:
+        fail(error)
+    for one in revoked:
+        click.echo(f"revoked {one.shown.serial:x} ({one.name}), role {one.role}")
+    click.echo(
+        f"next    copy {folder}/ca.crl beside the ca.crt of every coordinator, and of agents that "
+        f"keep copies; those below {folder} have it"
+    )
+
+
 # ------------------------------------------------------------------------------------ tokens
 
 

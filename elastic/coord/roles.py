@@ -13,6 +13,7 @@ from enum import Enum
 
 from elastic.core.config import NAME_PATTERN
 from elastic.errors import NotPermitted
+from elastic.runtime.certificates import Shown
 
 
 class Role(Enum):
@@ -83,6 +84,7 @@ class Caller:
         name: of the token or certificate, "" when nobody said.
         how: "token", "certificate" or "open door".
         token_id: of the token that must stay valid while the call lasts, "" for none.
+        shown: the certificate that must, None for none.
         is_bound: a node of another name is refused.
     """
 
@@ -91,6 +93,7 @@ class Caller:
     how: str = "open door"
     token_id: str = ""
     is_bound: bool = False
+    shown: Shown | None = None
 
     def __str__(self) -> str:
         """Return "token n1 (node)"."""

@@ -38,6 +38,7 @@ from elastic.core.config import CoordinatorConfig
 from elastic.core.machine.coordinator import CoordinatorMachine
 from elastic.errors import ConfigError, ElasticError, Fenced
 from elastic.runtime.access import TlsFiles
+from elastic.runtime.certificates import RevokedList
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.eventlog import EventLog
 from elastic.runtime.rpc import format_endpoint, is_loopback, parse_endpoint
@@ -175,10 +176,12 @@ def open_door(options: ServeOptions, clock: Clock) -> tuple[Audit, Server]:
     """
     host = options.listen[0]
     tls = ServerTls(options.tls) if options.tls is not None else None
+    ca = options.tls.ca if options.tls is not None else None
     locks = Locks(
         token=options.token,
         tokens=TokenList(options.tokens, clock) if options.tokens is not None else None,
         asks_certificate=tls is not None and tls.asks_certificate,
+        revoked=RevokedList(ca) if ca is not None else None,
     )
     if tls is None and not is_loopback(host):
         log.warning(
@@ -227,7 +230,7 @@ class _Life:
         parts: list[Part] = [
             self._end_on_signal,
             self._server.keep_health,
-            self._server.watch_tokens,
+            self._server.watch_locks,
             self._follower.refresh,
             lambda: self._lead_for_ever(announce),
         ]

@@ -120,6 +120,6 @@ class Server:
         await self.tell_health()
         await self._server.stop(STOP_GRACE_S)
 
-    async def watch_tokens(self) -> None:
-        """End calls whose token is over; never returns."""
-        await self._guard.watch_tokens()
+    async def watch_locks(self) -> None:
+        """End calls whose token or certificate is over; never returns."""
+        await self._guard.watch_locks()

@@ -1,9 +1,9 @@
 """The guard at the door: who calls, whether they may, and whether this coordinator leads.
 
-Rule: no service sees a call, and no message of one is read, before the guard let it in. A token
-that is revoked or ends while a call goes on ends the call. Health and reflection need neither a
-version nor leadership, because general tools and load balancers ask them. A standby lets in who
-only reads, and agents, who may wait at its door.
+Rule: no service sees a call, and no message of one is read, before the guard let it in. A token or
+certificate that is revoked or ends while a call goes on ends the call. Health and reflection need
+neither a version nor leadership, because general tools and load balancers ask them. A standby lets
+in who only reads, and agents, who may wait at its door.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -26,6 +26,7 @@ from elastic.coord.roles import ANYONE, CALLER, RULES, Caller, Role, Rule, calle
 from elastic.coord.server_limits import Door, Limits
 from elastic.coord.tokens import TokenList
 from elastic.errors import Busy, ElasticError, NotAuthorized, NotLeading, PeerError, Refused
+from elastic.runtime.certificates import RevokedList, read_shown
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import quoted
 from elastic.runtime.rpc import (
@@ -41,10 +42,14 @@ from elastic.runtime.rpc import (
 
 log = logging.getLogger(__name__)
 
-TOKENS_LOOK_S = 0.5
-"""A token that was revoked opens nothing, and holds nothing open, after this."""
-PEER_URI = "peer_uri"
+LOOK_S = 0.5
+"""What was revoked, or is over, opens nothing, and holds nothing open, after this."""
+PEER_CERTIFICATE = "x509_pem_cert"
 ATTACH = "/elastic.v1.Agents/Attach"
+ANEW = (
+    "have it issued anew ('elastic-coord certs issue ... --name {name} --role {role}') and put "
+    "into the --tls-dir: it is used from the next connection on"
+)
 READS = ("/elastic.v1.Jobs/Get", "/elastic.v1.Jobs/List", "/elastic.v1.Cluster/Status")
 """What a standby answers from the store."""
 NAMING_FIELDS = ("job", "node", "name")
@@ -62,31 +67,31 @@ class Locks:
         token: the single token, with all rights; "" for none.
         tokens: tokens with roles, None for none.
         asks_certificate: TLS has checked a certificate, which says who it is.
+        revoked: certificates that open nothing although TLS takes them.
     """
 
     token: str = field(default="", repr=False)
     tokens: TokenList | None = None
     asks_certificate: bool = False
+    revoked: RevokedList | None = None
 
-    def identify(self, token: str, uris: tuple[str, ...], peer: str) -> Caller:
+    def identify(self, token: str, certificate: bytes, peer: str, now_ns: int) -> Caller:
         """Return who calls.
 
         Args:
             token: that the call brought, "" for none.
-            uris: that stand in its certificate.
+            certificate: that TLS has checked when the connection began, PEM; b"" for none.
             peer: its address, for the text.
+            now_ns: Unix time.
 
         Raises:
             NotAuthorized: it showed nothing, or nothing that opens this door.
         """
         if self.asks_certificate:
-            callers = [caller for uri in uris if (caller := caller_of_uri(uri)) is not None]
-            if len(callers) == 1:
-                return callers[0]
-            raise NotAuthorized(
-                f"the certificate of {peer} names no role; use one that 'elastic-coord certs "
-                f"issue --role ...' made"
-            )
+            shown = _of_certificate(certificate, peer)
+            if why := self.why_over(shown, now_ns):
+                raise NotAuthorized(why)
+            return shown
         if not self.token and self.tokens is None:
             return ANYONE
         if not token:
@@ -103,6 +108,42 @@ class Locks:
                 f"cluster's coordinator"
             )
         return caller
+
+    def look(self) -> list[tuple[str, str, str]]:
+        """Read the files again that changed; returns what did, as (action, who, what)."""
+        found = []
+        if self.tokens is not None:
+            for action, token in self.tokens.look():
+                name = f"{token.token_id} {token.name}".strip()
+                what = f"token {name} ({token.role.value})"
+                found.append((f"token {action}", "the token file", what))
+        if self.revoked is not None:
+            who = "the list of revoked certificates"
+            new = self.revoked.look()
+            found += [("certificate revoked", who, f"certificate {serial:x}") for serial in new]
+        return found
+
+    def why_over(self, caller: Caller, now_ns: int) -> str:
+        """Return why what a caller showed opens nothing any more, "" if it does."""
+        if caller.token_id and self.tokens is not None:
+            return self.tokens.why_over(caller.token_id)
+        if caller.shown is None or self.revoked is None:
+            return ""
+        why = self.revoked.why_over(caller.shown, now_ns)
+        return f"{why}; {ANEW.format(role=caller.role.value, name=caller.name)}" if why else ""
+
+
+def _of_certificate(certificate: bytes, peer: str) -> Caller:
+    """Return whom a certificate names; it must be one caller alone."""
+    shown = read_shown(certificate) if certificate else None
+    uris = shown.uris if shown is not None else ()
+    callers = [caller for uri in uris if (caller := caller_of_uri(uri)) is not None]
+    if len(callers) != 1:
+        raise NotAuthorized(
+            f"the certificate of {peer} names no role; use one that 'elastic-coord certs issue "
+            f"--role ...' made"
+        )
+    return replace(callers[0], shown=shown)
 
 
 @dataclass(eq=False)
@@ -134,7 +175,7 @@ class Guard(grpc.aio.ServerInterceptor):
         Args:
             locks: what callers must show.
             audit: told of changes and refusals.
-            clock: for the limits.
+            clock: for the limits, and the ends of certificates.
             office: says whether this coordinator leads.
             limits: how much callers may ask for.
         """
@@ -142,28 +183,27 @@ class Guard(grpc.aio.ServerInterceptor):
         self._locks = locks
         self._audit = audit
         self._limits = limits or Limits()
+        self._clock = clock
         self._door = Door(self._limits, clock)
         self._calls: dict[_Call, None] = {}
 
-    async def watch_tokens(self) -> None:
-        """Follow the token file, and end calls whose token is over; never returns."""
-        tokens = self._locks.tokens
-        while tokens is not None:
+    async def watch_locks(self) -> None:
+        """Follow what is revoked, and end calls of whom it concerns; never returns.
+
+        A connection says once who it is, and may stand for weeks: so calls are looked at.
+        """
+        while True:
             # A file system that hangs must not take the coordinator along.
-            for action, token in await anyio.to_thread.run_sync(
-                tokens.look, abandon_on_cancel=True
+            for action, who, what in await anyio.to_thread.run_sync(
+                self._locks.look, abandon_on_cancel=True
             ):
-                name = f"{token.token_id} {token.name}".strip()
-                what = f"token {name} ({token.role.value})"
-                self._audit.changed(
-                    f"token {action}", who="the token file", peer="", what=what, outcome=OK
-                )
+                self._audit.changed(action, who=who, peer="", what=what, outcome=OK)
+            now_ns = self._clock.unix_ns()
             for call in list(self._calls):
-                if call.caller.token_id and (why := tokens.why_over(call.caller.token_id)):
+                if why := self._locks.why_over(call.caller, now_ns):
                     call.over = why
                     call.scope.cancel()
-            await anyio.sleep(TOKENS_LOOK_S)
-        await anyio.sleep_forever()
+            await anyio.sleep(LOOK_S)
 
     async def intercept_service(
         self,
@@ -220,10 +260,10 @@ class Guard(grpc.aio.ServerInterceptor):
         metadata = tuple(context.invocation_metadata() or ())
         caller = ANYONE
         if rule.roles is not None:
-            uris = tuple(
-                uri.decode("utf-8", "replace") for uri in context.auth_context().get(PEER_URI, ())
+            (certificate,) = context.auth_context().get(PEER_CERTIFICATE, (b"",))
+            caller = self._locks.identify(
+                bearer_of(metadata), certificate, context.peer(), self._clock.unix_ns()
             )
-            caller = self._locks.identify(bearer_of(metadata), uris, context.peer())
             caller.check_may_call(method)
         if rule.general:
             return caller

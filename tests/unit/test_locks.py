@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from elastic.coord.server_limits import Door, Limits
 from elastic.coord.tokens import Token, create_token, read_tokens, revoke_token
 from elastic.errors import Busy, ConfigError, CoordinatorUntrusted, NotLeading, UsageError
 from elastic.runtime.access import PEM_BYTES_MAX, Access, TlsFiles
+from elastic.runtime.certificates import RevokedList, Shown, read_shown
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import call_metadata
 
@@ -162,3 +164,106 @@ def test_a_leader_that_only_standbys_can_reach_is_told_with_the_reason() -> None
     assert (told.leader, told.term) == ("b:1", 3)
     assert str(told) == f"{standby}, which cannot be reached from here: {why.detail}"
     assert with_reason(standby, {"a:1": standby}) is standby
+
+
+# ---------------------------------------------------------------------------- revocation
+
+
+def revoked_by(folder: Path) -> RevokedList:
+    return RevokedList(folder / "ca.crt")
+
+
+def shown_in(folder: Path) -> Shown:
+    return read_shown((folder / "tls.crt").read_bytes())
+
+
+def test_a_name_is_locked_out_with_every_certificate_that_it_ever_had(tmp_path: Path) -> None:
+    init_authority(tmp_path, ("localhost",), NOW)
+    wanted = Wanted(name="bob", role=Role.SUBMIT)
+    older = shown_in(issue(tmp_path, wanted, NOW))
+    newer = shown_in(issue(tmp_path, wanted, NOW))
+    other = shown_in(issue(tmp_path, Wanted(name="eve", role=Role.READ), NOW))
+    done = elastic_coord("certs", "revoke", tmp_path, "bob")
+    assert done.exit_code == 0, done.output
+    # Whoever uses a certificate of this authority finds the list beside its own.
+    for folder in (tmp_path, tmp_path / "coordinator", tmp_path / "eve"):
+        known = revoked_by(folder)
+        assert [bool(known.why_over(one, 0)) for one in (older, newer, other)] == [
+            True, True, False,
+        ]  # fmt: skip
+    again = elastic_coord("certs", "revoke", tmp_path, "bob")
+    assert again.exit_code == 78
+    assert "certs list" in again.output
+    anew = shown_in(issue(tmp_path, wanted, NOW))
+    assert not revoked_by(tmp_path / "bob").why_over(anew, 0)
+    listed = elastic_coord("certs", "list", tmp_path).output
+    assert listed.count("revoked 2") == 2
+    assert f"{anew.serial:x}" in listed
+
+
+def test_one_certificate_is_revoked_by_its_serial_number(tmp_path: Path) -> None:
+    init_authority(tmp_path, ("localhost",), NOW)
+    wanted = Wanted(name="bob", role=Role.SUBMIT)
+    older, newer = (shown_in(issue(tmp_path, wanted, NOW)) for _ in range(2))
+    done = elastic_coord("certs", "revoke", tmp_path, f"{older.serial:X}")
+    assert done.exit_code == 0, done.output
+    known = revoked_by(tmp_path)
+    assert "was revoked" in known.why_over(older, 0)
+    assert not known.why_over(newer, 0)
+    assert "has expired" in known.why_over(newer, newer.until_ns)
+
+
+def test_a_certificate_of_a_version_that_kept_none_is_found_where_it_lies(tmp_path: Path) -> None:
+    init_authority(tmp_path, ("localhost",), NOW)
+    made = shown_in(issue(tmp_path, Wanted(name="bob", role=Role.SUBMIT), NOW))
+    shutil.rmtree(tmp_path / "issued")
+    assert elastic_coord("certs", "revoke", tmp_path, "bob").exit_code == 0
+    assert revoked_by(tmp_path).why_over(made, 0)
+
+
+def test_a_list_that_is_lost_or_damaged_lets_nobody_in_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    init_authority(tmp_path, ("localhost",), NOW)
+    known = revoked_by(tmp_path)
+    bob, eve = (
+        shown_in(issue(tmp_path, Wanted(name=name, role=Role.READ), NOW)) for name in ("bob", "eve")
+    )
+    assert elastic_coord("certs", "revoke", tmp_path, "bob").exit_code == 0
+    assert known.look() == [bob.serial]
+    crl = tmp_path / "ca.crl"
+    whole = crl.read_bytes()
+    init_authority(tmp_path / "theirs", ("localhost",), NOW)
+    issue(tmp_path / "theirs", Wanted(name="x", role=Role.READ), NOW)
+    assert elastic_coord("certs", "revoke", tmp_path / "theirs", "x").exit_code == 0
+    forged = (tmp_path / "theirs" / "ca.crl").read_bytes()
+    for text in (whole[:100], b"", b"-----BEGIN X509 CRL-----\nnothing\n", forged):
+        crl.write_bytes(text)
+        assert known.look() == []
+        assert known.why_over(bob, 0)
+        with pytest.raises(ConfigError, match=r"ca\.crl"):
+            revoked_by(tmp_path)  # A coordinator does not start with it.
+    assert "no authority in" in caplog.text
+    crl.unlink()
+    assert known.look() == []
+    assert known.why_over(bob, 0)
+    assert "stays so" in caplog.text
+    crl.write_bytes(whole)
+    assert elastic_coord("certs", "revoke", tmp_path, "eve").exit_code == 0
+    assert known.look() == [eve.serial]
+    assert known.why_over(bob, 0)
+
+
+def test_no_certificate_takes_the_place_of_all_of_them(tmp_path: Path) -> None:
+    init_authority(tmp_path, ("localhost",), NOW)
+    with pytest.raises(UsageError, match="choose another"):
+        issue(tmp_path, Wanted(name="issued", role=Role.NODE), NOW)
+
+
+def test_certificates_are_listed_and_revoked_only_where_there_is_an_authority(
+    tmp_path: Path,
+) -> None:
+    for args in (("list", tmp_path), ("revoke", tmp_path, "bob")):
+        done = elastic_coord("certs", *args)
+        assert done.exit_code == 78
+        assert "certs init" in done.output

@@ -15,7 +15,7 @@ import pytest
 
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
-from elastic.coord.certs import Wanted, init_authority, issue
+from elastic.coord.certs import Wanted, init_authority, issue, revoke_issued
 from elastic.coord.roles import Role
 from elastic.core.world import JobId
 from elastic.errors import ConfigError, NotAuthorized, PeerError
@@ -204,3 +204,16 @@ def test_half_of_a_lock_is_refused_at_the_start(cluster: Cluster) -> None:
     )
     with pytest.raises(ConfigError, match="its own key"):
         peer_at(cluster.folder / "holder")
+
+
+def test_a_node_that_is_locked_out_brings_and_takes_no_copies(cluster: Cluster) -> None:
+    ours = cluster.of("n1")
+    push(cluster, ours)
+    other = cluster.of("n2")
+    revoke_issued(cluster.folder, "n1", NOW)
+    with pytest.raises((NotAuthorized, OSError)):
+        fetch(cluster, ours)
+    assert fetch(cluster, other) == BODY
+    revoke_issued(cluster.folder, "holder", NOW)
+    with pytest.raises(NotAuthorized, match="was revoked"):
+        fetch(cluster, other)
