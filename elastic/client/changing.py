@@ -100,6 +100,10 @@ timeout_option = click.option(
     "--project", default="", show_default=False, metavar="NAME",
     help="Label; the coordinator divides by projects, and may limit them.",
 )  # fmt: skip
+@click.option(
+    "--preemptible/--non-preemptible", default=True,
+    help="Whether it gives way as a whole, saved, when a job of higher priority waits.",
+)  # fmt: skip
 @click.option("--num-to-keep", default=-1, help="Checkpoints that are kept; -1 for all.")
 @click.option(
     "--storage-path", default="~/elastic_results", metavar="PATH|URL",

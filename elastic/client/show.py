@@ -89,6 +89,8 @@ def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
         "failures": record.failures,
         "losses": record.losses,
         "preemptions": record.preemptions,
+        "preemptible": not spec.non_preemptible,
+        "preempted_by": record.preempted_by,
         "checkpoints": len(record.checkpoints),
         "latest_checkpoint": record.checkpoints[-1].path if record.checkpoints else "",
         "run_path": spec.run_path,
@@ -200,7 +202,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
         ("entry", " ".join((spec.entry.target, *spec.entry.args))),
         ("run", spec.run_path),
         ("project", spec.project),
-        ("priority", str(spec.priority) if spec.priority else ""),
+        ("priority", _priority(view)),
         ("metrics", metrics_line(parsed_metrics(record.metrics))),
         ("checkpoint", record.checkpoints[-1].path if record.checkpoints else ""),
         (
@@ -249,6 +251,12 @@ def _preempted(view: JobView) -> str:
         return ""
     text = f"{taken} node{'s' if taken > 1 else ''} by announced drains"
     return f"{text}, max_preemptions={limit - 1}" if limit else text
+
+
+def _priority(view: JobView) -> str:
+    spec = view.record.spec
+    text = str(spec.priority) if spec.priority or spec.non_preemptible else ""
+    return f"{text}, not preemptible" if spec.non_preemptible else text
 
 
 def _bounds(view: JobView) -> str:

@@ -45,6 +45,7 @@ class Options:
     max_preemptions: int = -1
     priority: int = 0
     project: str = ""
+    preemptible: bool = True
     num_to_keep: int
     storage_path: str
     env: dict[str, str]
@@ -85,6 +86,7 @@ def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
         preemption_limit=options.max_preemptions + 1,
         priority=options.priority,
         project=options.project,
+        non_preemptible=not options.preemptible,
         num_to_keep=options.num_to_keep,
         run_path=run_path_of(options.storage_path, name),
     )

@@ -26,7 +26,7 @@ from elastic.coord.backup import Copied, back_up, restore
 from elastic.coord.cli_locks import certs, tokens
 from elastic.coord.serve import PREFIX, ServeOptions, parse_listen, serve
 from elastic.coord.server_probe import fetch_health, first_answer
-from elastic.core.config import CoordinatorConfig
+from elastic.core.config import PREEMPTIONS, CoordinatorConfig
 from elastic.core.projects import parse_project
 from elastic.errors import (
     ElasticError,
@@ -177,6 +177,22 @@ def main() -> None:
     "and no limit. Standbys need the same.",
 )  # fmt: skip
 @click.option(
+    "--preemption", type=click.Choice(PREEMPTIONS), default=CoordinatorConfig.preemption,
+    show_default=True,
+    help="What jobs that train give to one of strictly higher priority: what is above their mins "
+    "(shrink), or all, if that is not enough (whole). Standbys need the same.",
+)  # fmt: skip
+@click.option(
+    "--preemption-deadline", type=click.FloatRange(min=0), metavar="SECONDS",
+    default=CoordinatorConfig.preemption_deadline_s, show_default=True,
+    help="A job that gives way has so long for a checkpoint, and again to reach a boundary.",
+)  # fmt: skip
+@click.option(
+    "--preemption-min-run", type=click.FloatRange(min=0), metavar="SECONDS",
+    default=CoordinatorConfig.preemption_min_run_s, show_default=True,
+    help="A job that has begun does not give way as a whole before.",
+)  # fmt: skip
+@click.option(
     "--tether-fd", type=int, default=-1, metavar="FD",
     help="End when this inherited pipe closes: for programs that start a coordinator for "
     "themselves.",
@@ -210,6 +226,9 @@ def serve_command(log_level: str, **settings: Any) -> None:
             config=CoordinatorConfig(
                 probe_timeout_s=settings["probe_timeout"],
                 projects=tuple(parse_project(text) for text in settings["projects"]),
+                preemption=settings["preemption"],
+                preemption_deadline_s=settings["preemption_deadline"],
+                preemption_min_run_s=settings["preemption_min_run"],
             ),
         )
         anyio.run(serve, options, functools.partial(print, flush=True))

@@ -18,6 +18,10 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ENTRY_BYTES_MAX = 16 * 1024 * 1024
 """A pickled train function larger than this carries data that belongs in a file."""
 PRIORITY_MAX = 1000
+PREEMPT_SHRINK, PREEMPT_WHOLE = "shrink", "whole"
+PREEMPTIONS = (PREEMPT_SHRINK, PREEMPT_WHOLE)
+"""What a job of higher priority may take from those that train: what is above their mins, or all.
+"""
 
 KNOWN_ACCELERATORS = (
     "A10", "A10G", "A30", "A40", "A100", "A6000", "B100", "B200", "B300", "GB200", "GB300", "GH200",
@@ -73,6 +77,7 @@ class JobSpec:
         resume_from: path of the reported checkpoint that the job begins with, "" for none: until
             it has recorded one of its own.
         priority: of the jobs that wait, those with a greater one go first; -1000 to 1000.
+        non_preemptible: it keeps its min also when a job of higher priority waits.
     """
 
     job_id: JobId
@@ -97,6 +102,7 @@ class JobSpec:
     score_order: str = "max"
     resume_from: str = ""
     priority: int = 0
+    non_preemptible: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -185,6 +191,11 @@ class CoordinatorConfig:
         jobs_max: jobs that have not ended, at once.
         ended_jobs_kept: ended jobs that are remembered.
         projects: shares and limits of projects; others have weight 1 and no limit.
+        preemption: what is taken from jobs that train for one of strictly higher priority:
+            "shrink" for what is above their mins, "whole" for all, if that is not enough.
+        preemption_deadline_s: a job that gives way has so long for a checkpoint, and again to reach
+            a boundary; then it goes on later from the newest checkpoint that it has.
+        preemption_min_run_s: a job that has begun is not taken down before.
     """
 
     start_patience_s: float = 10.0
@@ -204,6 +215,9 @@ class CoordinatorConfig:
     jobs_max: int = 1000
     ended_jobs_kept: int = 200
     projects: tuple[ProjectShare, ...] = ()
+    preemption: str = PREEMPT_WHOLE
+    preemption_deadline_s: float = 60.0
+    preemption_min_run_s: float = 60.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -211,12 +225,17 @@ class CoordinatorConfig:
         for name in (
             "start_patience_s", "node_grace_s", "adoption_grace_s", "broken_grace_s",
             "form_timeout_s", "boundary_timeout_s", "stop_grace_s", "restart_delay_s_max",
-            "healthy_after_s", "fault_window_s", "quarantine_s",
+            "healthy_after_s", "fault_window_s", "quarantine_s", "preemption_deadline_s",
+            "preemption_min_run_s",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(
                     f"coordinator: {name}={getattr(self, name)}: expected a finite number >= 0"
                 )
+        if self.preemption not in PREEMPTIONS:
+            raise ConfigError(
+                f"coordinator: preemption={self.preemption!r}: expected {' or '.join(PREEMPTIONS)}"
+            )
         if not 0 < self.probe_timeout_s < float("inf"):
             raise ConfigError(
                 f"coordinator: probe_timeout_s={self.probe_timeout_s}: expected a finite number > 0"

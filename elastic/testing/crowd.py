@@ -20,7 +20,7 @@ from elastic.core.events.coordinator import (
     ScaleRequested,
 )
 from elastic.core.projects import ProjectShare
-from elastic.core.world import JobId, NodeId
+from elastic.core.world import Entry, EntryKind, JobId, NodeId
 from elastic.testing.crowd_checks import CrowdChecks
 from elastic.testing.disk import Disk
 from elastic.testing.training import Script
@@ -28,6 +28,12 @@ from elastic.testing.world import MS, S, Timeline
 
 EVERY = 4
 """Seeds 3, 7, 11, ... have a crowd."""
+RIVALS = 7
+"""Of eight seeds, the one in which an urgent job comes while another one has the whole cluster."""
+PATIENT_NS, URGENT_NS = 50 * S, 75 * S
+"""When the two are submitted; by the second one all that was broken is healed."""
+WAIT_NS_MAX = 40 * S
+"""An urgent job trains by then: others have made room, and its workers have started."""
 NO_LIMIT = 1_000_000
 
 
@@ -66,6 +72,7 @@ class Crowd:
         checks: CrowdChecks,
         post: Callable[[CoordinatorEvent], None],
         *,
+        fail: Callable[[str, str], None],
         seed: int,
     ) -> None:
         """Draw how many there are.
@@ -75,11 +82,13 @@ class Crowd:
             place: where they are.
             checks: are told what was asked for.
             post: brings a request to the coordinator that leads.
+            fail: ends the run if a property is named.
             seed: of the run.
         """
         self._timeline = timeline
         self._place = place
         self._post = post
+        self._seed, self._fail = seed, fail
         self._checks = checks
         self._is_there = has_crowd(seed)
         self._rng = random.Random(f"crowd {seed}")
@@ -108,6 +117,26 @@ class Crowd:
         if rng.random() < 0.4:
             self._at(5, 59, self._scale, spec)
         return spec, script
+
+    def plan_rivals(self, slots: int, enter: Callable[[JobSpec, Script, int], None]) -> None:
+        """Plan a long job of low priority that needs every slot, and an urgent one."""
+        if self._seed % 8 != RIVALS:
+            return
+        entry = Entry(EntryKind.FUNCTION, "train")
+        patient = JobSpec(
+            job_id=JobId("patient"), name="patient", entry=entry, min_workers=slots,
+            max_workers=slots, priority=-1, run_path="/results", max_failures=-1,
+        )  # fmt: skip
+        urgent = replace(
+            patient, job_id=JobId("urgent"), name="urgent", min_workers=1, max_workers=1, priority=6
+        )
+        script = Script(steps=1200, report_every=300, step_ns=50 * MS)
+        enter(patient, script, PATIENT_NS)
+        enter(urgent, replace(script, steps=20), URGENT_NS)
+        self._timeline.after(URGENT_NS + WAIT_NS_MAX, self._look, urgent.job_id)
+
+    def _look(self, job_id: JobId) -> None:
+        self._fail(self._checks.waits(job_id), f"job {job_id}")
 
     def noted(self, name: str, said: Mapping[str, str]) -> str:
         """The coordinator noted something; return the property that it contradicts."""

@@ -44,7 +44,23 @@ class CrowdChecks:
             return "a job has the bounds that somebody asked for"
         if high > record.spec.max_workers:
             return "no group is larger than a step has micro-batches"
-        return self._above_limit(record, before)
+        is_news = record.preempted_by and (before is None or not before.preempted_by)
+        return (self._taken_down(record) if is_news else "") or self._above_limit(record, before)
+
+    def _taken_down(self, record: JobRecord) -> str:
+        """Return what is wrong with a job's giving all its workers to another one."""
+        first = self._records.get(JobId(record.preempted_by.partition(" ")[0]))
+        if first is None or first.spec.priority <= record.spec.priority:
+            return "a job is taken down for one of greater priority only"
+        if not record.checkpoints:
+            return "no job is taken down that has nothing to go on from"
+        return ""
+
+    def waits(self, job_id: JobId) -> str:
+        """Look at the job of the greatest priority, long after it came to a healthy cluster."""
+        record = self._records.get(job_id)
+        has_trained = record is not None and record.generation > 0
+        return "" if has_trained else "nobody waits for jobs of lower priority"
 
     def _above_limit(self, record: JobRecord, before: JobRecord | None) -> str:
         """Return what is wrong if a new group takes its project above the limit."""

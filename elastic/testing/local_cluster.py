@@ -58,6 +58,7 @@ class LocalCluster:
         directory: str | Path | None = None,
         token_file: str | Path | None = None,
         tls_dir: str | Path | None = None,
+        coordinator_args: tuple[str, ...] = (),
     ) -> None:
         """Describe a cluster; `start` or `with` brings it up.
 
@@ -70,6 +71,7 @@ class LocalCluster:
             token_file: holds the join token that everybody must have, None for no token.
             tls_dir: authority that has issued a certificate to "coordinator", who asks as well,
                 and to each node; None for connections in the clear.
+            coordinator_args: further ones of `elastic-coord serve`.
         """
         self._is_temporary = directory is None
         self.directory = Path(directory or tempfile.mkdtemp(prefix="elastic-cluster-"))
@@ -79,6 +81,7 @@ class LocalCluster:
         self.store = store or f"sqlite:{self.directory / 'coordinator.sqlite'}"
         self.token_file = str(token_file) if token_file is not None else ""
         self.tls_dir = Path(tls_dir) if tls_dir is not None else None
+        self.coordinator_args = coordinator_args
         self.address = ""
         self.notes: list[TimedNote] = []
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
@@ -124,7 +127,7 @@ class LocalCluster:
         self.coordinator = self._spawn(
             "coordinator", "elastic.coord.cli", "serve",
             "--listen", self.address or "127.0.0.1:0", "--store", self.store,
-            "--ready-file", str(ready), *self._access_flags(COORDINATOR),
+            "--ready-file", str(ready), *self._access_flags(COORDINATOR), *self.coordinator_args,
         )  # fmt: skip
         process = self.coordinator
         self._until(

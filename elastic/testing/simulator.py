@@ -127,6 +127,7 @@ class Simulation:
             crowd.Place(self.disk, [str(a.node_id) for a in self.agents], config.projects),
             self.checkers.crowd,
             lambda event: self.coordinator.post(event),
+            fail=self.checkers.failed,
             seed=seed,
         )
         self.submissions: dict[str, JobSpec] = {}
@@ -148,6 +149,8 @@ class Simulation:
             # Longer than a healthy agent needs to answer, with all the delay that there is.
             probe_timeout_s=max(0.6, 2 * self.network.conditions.delay_max_ns / S + 0.2),
             projects=crowd.draw_projects(self.seed),
+            preemption_deadline_s=5.0,
+            preemption_min_run_s=2.0,
         )
 
     def _draw_candidates(self) -> list[Candidate | None]:
@@ -207,6 +210,7 @@ class Simulation:
             self.timeline.after(self.timeline.between(0, 5 * S), agent.start)
         for index in range(self.timeline.rng.randint(1, 3) + self.crowd.more_jobs):
             self._plan_job(index)
+        self.crowd.plan_rivals(sum(agent.node.num_slots for agent in self.agents), self._enter)
         self.faults.begin()
         # Not in every seed either, see `_plan_job`.
         for _ in range(3 if self.seed % 4 == SICK_SEED else 0):
@@ -264,9 +268,7 @@ class Simulation:
             # Of these runs all want copies, and last long enough for what must come about.
             every = rng.choice([1, 5, 20])
             script = replace(script, copies_every=every, steps=max(300, script.steps))
-        self.plane.scripts[job_id] = script
-        self.checkers.specs[job_id] = spec
-        self.timeline.after(self.timeline.between(0, 20 * S), self._submit, spec)
+        self._enter(spec, script, self.timeline.between(0, 20 * S))
         if self.timeline.chance(0.15):
             moment = self.timeline.between(20 * S, 60 * S)
             self.timeline.after(moment, self._stop, job_id)
@@ -277,6 +279,12 @@ class Simulation:
         if self.seed % 4 == 1 and self.timeline.chance(0.8):
             moment = self.timeline.between(5 * S, 50 * S)
             self.timeline.after(moment, self._wish_checkpoint, job_id)
+
+    def _enter(self, spec: JobSpec, script: Script, at_ns: int) -> None:
+        """A job will be submitted at that moment."""
+        self.plane.scripts[spec.job_id] = script
+        self.checkers.specs[spec.job_id] = spec
+        self.timeline.after(at_ns, self._submit, spec)
 
     def _wish_checkpoint(self, job_id: JobId) -> None:
         """A user wants a checkpoint now; one who is refused does not ask again."""

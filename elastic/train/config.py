@@ -240,6 +240,7 @@ class RunConfig:
         worker_env: environment variables for the workers.
         priority: on a cluster with several jobs, those with a greater one go first; -1000 to 1000.
         project: label that the cluster divides by, and may have limits for.
+        preemptible: False: the job keeps its min also when one of higher priority waits.
     """
 
     name: str | None = None
@@ -250,6 +251,7 @@ class RunConfig:
     worker_env: Mapping[str, str] | None = None
     priority: int = 0
     project: str = ""
+    preemptible: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

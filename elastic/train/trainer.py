@@ -435,6 +435,7 @@ class TorchTrainer:
             run_path=self._run_path(name),
             priority=self.run_config.priority,
             project=self.run_config.project,
+            non_preemptible=not self.run_config.preemptible,
             num_to_keep=checkpoints.num_to_keep or -1,
             score_attribute=checkpoints.checkpoint_score_attribute or "",
             score_order=checkpoints.checkpoint_score_order,

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.view import JobView
-from elastic.core.world import ENDED, JobPhase, WorkerPhase
-from elastic.testing.chaos_jobs import ChaosJob, chaos_job
+from elastic.core.world import JobPhase
 from elastic.testing.local_cluster import LocalCluster
+from tests.chaos.shared import end, job_of, train_with
 
 
 @pytest.fixture(scope="module")
@@ -20,36 +19,6 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     directory = tmp_path_factory.mktemp("four")
     with LocalCluster(nodes=2, workers_per_node=2, spares=1, directory=directory) as running:
         yield running
-
-
-def job_of(name: str, directory: Path, **changes: int) -> ChaosJob:
-    directory.mkdir()
-    job = chaos_job("steps", name, workers=4, directory=directory, save_every=50)
-    # Slow on the cluster only: the undisturbed run has all of it to do alone.
-    entry = replace(job.spec.entry, args=(*job.spec.entry.args, "--pace", "0.1"))
-    return replace(job, spec=replace(job.spec, entry=entry, **changes))
-
-
-def train_with(size: int, view: JobView) -> bool:
-    """Return whether a group of so many has made a step."""
-    group = view.record.group
-    if group is None or len(group.members) != size or view.record.phase is not JobPhase.RUNNING:
-        return False
-    members = [w for w in view.workers if w.rank >= 0]
-    return len(members) == size and all(
-        w.report.phase is WorkerPhase.TRAINING
-        and w.report.generation == group.generation
-        and w.steps > 0
-        for w in members
-    )
-
-
-def end(cluster: LocalCluster, job: ChaosJob, job_id: str) -> JobView:
-    """Let a job end, and hold its result against that of an undisturbed run."""
-    job.finish.touch()
-    view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
-    assert job.check(view)
-    return view
 
 
 def test_a_job_gives_slots_to_the_next_and_takes_them_back(

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic.core.config import JobSpec
-from elastic.core.policy import queue
+from elastic.core.policy import eviction, queue
+from elastic.core.policy.claims import Claim, Grant
 from elastic.core.policy.packing import Room
-from elastic.core.policy.queue import Claim, Grant
 from elastic.core.projects import ProjectShare
 from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId
 from tests.strategies import SCRIPT
@@ -70,6 +70,7 @@ class Small:
     shares: list[ProjectShare]
     claims: list[Claim] = field(default_factory=list)
     serial: int = 0
+    is_whole: bool = False
 
     def look(self) -> dict[JobId, Grant]:
         decision = queue.decide(self.claims, self._rooms_now(), self.shares)
@@ -82,6 +83,7 @@ class Small:
     def carry_out(self, grants: dict[JobId, Grant]) -> None:
         for index, claim in enumerate(self.claims):
             grant = grants[claim.spec.job_id]
+            assert self.is_whole or not grant.gives_way_to
             seats = [seat for seat in claim.seats if seat[0] not in grant.yields]
             for node_id, count in grant.starts:
                 for _ in range(count):
@@ -105,7 +107,9 @@ class Small:
             assert size <= spec.max_workers
             assert size % spec.workers_per_replica == 0 or not claim.trains
             assert size == 0 or size >= spec.min_workers, "holds something below min"
-            assert claim.trains or not old.trains, "a job that trained was taken down"
+            first = max((c.spec.priority for c in self.claims), default=0)
+            taken_down = old.trains and not claim.trains
+            assert not taken_down or (self.is_whole and spec.priority < first)
             nodes = [node_id for _, node_id in claim.seats]
             if spec.strategy is Strategy.STRICT_PACK:
                 assert len(set(nodes)) <= 1
@@ -138,6 +142,62 @@ def test_arrivals_and_ends_keep_all_guarantees_and_come_to_rest(data: st.DataObj
             spec = data.draw(specs(number, plain=False))
             small.claims.append(Claim(spec, sequence=number, in_place=True))
         small.to_rest()
+
+
+@LIMITS
+@given(st.data())
+def test_jobs_that_give_way_come_to_rest_too_and_only_for_greater_priorities(
+    data: st.DataObject,
+) -> None:
+    small = Small(data.draw(room_lists(plain=False)), data.draw(share_lists()), is_whole=True)
+    for number in range(data.draw(st.integers(1, 6))):
+        if small.claims and data.draw(st.booleans()):
+            small.claims.remove(data.draw(st.sampled_from(small.claims)))
+        else:
+            spec = data.draw(specs(number, plain=False))
+            stays = data.draw(st.sampled_from(["", "", "stays"]))
+            small.claims.append(Claim(spec, sequence=number, in_place=True, stays=stays))
+        small.to_rest()
+
+
+@LIMITS
+@given(st.data())
+def test_on_equal_slots_nobody_waits_while_lower_ones_hold_what_it_needs(
+    data: st.DataObject,
+) -> None:
+    small = Small(data.draw(room_lists(plain=True)), [], is_whole=True)
+    slots = sum(room.slots for room in small.rooms)
+    for number in range(data.draw(st.integers(1, 6))):
+        spec = data.draw(specs(number, plain=True))
+        small.claims.append(Claim(spec, sequence=number, in_place=True, stays=""))
+        small.to_rest()
+        running = {c.spec.job_id: c for c in small.claims if c.trains}
+        for claim in small.claims:
+            if claim.spec.job_id in running or claim.spec.min_workers > slots:
+                continue
+            equals = [c for c in running.values() if c.spec.priority >= claim.spec.priority]
+            mins = sum(c.spec.min_workers for c in equals)
+            ahead = any(
+                c.spec.priority >= claim.spec.priority and c.spec.min_workers <= slots
+                for c in small.claims
+                if c.spec.job_id not in running and c is not claim
+            )
+            assert ahead or mins + claim.spec.min_workers > slots
+
+
+@LIMITS
+@given(st.lists(st.integers(1, 5), max_size=6), st.integers(0, 20))
+def test_no_more_give_way_than_it_takes(sizes: list[int], need: int) -> None:
+    def fits(chosen: tuple[int, ...]) -> bool:
+        return sum(sizes[i] for i in chosen) >= need
+
+    chosen = eviction.fewest(len(sizes), fits)
+    if not sizes or not fits(tuple(range(len(sizes)))):
+        assert chosen == ()
+        return
+    assert need == 0 or fits(chosen)
+    assert all(not fits(tuple(i for i in chosen if i != left)) for left in chosen) or need == 0
+    assert not any(fits(tuple(range(count))) for count in range(max(chosen)))
 
 
 @LIMITS

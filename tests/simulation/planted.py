@@ -22,13 +22,22 @@ from elastic.core.machine import (
     intake,
     invariants,
     jobs,
+    queueing,
     reports,
     requests,
     settle,
     suspicion,
 )
 from elastic.core.messages import Announce, WorkerUpdate
-from elastic.core.policy import failure, hang, membership, packing, placement, replication
+from elastic.core.policy import (
+    eviction,
+    failure,
+    hang,
+    membership,
+    packing,
+    placement,
+    replication,
+)
 from elastic.core.policy.decision import Decision
 from elastic.core.world import Group, JobPhase, RefusalCode
 from elastic.testing import hosts, terms
@@ -385,3 +394,41 @@ def keeps_copies_of_jobs_that_have_ended(patch: Patch) -> None:
 def chooses_a_holder_and_tells_nobody_who_trains(patch: Patch) -> None:
     """The node waits for copies that nobody sends."""
     patch.setattr(copies, "_order", lambda cluster, job, holder: None)
+
+
+@bug
+def takes_no_job_down(patch: Patch) -> None:
+    """Whoever trains keeps its slots, whatever waits."""
+    patch.setattr(eviction, "fewest", lambda count, fits: ())
+
+
+@bug
+def takes_jobs_down_that_have_nothing_to_go_on_from(patch: Patch) -> None:
+    """A job is not asked whether it has a checkpoint, and is cut off without one."""
+    patch.setattr(eviction, "why_it_stays", lambda spec, mode, **facts: "")
+    patch.setattr(jobs.JobState, "_leave_by_ns", lambda self: self.rest_by_ns)
+
+
+@bug
+def takes_jobs_down_for_anybody(patch: Patch) -> None:
+    """All are treated as if they had the lowest priority."""
+    honest = queueing.claim_of
+
+    def claim_of(cluster: Any, job: Any) -> Any:
+        claim = honest(cluster, job)
+        if not claim.trains:
+            return claim
+        return dataclasses.replace(claim, spec=dataclasses.replace(claim.spec, priority=-1000))
+
+    patch.setattr(queueing, "claim_of", claim_of)
+
+
+@bug
+def keeps_a_preempted_job_out_for_ever(patch: Patch) -> None:
+    """Nobody takes back that it was to make room."""
+    honest = queueing._make_room
+
+    def make_room(cluster: Any, job: Any, for_whom: str) -> None:
+        honest(cluster, job, for_whom or job.gives_way_to)
+
+    patch.setattr(queueing, "_make_room", make_room)

@@ -125,14 +125,14 @@ def test_a_job_is_described_by_names_only() -> None:
 SECONDS = (
     "start_patience_s", "node_grace_s", "adoption_grace_s", "broken_grace_s", "form_timeout_s",
     "boundary_timeout_s", "stop_grace_s", "restart_delay_s_max", "healthy_after_s",
-    "fault_window_s", "quarantine_s",
+    "fault_window_s", "quarantine_s", "preemption_deadline_s", "preemption_min_run_s",
 )  # fmt: skip
 COUNTS = ("crash_loop_limit", "node_faults_max", "jobs_max", "ended_jobs_kept")
 NO_DURATIONS = (-0.001, -1, math.nan, math.inf)
 
 
 def test_the_tables_here_name_every_field_of_the_coordinators_configuration() -> None:
-    named = {*SECONDS, *COUNTS, "probe_timeout_s", "projects"}
+    named = {*SECONDS, *COUNTS, "probe_timeout_s", "projects", "preemption"}
     assert named == set(CoordinatorConfig.__dataclass_fields__)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from elastic.core.config import JobSpec
+from elastic.core.policy.claims import Claim, Grant
 from elastic.core.policy.packing import Room
-from elastic.core.policy.queue import Claim, Grant, decide
+from elastic.core.policy.queue import decide
 from elastic.core.projects import ProjectShare, check_projects, parse_project
 from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId
 from elastic.errors import ConfigError
@@ -101,7 +102,7 @@ def test_who_trains_keeps_its_min_whatever_comes() -> None:
     assert found["b"] == Grant(
         JobId("b"), 0,
         reason="needs 3 workers by PACK, 2 can be had: a (priority 0) keeps 2, which is its min; "
-        "waits for an end, or for more slots (1)",
+        "waits for an end, or for more slots (1); a (priority 0) does not give way",
     )  # fmt: skip
 
 

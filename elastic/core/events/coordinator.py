@@ -42,6 +42,8 @@ class JobRecord:
         sequence: order of submission.
         min_workers, max_workers: the bounds that a user set later, 0 for those of the spec.
         paused: a user wants it to hold no workers; the phase says whether it holds some still.
+        preempted_by: the job that it gave all its workers to, and the priorities: "j-1 (priority
+            10 over 0)"; "" once it trains again.
     """
 
     spec: JobSpec
@@ -61,6 +63,7 @@ class JobRecord:
     min_workers: int = 0
     max_workers: int = 0
     paused: bool = False
+    preempted_by: str = ""
 
     @property
     def bounds(self) -> tuple[int, int]:

@@ -111,8 +111,8 @@ class CoordinatorMachine:
         node = self._cluster.book.next_deadline_ns()
         if node is not None:
             moments.append(node)
-        if self._cluster.look_by_ns is not None:
-            moments.append(self._cluster.look_by_ns)
+        others = (self._cluster.look_by_ns, self._cluster.replan_at_ns)
+        moments += [moment for moment in others if moment is not None]
         return min(moments, default=None)
 
     def view(self, now_ns: int) -> ClusterView:

@@ -369,6 +369,8 @@ def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> Non
         cluster.add_worker(job, state, report)
         cluster.note("worker_adopted", job.job_id, worker=report.worker_id)
     worker = job.workers[report.worker_id]
+    # A job whose loop has begun can be saved at any step, and may make room for others.
+    cluster.replan = cluster.replan or report.in_place is not worker.report.in_place
     worker.update(report, cluster.now_ns)
     if report.phase is WorkerPhase.FINISHED and report.generation == job.generation:
         job.finished[report.worker_id] = report.result

@@ -15,10 +15,10 @@ from elastic.core.machine.nodes import NodeBook, NodeState
 from elastic.core.machine.story import note
 from elastic.core.machine.transitions import JOB, check_move
 from elastic.core.messages import Replicate
+from elastic.core.policy.claims import Grant
 from elastic.core.policy.failure import History
 from elastic.core.policy.hang import Sight
 from elastic.core.policy.membership import Candidate, Current
-from elastic.core.policy.queue import Grant
 from elastic.core.policy.ranks import Place, assign_ranks
 from elastic.core.policy.replication import NO_NODE
 from elastic.core.view import JobView, WorkerView
@@ -116,9 +116,16 @@ class JobState:
         seated: the places of a group, worked out once.
         bounds: (min, max) workers that a user set after the submission, None for those of the spec.
         paused: a user wants it to hold no workers.
-        pause_wish: number of the wish for a checkpoint that was made for the pause, 0 before.
+        gives_way_to: the job for which it is to leave its slots, as the queue has it, "" for none.
+        pause_wish: number of the wish for a checkpoint that was made because it is to hold no
+            workers, 0 before.
         is_saved: that wish came true.
         gives_all: since then its group was asked to leave, and no other one is formed.
+        rest_by_ns: if it gives way: until when it is waited for a checkpoint, and from then on
+            for a boundary; None before.
+        preempted_by: the job that it gave way to, "" once it trains again.
+        is_fresh: it has not trained yet since it was submitted, resumed or preempted.
+        protected_until_ns: it does not give way before, because it had just begun.
         yields: workers that it gives back for another job, as the queue has it.
         copies: where a copy of its state lies, or is to lie.
     """
@@ -158,6 +165,11 @@ class JobState:
     pause_wish: int = 0
     is_saved: bool = False
     gives_all: bool = False
+    gives_way_to: str = ""
+    rest_by_ns: int | None = None
+    preempted_by: str = ""
+    is_fresh: bool = True
+    protected_until_ns: int = 0
     yields: frozenset[WorkerId] = frozenset()
     copies: Copies = field(default_factory=Copies)
     has_news_of_leavers: bool = False
@@ -231,13 +243,30 @@ class JobState:
             reachable=node.is_live(),
             awaited=node.is_awaited(),
             leaving=node.draining or self.gives_back(worker_id),
-            leave_by_ns=node.leave_by_ns if node.draining else None,
+            leave_by_ns=node.leave_by_ns if node.draining else self._leave_by_ns(),
         )
 
     def gives_back(self, worker_id: WorkerId) -> bool:
         """Return whether the worker is to leave for another job, or because the job pauses."""
-        rests = self.paused and (self.gives_all or not self.is_open)
+        rests = self.must_rest() and (self.gives_all or not self.is_open)
         return rests or worker_id in self.yields
+
+    def must_rest(self) -> bool:
+        """Return whether it is to hold no workers: a user says so, or another job comes first."""
+        return self.paused or bool(self.gives_way_to)
+
+    def _leave_by_ns(self) -> int | None:
+        """Return when members that were asked to make room are cut off.
+
+        Never before there is a checkpoint that the job goes on from.
+        """
+        is_bounded = self.gives_all and self.gives_way_to and self.checkpoints
+        return self.rest_by_ns if is_bounded and not self.paused else None
+
+    def forget_rest(self) -> None:
+        """How far it came on the way to rest does not count for the next time."""
+        self.pause_wish, self.is_saved, self.gives_all = 0, False, False
+        self.rest_by_ns = None
 
     def latest_checkpoint(self) -> str:
         """Return the path of the newest reported checkpoint that is recorded, "" for none.
@@ -269,6 +298,7 @@ class JobState:
             min_workers=self.bounds[0] if self.bounds else 0,
             max_workers=self.bounds[1] if self.bounds else 0,
             paused=self.paused,
+            preempted_by=self.preempted_by,
         )
 
     def view(self) -> JobView:
@@ -311,6 +341,8 @@ def restore(record: JobRecord, now_ns: int) -> JobState:
         announced_ns=now_ns,
         bounds=record.bounds if record.min_workers or record.max_workers else None,
         paused=record.paused,
+        preempted_by=record.preempted_by,
+        is_fresh=not is_open,
     )
 
 
@@ -334,6 +366,7 @@ class Cluster:
             what runs already.
         grants: what the queue has for each job; a job that is not in it has no rival.
         replan: something changed that the queue depends on.
+        replan_at_ns: when time alone changes what the queue says, None for never.
     """
 
     config: CoordinatorConfig
@@ -356,6 +389,7 @@ class Cluster:
     hold_until_ns: int = 0
     grants: dict[JobId, Grant] = field(default_factory=dict)
     replan: bool = False
+    replan_at_ns: int | None = None
     now_ns: int = 0
     effects: list[CoordinatorEffect] = field(default_factory=list)
 

@@ -12,33 +12,61 @@ from dataclasses import replace
 
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
-from elastic.core.policy import placement, queue
+from elastic.core.policy import eviction, placement, queue
+from elastic.core.policy.claims import NAMED_MAX, Claim, Grant
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.packing import Room
 from elastic.core.policy.placement import Offer
-from elastic.core.policy.queue import NAMED_MAX, Claim, Grant
 from elastic.core.world import JobId, NodeId, Resources, WorkerId, WorkerPhase
 
 
 def plan(cluster: Cluster) -> None:
     """Divide the cluster again if that may have another result; touch the jobs that it concerns."""
+    if cluster.replan_at_ns is not None and cluster.now_ns >= cluster.replan_at_ns:
+        cluster.replan = True
     if not cluster.replan:
         return
     # After a restart most nodes are still away: a plan without them would move everybody.
     held = cluster.now_ns < cluster.hold_until_ns
     cluster.replan = held
     jobs = [] if held else [job for job in cluster.active() if not job.paused]
+    cluster.replan_at_ns = None
     grants = _grants(cluster, jobs)
     for job in cluster.active():
         before, now = cluster.grants.get(job.job_id), grants.get(job.job_id)
         if before == now:
             continue
-        yields = now.yields if now is not None else ()
+        _make_room(cluster, job, now.gives_way_to if now is not None else "")
+        yields = _yields(job, now)
+        is_new = before is None or before.yields != yields
         job.yields = frozenset(yields)
         cluster.touch(job)
-        if yields and job.is_open and (before is None or before.yields != yields):
+        if yields and job.is_open and is_new:
             cluster.note("gives_back", job.job_id, workers=" ".join(yields))
     cluster.grants = grants
+
+
+def _make_room(cluster: Cluster, job: JobState, for_whom: str) -> None:
+    """Begin to have a job leave all its slots, or end that: `pausing` does what follows.
+
+    Whoever was asked to leave and need not any more is put into the next group at that boundary.
+    """
+    before, job.gives_way_to = job.gives_way_to, for_whom
+    if bool(before) is bool(for_whom) or job.paused:
+        return
+    job.forget_rest()
+    if job.is_open:
+        name = "gives_way" if for_whom else "gives_way_no_more"
+        cluster.note(name, job.job_id, to=for_whom or before)
+
+
+def _yields(job: JobState, grant: Grant | None) -> tuple[WorkerId, ...]:
+    """Return who is given back one by one: members of a job that gives way leave together."""
+    if grant is None:
+        return ()
+    if grant.gives_way_to and job.is_open:
+        return tuple(w for w in grant.yields if not job.is_member(w))
+    return grant.yields
 
 
 def _grants(cluster: Cluster, jobs: list[JobState]) -> dict[JobId, Grant]:
@@ -48,7 +76,9 @@ def _grants(cluster: Cluster, jobs: list[JobState]) -> dict[JobId, Grant]:
     if len(jobs) < 2 and not any(job.spec.project in limited for job in jobs):
         return {}
     rooms = [room_of(cluster, s) for s in cluster.book.ordered() if may_host(s)]
-    decision = queue.decide([claim_of(cluster, job) for job in jobs], rooms, projects)
+    claims = [claim_of(cluster, job) for job in jobs]
+    decision = queue.decide(claims, rooms, projects, now_ns=cluster.now_ns)
+    cluster.replan_at_ns = decision.wake_ns
     return {grant.job_id: grant for grant in decision.value}
 
 
@@ -83,6 +113,13 @@ def claim_of(cluster: Cluster, job: JobState) -> Claim:
         is_ending=job.is_open and any(_has_finished(job, alive.get(w)) for w in job.member_ids()),
         keeps_state=job.generation > 0,
         in_place=job.is_in_place(),
+        stays=eviction.why_it_stays(
+            job.spec,
+            cluster.config.preemption,
+            in_place=job.is_in_place(),
+            num_checkpoints=len(job.checkpoints),
+        ),
+        protected_until_ns=job.protected_until_ns,
     )
 
 

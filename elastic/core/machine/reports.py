@@ -72,6 +72,8 @@ def _record(cluster: Cluster, job: JobState, report: Report) -> None:
     )
     if any((c.generation, c.index) == (record.generation, record.index) for c in job.checkpoints):
         return
+    # With its first one it may make room for others.
+    cluster.replan = cluster.replan or not job.checkpoints
     # In order of reports, not of arrival: one that is told again, or late, is not the newest.
     _keep(job, sorted((*job.checkpoints, record), key=lambda c: (c.generation, c.index)))
     if record in job.checkpoints:
@@ -79,7 +81,7 @@ def _record(cluster: Cluster, job: JobState, report: Report) -> None:
         cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)
         if record.automatic:
             saves.served(job, record.request)
-            # A pause may wait for it.
+            # Who is to give its workers back may wait for it.
             cluster.touch(job)
 
 

@@ -38,17 +38,12 @@ def on_pause(cluster: Cluster, event: PauseRequested) -> None:
         cluster.do(Reply(event.request_id, "failed_precondition", text))
         return
     if not job.paused:
-        _forget_pause(job)
+        job.forget_rest()
         job.paused = True
         cluster.do(Persist((job.record(),)))
         cluster.note("pause_wished", job.job_id, generation=job.generation)
         cluster.touch_active()
     cluster.do(Reply(event.request_id, "", job.job_id))
-
-
-def _forget_pause(job: JobState) -> None:
-    """How far a pause has come does not count for the next one."""
-    job.pause_wish, job.is_saved, job.gives_all = 0, False, False
 
 
 def on_resume(cluster: Cluster, event: ResumeRequested) -> None:
@@ -57,7 +52,7 @@ def on_resume(cluster: Cluster, event: ResumeRequested) -> None:
     if job is None:
         return
     if job.paused:
-        _forget_pause(job)
+        job.forget_rest()
         job.paused = False
         if job.phase is JobPhase.PAUSED:
             job.move(JobPhase.PENDING, cluster.now_ns)

@@ -57,5 +57,5 @@ def served(job: JobState, request: int) -> None:
     """An automatic checkpoint is recorded that was taken after this wish; a newer one stands."""
     if request >= job.save_request:
         job.save_request = 0
-    if job.paused and 0 < job.pause_wish <= request:
+    if 0 < job.pause_wish <= request:
         job.is_saved = True

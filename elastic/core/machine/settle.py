@@ -75,7 +75,7 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
         _settle_group(cluster, job)
     _say_why_waiting(cluster, job)
     _watch_health(cluster, job)
-    _wake(job, copies.settle(cluster, job))
+    wake(job, copies.settle(cluster, job))
 
 
 def end_job(cluster: Cluster, job: JobState, phase: JobPhase, reason: str) -> None:
@@ -165,7 +165,7 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
     decision = membership.decide(
         job.limits, job.current(), candidates, cluster.now_ns, cluster.config
     )
-    _wake(job, decision.wake_ns)
+    wake(job, decision.wake_ns)
     plan = decision.value
     if plan.act is Act.FORM:
         if plan.cause == "broken" and _fails_by_break(cluster, job):
@@ -221,6 +221,10 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     job.is_open, job.asked = True, False
     job.announced_ns, job.training_since_ns = cluster.now_ns, None
     job.first_steps, job.finished = {}, {}
+    if job.is_fresh:
+        job.is_fresh = False
+        job.protected_until_ns = cluster.now_ns + ns(cluster.config.preemption_min_run_s)
+    job.preempted_by = ""
     job.reason = reason
     cluster.replan = True
     invariants.check_bounds(job)
@@ -273,10 +277,11 @@ def _suspend(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
 
 def _say_why_waiting(cluster: Cluster, job: JobState) -> None:
     """Keep why the job waits, if it does; log it when it changes."""
-    full = f"waiting: {job.waits_for}"
+    gave_way = f"preempted by {job.preempted_by}; " if job.preempted_by else ""
+    full = f"waiting: {gave_way}{job.waits_for}"
     if job.waits_for and job.reason != full and not job.paused:
         job.reason = full
-        cluster.note("waiting", job.job_id, reason=job.waits_for)
+        cluster.note("waiting", job.job_id, reason=full.removeprefix("waiting: "))
 
 
 def _is_complete(job: JobState) -> bool:
@@ -317,7 +322,7 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
         limit_s = _patience_s(cluster, job, worker)
         until = since_ns + ns(limit_s)
         if cluster.now_ns < until:
-            _wake(job, until)
+            wake(job, until)
             continue
         detail = f"did not {what} within {limit_s:g} s"
         stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
@@ -341,11 +346,11 @@ def _patience_s(cluster: Cluster, job: JobState, worker: WorkerState) -> float:
 def _save_before_they_leave(cluster: Cluster, job: JobState) -> None:
     """Wish for a checkpoint in time, if the group cannot do without the nodes that leave."""
     decision = leaving.save_is_due(cluster, job)
-    _wake(job, decision.wake_ns)
+    wake(job, decision.wake_ns)
     if not decision.value:
         return
     job.saved_before_ns = cluster.now_ns
-    _wake(job, leaving.save_is_due(cluster, job).wake_ns)
+    wake(job, leaving.save_is_due(cluster, job).wake_ns)
     cluster.num_saves += 1
     job.save_request = cluster.first_save + cluster.num_saves
     for worker_id in job.member_ids():
@@ -368,11 +373,11 @@ def _start_workers(cluster: Cluster, job: JobState) -> bool:
         for w in alive
         if not cluster.node_of(w).draining and not job.gives_back(w.report.worker_id)
     )
-    if have >= job.limits.max_workers or job.paused:
+    if have >= job.limits.max_workers or job.must_rest():
         return False
     not_before = max(job.restart_at_ns, cluster.hold_until_ns)
     if cluster.now_ns < not_before:
-        _wake(job, not_before)
+        wake(job, not_before)
         return False
     hosting: dict[NodeId, int] = {}
     for worker in alive:
@@ -453,11 +458,11 @@ def _watch_health(cluster: Cluster, job: JobState) -> None:
             w and w.sight and w.sight.waits(job.generation, cluster.now_ns) for w in members
         )
         if stands and cluster.now_ns >= until:
-            _wake(job, cluster.now_ns + ns(1.0))
+            wake(job, cluster.now_ns + ns(1.0))
         elif cluster.now_ns >= until:
             forgive(job)
         else:
-            _wake(job, until)
+            wake(job, until)
 
 
 def forgive(job: JobState) -> None:
@@ -466,7 +471,7 @@ def forgive(job: JobState) -> None:
     job.restart_at_ns = 0
 
 
-def _wake(job: JobState, moment: int | None) -> None:
+def wake(job: JobState, moment: int | None) -> None:
     """Look at the job again at `moment`, or earlier if something else says so."""
     if moment is not None:
         job.wake_ns = moment if job.wake_ns is None else min(job.wake_ns, moment)

@@ -2,7 +2,8 @@
 
 Rule, in this order:
 
-1. A job that trains keeps its min; whole jobs are never taken down for others.
+1. A job that trains keeps its min, unless one of strictly higher priority cannot start otherwise:
+   then as few jobs as possible, of the lowest priority, give way as a whole (`eviction`), and wait.
 2. Jobs that wait are admitted by priority, then by the share that their project has already (its
    workers by its weight), then by age. A job is admitted with its whole min or holds nothing.
 3. Behind the first one that does not fit, free slots that it could use are kept: a stream of small
@@ -22,94 +23,33 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
+from elastic.core.policy import eviction
+from elastic.core.policy.claims import (
+    NAMED_MAX,
+    Claim,
+    Draft,
+    Grant,
+    behind,
+    gives,
+    named,
+    over,
+    rank,
+    workers,
+)
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.packing import Dealer, Room, Space, together
 from elastic.core.projects import ProjectShare
-from elastic.core.world import JobId, NodeId, Resources, WorkerId
-
-Seat = tuple[WorkerId, NodeId]
-NAMED_MAX = 3
-"""So many other jobs are named in a reason."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One job that wants workers.
-
-    Attributes:
-        spec: needs, and the bounds that hold now.
-        sequence: order of submission.
-        seats: its workers on nodes that may be used, in the order in which it would keep them.
-        away: its workers on nodes that do not answer at the moment.
-        trains: a group of it is out there.
-        is_ending: members of its group have finished: it is left alone.
-        keeps_state: its workers hold training state, or had a group at some time.
-        in_place: its group leaves at a step boundary, not only at a report.
-    """
-
-    spec: JobSpec
-    sequence: int
-    seats: tuple[Seat, ...] = ()
-    away: int = 0
-    trains: bool = False
-    is_ending: bool = False
-    keeps_state: bool = False
-    in_place: bool = False
-
-
-@dataclass(frozen=True)
-class Grant:
-    """What one job may have.
-
-    Attributes:
-        size: workers in all, 0 if it is not admitted and holds none.
-        starts: on which nodes how many of them are new.
-        yields: workers that it has and gives back at its next boundary, or at once if no group
-            needs them.
-        reason: why it must wait and what would let it run, "" if nothing of the queue is in its
-            way.
-    """
-
-    job_id: JobId
-    size: int
-    starts: tuple[tuple[NodeId, int], ...] = ()
-    yields: tuple[WorkerId, ...] = ()
-    reason: str = ""
-
-
-@dataclass
-class _Draft:
-    """A grant in the making."""
-
-    claim: Claim
-    kept: list[Seat] = field(default_factory=list)
-    starts: dict[NodeId, int] = field(default_factory=dict)
-    is_admitted: bool = False
-    reason: str = ""
-    dealer: Dealer | None = None
-
-    @property
-    def size(self) -> int:
-        return len(self.kept) + self.claim.away + sum(self.starts.values())
-
-    def hosting(self) -> dict[NodeId, int]:
-        """Return how many of its workers are counted on each node."""
-        found = dict(self.starts)
-        for _, node_id in self.kept:
-            found[node_id] = found.get(node_id, 0) + 1
-        return found
-
-    def unkept(self) -> list[Seat]:
-        """Return its seats that are not counted yet."""
-        kept = {worker_id for worker_id, _ in self.kept}
-        return [seat for seat in self.claim.seats if seat[0] not in kept]
+from elastic.core.world import NodeId, Resources
 
 
 def decide(
-    claims: Sequence[Claim], rooms: Sequence[Room], projects: Sequence[ProjectShare]
+    claims: Sequence[Claim],
+    rooms: Sequence[Room],
+    projects: Sequence[ProjectShare],
+    *,
+    now_ns: int = 0,
 ) -> Decision[tuple[Grant, ...]]:
     """Divide the cluster.
 
@@ -117,36 +57,45 @@ def decide(
         claims: every job that has not ended and is not paused, in any order.
         rooms: the nodes on which workers may start, in any order.
         projects: shares and limits; others have weight 1 and no limit.
+        now_ns: the moment, on the clock of `Claim.protected_until_ns`.
 
     Returns:
-        One grant for each claim, by order of submission.
+        One grant for each claim, by order of submission; when to ask again if somebody waits for a
+        job that has just begun.
 
     Guarantees (tests/property/test_queue.py):
         No node holds more than it has. Who is admitted has min, in whole replicas; who trains
-        keeps it. No project grows above its limits. Carried out, the same plan comes again.
+        keeps it, but for one of higher priority. No project grows above its limits. Carried out,
+        the same plan comes again.
     """
-    plan = _Plan(sorted(claims, key=lambda c: c.sequence), rooms, projects)
+    plan = _Plan(sorted(claims, key=lambda c: c.sequence), rooms, projects, now_ns)
     plan.keep_training()
     plan.admit_waiting()
     plan.keep_survivors()
     plan.grow()
     grants = tuple(plan.grant(draft) for draft in plan.drafts)
     admitted = sum(1 for draft in plan.drafts if draft.is_admitted)
-    return Decision(grants, f"{admitted} of {len(grants)} jobs fit")
+    return Decision(grants, f"{admitted} of {len(grants)} jobs fit", plan.wake_ns)
 
 
 class _Plan:
     """All drafts, and what they leave of the nodes."""
 
     def __init__(
-        self, claims: Sequence[Claim], rooms: Sequence[Room], projects: Sequence[ProjectShare]
+        self,
+        claims: Sequence[Claim],
+        rooms: Sequence[Room],
+        projects: Sequence[ProjectShare],
+        now_ns: int,
     ) -> None:
-        self.drafts = [_Draft(claim) for claim in claims]
+        self.now_ns = now_ns
+        self.wake_ns: int | None = None
+        self.drafts = [Draft(claim) for claim in claims]
         self.space = Space(rooms)
         self._shares = {share.project: share for share in projects}
         self._workers: dict[str, int] = {}
         self._taken: dict[str, dict[str, int]] = {}
-        self._barred: dict[NodeId, _Draft] = {}
+        self._barred: dict[NodeId, Draft] = {}
         for claim in claims:
             self._count(claim.spec, claim.away)
 
@@ -154,7 +103,7 @@ class _Plan:
 
     def keep_training(self) -> None:
         """Who trains keeps min; who is about to end keeps all."""
-        for draft in sorted(self.drafts, key=lambda d: _rank(d.claim)):
+        for draft in sorted(self.drafts, key=lambda d: rank(d.claim)):
             claim = draft.claim
             if not claim.trains and not claim.is_ending:
                 continue
@@ -164,27 +113,98 @@ class _Plan:
 
     def admit_waiting(self) -> None:
         """Give the others their min, one after the other; keep free slots for the first in vain."""
-        for draft in self._by_turn([d for d in self.drafts if not d.is_admitted]):
+        waiting = [draft for draft in self.drafts if not draft.is_admitted]
+        for draft in self._by_turn(waiting):
             spec = draft.claim.spec
             need = spec.min_workers - draft.size
             shape = self.space.shape(spec)
             cordoned = sum(1 for _, n in draft.claim.seats if self.space.rooms[n].cordoned)
             if shape.fitting(spec) + cordoned + draft.claim.away < spec.min_workers:
                 continue  # Not with these nodes: what is missing is said where workers are placed.
+            ahead = next((self._barred[n] for n in shape.capacity if n in self._barred), None)
             above = self._excess(spec, need)
+            can_have = any(node_id not in self._barred for node_id in shape.capacity)
+            if (not above and self._place(draft, need)) or (
+                can_have and self._evict(draft, need, waiting)
+            ):
+                draft.is_admitted = True
+                draft.gives_way_to = None  # It was moved: elsewhere it fits.
+                continue
             if above:
                 draft.reason = self._at_limit(spec, above)
                 continue
-            ahead = next((self._barred[n] for n in shape.capacity if n in self._barred), None)
-            if self._place(draft, need):
-                draft.is_admitted = True
-                continue
             if ahead is not None:
-                draft.reason = _behind(draft, ahead)
+                draft.reason = behind(draft, ahead)
             else:
                 draft.reason = self._in_vain(draft)
             for node_id in shape.capacity:
                 self._barred.setdefault(node_id, draft)
+
+    def _evict(self, draft: Draft, need: int, waiting: list[Draft]) -> bool:
+        """Let others give way as a whole if the job fits then; they wait from here on."""
+        if draft.gives_way_to is not None:
+            return False  # It trains still; once it waits it may take the place of others.
+        able = []
+        for other in sorted(self.drafts, key=lambda d: rank(d.claim), reverse=True):
+            claim = other.claim
+            is_lower = claim.spec.priority < draft.claim.spec.priority
+            if not (is_lower and other.is_admitted and claim.trains) or claim.is_ending:
+                continue
+            if claim.stays or not other.kept:
+                continue
+            if claim.protected_until_ns > self.now_ns:
+                self._ask_again(claim.protected_until_ns)
+                continue
+            able.append(other)
+
+        def fits(chosen: tuple[int, ...]) -> bool:
+            return self._place_without(draft, need, [able[i] for i in chosen], keep=False)
+
+        victims = [able[i] for i in eviction.fewest(len(able), fits)]
+        if not victims or not self._place_without(draft, need, victims, keep=True):
+            return False
+        for victim in victims:
+            victim.is_admitted, victim.gives_way_to = False, draft
+            waiting.append(victim)
+            heapq.heappush(self._turns, (self._turn(victim), len(waiting) - 1))
+        return True
+
+    def _place_without(
+        self, draft: Draft, need: int, victims: Sequence[Draft], *, keep: bool
+    ) -> bool:
+        """Try to give a job its workers with these out of the way; `keep`: and leave it so."""
+        seats = [list(victim.kept) for victim in victims]
+        kept, starts = len(draft.kept), dict(draft.starts)
+        for victim in victims:
+            self._release(victim, 0)
+        fits = not self._excess(draft.claim.spec, need) and self._place(draft, need)
+        if fits and keep:
+            return True
+        if fits:
+            self._release(draft, kept)
+            for node_id, count in draft.starts.items():
+                for _ in range(count - starts.get(node_id, 0)):
+                    self.space.give(node_id, draft.claim.spec.resources_per_worker, is_new=True)
+                    self._count(draft.claim.spec, -1)
+            draft.starts = starts
+        for victim, before in zip(victims, seats, strict=True):
+            for _, node_id in before:
+                self.space.take(node_id, victim.claim.spec.resources_per_worker, is_new=False)
+            victim.kept = before
+            self._count(victim.claim.spec, len(before))
+        return fits
+
+    def _release(self, draft: Draft, count: int) -> None:
+        """Give back all but the first `count` seats that were kept."""
+        over = draft.kept[count:]
+        for _, node_id in over:
+            self.space.give(node_id, draft.claim.spec.resources_per_worker, is_new=False)
+        del draft.kept[count:]
+        self._count(draft.claim.spec, -len(over))
+        draft.dealer = None
+
+    def _ask_again(self, moment: int) -> None:
+        self.wake_ns = moment if self.wake_ns is None else min(self.wake_ns, moment)
 
     def keep_survivors(self) -> None:
         """Workers that wait with state keep their slots as long as nobody can start on them."""
@@ -213,7 +233,7 @@ class _Plan:
 
     # ------------------------------------------------------------ whose turn it is
 
-    def _by_turn(self, drafts: Sequence[_Draft], *, again: bool = False) -> Iterator[_Draft]:
+    def _by_turn(self, drafts: Sequence[Draft], *, again: bool = False) -> Iterator[Draft]:
         """Yield drafts by order; what is given meanwhile only makes a turn come later."""
         self._size_counts = again
         self._turns = [(self._turn(d), i) for i, d in enumerate(drafts)]
@@ -228,10 +248,10 @@ class _Plan:
             self._index = index
             yield drafts[index]
 
-    def _again(self, draft: _Draft) -> None:
+    def _again(self, draft: Draft) -> None:
         heapq.heappush(self._turns, (self._turn(draft), self._index))
 
-    def _turn(self, draft: _Draft) -> tuple[int, float, int, int]:
+    def _turn(self, draft: Draft) -> tuple[int, float, int, int]:
         spec = draft.claim.spec
         share = self._shares.get(spec.project)
         used = self._workers.get(spec.project, 0) / (share.weight if share else 1.0)
@@ -240,7 +260,7 @@ class _Plan:
 
     # ------------------------------------------------------------ seats and nodes
 
-    def _keep_seats(self, draft: _Draft, limit: int) -> int:
+    def _keep_seats(self, draft: Draft, limit: int) -> int:
         """Count up to `limit` of its workers where they are; return how many."""
         need, count = draft.claim.spec.resources_per_worker, 0
         for seat in draft.unkept():
@@ -256,7 +276,7 @@ class _Plan:
         self._count(draft.claim.spec, count)
         return count
 
-    def _place(self, draft: _Draft, count: int) -> bool:
+    def _place(self, draft: Draft, count: int) -> bool:
         """Give `count` more workers, its own seats first; all of them or none."""
         spec = draft.claim.spec
         need = spec.resources_per_worker
@@ -280,7 +300,7 @@ class _Plan:
         draft.dealer = None
         return False
 
-    def _choose(self, draft: _Draft, count: int) -> list[NodeId]:
+    def _choose(self, draft: Draft, count: int) -> list[NodeId]:
         """Take room for up to `count` new workers; return where."""
         spec = draft.claim.spec
         if draft.dealer is None:
@@ -319,7 +339,7 @@ class _Plan:
 
     # ------------------------------------------------------------ the answer, and why
 
-    def grant(self, draft: _Draft) -> Grant:
+    def grant(self, draft: Draft) -> Grant:
         """Return what came of a draft."""
         reason = draft.reason
         if draft.is_admitted and not draft.claim.trains:
@@ -330,9 +350,10 @@ class _Plan:
             starts=tuple(sorted(draft.starts.items())) if draft.is_admitted else (),
             yields=tuple(worker_id for worker_id, _ in draft.unkept()),
             reason=reason,
+            gives_way_to=over(draft.gives_way_to, draft) if draft.gives_way_to else "",
         )
 
-    def _waits_for_slots(self, draft: _Draft) -> str:
+    def _waits_for_slots(self, draft: Draft) -> str:
         """Say who gives back what an admitted job still lacks, "" if it lacks nothing."""
         spec = draft.claim.spec
         need = spec.min_workers - len(draft.kept) - draft.claim.away
@@ -342,17 +363,13 @@ class _Plan:
         )
         if free >= need:
             return ""
-        givers = [(d, len(d.unkept())) for d in self.drafts if d.claim.trains and d.unkept()]
-        parts = [
-            f"{_named(d.claim)} gives {count} back at its next "
-            f"{'step boundary' if d.claim.in_place else 'report'}"
-            for d, count in givers[:NAMED_MAX]
-        ]
+        givers = [d for d in self.drafts if d.claim.trains and d.unkept()]
+        parts = [gives(d) for d in givers[:NAMED_MAX]]
         if not parts:
             parts = ["the others come free as workers that are told to end do so"]
-        return f"needs {_workers(spec, need)}, {free} free; {'; '.join(parts)}"
+        return f"needs {workers(spec, need)}, {free} free; {'; '.join(parts)}"
 
-    def _in_vain(self, draft: _Draft) -> str:
+    def _in_vain(self, draft: Draft) -> str:
         """Say what the first one in vain lacks."""
         spec = draft.claim.spec
         shape = self.space.shape(spec)
@@ -362,43 +379,33 @@ class _Plan:
             [self.space.capacity(n, spec.resources_per_worker) for n in shape.capacity],
         )
         holders = [
-            f"{_named(d.claim)} keeps {len(d.kept) + sum(d.starts.values())}"
+            f"{named(d.claim)} keeps {len(d.kept) + sum(d.starts.values())}"
             for d in self.drafts
             if d.is_admitted and any(n in shape.capacity for n in d.hosting())
         ]
         others = f" and {len(holders) - NAMED_MAX} more" if len(holders) > NAMED_MAX else ""
         return (
-            f"needs {_workers(spec, need)} by {spec.strategy.value}, {left} can be had: "
+            f"needs {workers(spec, need)} by {spec.strategy.value}, {left} can be had: "
             f"{', '.join(holders[:NAMED_MAX]) or 'nobody gives any back'}{others}, which "
             f"{'is its min' if len(holders) == 1 else 'are their mins'}; waits for an end, or for "
-            f"more slots ({max(1, need - left)})"
+            f"more slots ({max(1, need - left)}){self._who_stays(draft)}"
         )
+
+    def _who_stays(self, draft: Draft) -> str:
+        """Say why jobs of lower priority do not give way to it."""
+        lower = [
+            f"; {named(d.claim)} {d.claim.stays or 'has just begun, and is left alone for a while'}"
+            for d in self.drafts
+            if d.is_admitted
+            and d.claim.trains
+            and d.claim.spec.priority < draft.claim.spec.priority
+            and (d.claim.stays or d.claim.protected_until_ns > self.now_ns)
+        ]
+        return "".join(lower[:NAMED_MAX])
 
     def _at_limit(self, spec: JobSpec, above: str) -> str:
         has = self._workers.get(spec.project, 0)
         return (
-            f"needs {_workers(spec, spec.min_workers)}; project {spec.project or '(none)'} may "
+            f"needs {workers(spec, spec.min_workers)}; project {spec.project or '(none)'} may "
             f"have {above}, and jobs of it that come first need {has}: waits for one of them to end"
         )
-
-
-def _rank(claim: Claim) -> tuple[int, int]:
-    return -claim.spec.priority, claim.sequence
-
-
-def _named(claim: Claim) -> str:
-    return f"{claim.spec.job_id} (priority {claim.spec.priority})"
-
-
-def _workers(spec: JobSpec, count: int) -> str:
-    """Return "4 workers of GPU=1"."""
-    amounts = " ".join(f"{n}={a:g}" for n, a in spec.resources_per_worker.as_dict().items())
-    return f"{count} worker{'' if count == 1 else 's'}{' of ' if amounts else ''}{amounts}"
-
-
-def _behind(draft: _Draft, ahead: _Draft) -> str:
-    spec = draft.claim.spec
-    return (
-        f"needs {_workers(spec, spec.min_workers)}; free slots are kept for {_named(ahead.claim)}, "
-        f"which comes first and needs {ahead.claim.spec.min_workers}"
-    )

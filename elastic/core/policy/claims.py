@@ -1,0 +1,139 @@
+"""Facts of the queue: what a job claims, what it is granted, and how jobs are named in reasons.
+
+Rule: a draft is changed by the plan that it is part of, and by nobody else; the rest is frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic.core.config import JobSpec
+from elastic.core.policy.packing import Dealer
+from elastic.core.world import JobId, NodeId, WorkerId
+
+Seat = tuple[WorkerId, NodeId]
+NAMED_MAX = 3
+"""So many other jobs are named in a reason."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One job that wants workers.
+
+    Attributes:
+        spec: needs, and the bounds that hold now.
+        sequence: order of submission.
+        seats: its workers on nodes that may be used, in the order in which it would keep them.
+        away: its workers on nodes that do not answer at the moment.
+        trains: a group of it is out there.
+        is_ending: members of its group have finished: it is left alone.
+        keeps_state: its workers hold training state, or had a group at some time.
+        in_place: its group leaves at a step boundary, not only at a report.
+        stays: why it does not give way as a whole, "" if it may.
+        protected_until_ns: nor before this moment, because it has just begun.
+    """
+
+    spec: JobSpec
+    sequence: int
+    seats: tuple[Seat, ...] = ()
+    away: int = 0
+    trains: bool = False
+    is_ending: bool = False
+    keeps_state: bool = False
+    in_place: bool = False
+    stays: str = "does not give way"
+    protected_until_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What one job may have.
+
+    Attributes:
+        size: workers in all, 0 if it is not admitted and holds none.
+        starts: on which nodes how many of them are new.
+        yields: workers that it has and gives back at its next boundary, or at once if no group
+            needs them.
+        reason: why it must wait and what would let it run, "" if nothing of the queue is in its
+            way.
+        gives_way_to: the job for which it is to leave all its slots, once its state is saved, and
+            with which priority: "j-1 (priority 10 over 0)"; "" for none.
+    """
+
+    job_id: JobId
+    size: int
+    starts: tuple[tuple[NodeId, int], ...] = ()
+    yields: tuple[WorkerId, ...] = ()
+    reason: str = ""
+    gives_way_to: str = ""
+
+
+@dataclass
+class Draft:
+    """A grant in the making."""
+
+    claim: Claim
+    kept: list[Seat] = field(default_factory=list)
+    starts: dict[NodeId, int] = field(default_factory=dict)
+    is_admitted: bool = False
+    reason: str = ""
+    dealer: Dealer | None = None
+    gives_way_to: Draft | None = None
+
+    @property
+    def size(self) -> int:
+        """Return how many workers it has in the plan so far."""
+        return len(self.kept) + self.claim.away + sum(self.starts.values())
+
+    def hosting(self) -> dict[NodeId, int]:
+        """Return how many of its workers are counted on each node."""
+        found = dict(self.starts)
+        for _, node_id in self.kept:
+            found[node_id] = found.get(node_id, 0) + 1
+        return found
+
+    def unkept(self) -> list[Seat]:
+        """Return its seats that are not counted yet."""
+        kept = {worker_id for worker_id, _ in self.kept}
+        return [seat for seat in self.claim.seats if seat[0] not in kept]
+
+
+def rank(claim: Claim) -> tuple[int, int]:
+    """Return what jobs are sorted by: priority, then age."""
+    return -claim.spec.priority, claim.sequence
+
+
+def named(claim: Claim) -> str:
+    """Return "j-1 (priority 10)"."""
+    return f"{claim.spec.job_id} (priority {claim.spec.priority})"
+
+
+def over(first: Draft, draft: Draft) -> str:
+    """Return "j-1 (priority 10 over 0)"."""
+    spec = first.claim.spec
+    return f"{spec.job_id} (priority {spec.priority} over {draft.claim.spec.priority})"
+
+
+def gives(draft: Draft) -> str:
+    """Say what a job that trains gives back, and when."""
+    claim, count = draft.claim, len(draft.unkept())
+    if draft.gives_way_to is not None:
+        how = "a checkpoint is written" if claim.in_place else "it has reported a checkpoint"
+        return f"{named(claim)} gives way with all {count} as soon as {how}"
+    where = "step boundary" if claim.in_place else "report"
+    return f"{named(claim)} gives {count} back at its next {where}"
+
+
+def workers(spec: JobSpec, count: int) -> str:
+    """Return "4 workers of GPU=1"."""
+    amounts = " ".join(f"{n}={a:g}" for n, a in spec.resources_per_worker.as_dict().items())
+    return f"{count} worker{'' if count == 1 else 's'}{' of ' if amounts else ''}{amounts}"
+
+
+def behind(draft: Draft, ahead: Draft) -> str:
+    """Say that free slots are kept for another job."""
+    spec = draft.claim.spec
+    return (
+        f"needs {workers(spec, spec.min_workers)}; free slots are kept for {named(ahead.claim)}, "
+        f"which comes first and needs {ahead.claim.spec.min_workers}"
+    )

@@ -1,0 +1,43 @@
+"""Jobs that share a real cluster: slow there, so that others come while they train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elastic.core.view import JobView
+from elastic.core.world import ENDED, JobPhase, WorkerPhase
+from elastic.testing.chaos_jobs import ChaosJob, chaos_job
+from elastic.testing.local_cluster import LocalCluster
+
+
+def job_of(name: str, directory: Path, **changes: Any) -> ChaosJob:
+    """Return a job of 1 to 4 workers, changed in its specification."""
+    directory.mkdir()
+    job = chaos_job("steps", name, workers=4, directory=directory, save_every=50)
+    # Slow on the cluster only: the undisturbed run has all of it to do alone.
+    entry = replace(job.spec.entry, args=(*job.spec.entry.args, "--pace", "0.1"))
+    return replace(job, spec=replace(job.spec, entry=entry, **changes))
+
+
+def train_with(size: int, view: JobView) -> bool:
+    """Return whether a group of so many has made a step."""
+    group = view.record.group
+    if group is None or len(group.members) != size or view.record.phase is not JobPhase.RUNNING:
+        return False
+    members = [w for w in view.workers if w.rank >= 0]
+    return len(members) == size and all(
+        w.report.phase is WorkerPhase.TRAINING
+        and w.report.generation == group.generation
+        and w.steps > 0
+        for w in members
+    )
+
+
+def end(cluster: LocalCluster, job: ChaosJob, job_id: str) -> JobView:
+    """Let a job end, and hold its result against that of an undisturbed run."""
+    job.finish.touch()
+    view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    assert job.check(view)
+    return view
