@@ -156,16 +156,22 @@ def _address_in(text: str) -> str:
 
 
 def stop_cluster(cluster: Cluster) -> None:
-    """End what was started: agent first, so that it takes its workers with it."""
-    for process in reversed(cluster.processes):
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+    """End what was started: agent first, so that it takes its workers with it.
+
+    Whoever is too impatient for that (Ctrl-C again) has all of it killed, and nothing left behind.
+    """
+    try:
+        for process in reversed(cluster.processes):
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+    finally:
+        for process in reversed(cluster.processes):
             process.kill()
             process.wait()
-    if cluster.tether_fd >= 0:
-        os.close(cluster.tether_fd)
-    if cluster.directory is not None:
-        shutil.rmtree(cluster.directory, ignore_errors=True)
+        tether_fd, cluster.tether_fd = cluster.tether_fd, -1
+        if tether_fd >= 0:
+            os.close(tether_fd)
+        if cluster.directory is not None:
+            shutil.rmtree(cluster.directory, ignore_errors=True)

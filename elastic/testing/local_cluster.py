@@ -6,7 +6,8 @@
         cluster.kill_node("n1")
 
 Each node is one `elastic-agent` with its workers; a node dies as a machine does, agent and
-workers at once. Nothing outlives the `with` block.
+workers at once. Nothing outlives the `with` block, nor the process that it is in: a pipe ties all
+to it, and whoever is stopped (SIGSTOP) ends when it wakes.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class LocalCluster:
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.coordinator: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
+        # (theirs, ours): nobody writes; it closes with this process, however that ends.
+        self._tether: tuple[int, int] | None = None
         self._watchers: list[threading.Thread] = []
         self._changed = threading.Condition()
 
@@ -196,6 +199,9 @@ class LocalCluster:
                         os.kill(pid, signal.SIGKILL)
                 agent.wait()
         self.kill_coordinator()
+        tether, self._tether = self._tether, None
+        for fd in tether or ():
+            os.close(fd)
         for watcher in self._watchers:
             watcher.join(PATIENCE_S)
         if self._is_temporary and not keep:
@@ -209,9 +215,13 @@ class LocalCluster:
         return str(self.tls_dir / name) if self.tls_dir is not None else ""
 
     def _spawn(self, name: str, module: str, *args: str) -> subprocess.Popen[bytes]:
+        if self._tether is None:
+            self._tether = os.pipe()
+        theirs = self._tether[0]
         with (self.directory / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", module, *args],
+                [sys.executable, "-m", module, *args, "--tether-fd", str(theirs)],
+                pass_fds=(theirs,),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

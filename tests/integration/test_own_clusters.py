@@ -1,0 +1,80 @@
+"""Clusters that a process starts for itself: they end with it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic.client.embedded import Cluster, stop_cluster
+from elastic.testing.local_cluster import is_running
+
+DEADLINE_S = 30.0
+DRIVER = """
+import sys, time
+from elastic.testing.local_cluster import LocalCluster
+with LocalCluster(nodes=1, spares=1, directory=sys.argv[1]) as cluster:
+    print(cluster.coordinator.pid, cluster.agents["n1"].pid, flush=True)
+    time.sleep(600)
+"""
+DEAF = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+print("ready", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < until, what
+        time.sleep(0.01)
+
+
+def test_a_driver_that_is_killed_leaves_no_cluster_behind(tmp_path: Path) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout is not None
+    with driver.stdout:
+        pids = [int(word) for word in driver.stdout.readline().split()]
+    assert len(pids) == 2
+    driver.kill()
+    driver.wait()
+    try:
+        wait_until(lambda: not any(map(is_running, pids)), f"{pids} go on")
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_whoever_presses_ctrl_c_again_leaves_nothing_behind_either(tmp_path: Path) -> None:
+    directory = tmp_path / "cluster"
+    directory.mkdir()
+    deaf = subprocess.Popen(
+        [sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert deaf.stdout is not None
+    with deaf.stdout as said:
+        assert said.readline() == "ready\n"
+
+        def press() -> None:
+            assert said.readline() == "told\n"
+            os.kill(os.getpid(), signal.SIGINT)
+
+        presser = threading.Thread(target=press)
+        presser.start()
+        with pytest.raises(KeyboardInterrupt):
+            stop_cluster(Cluster("", processes=[deaf], directory=directory))
+        presser.join()
+    assert deaf.returncode == -signal.SIGKILL
+    assert not directory.exists()
