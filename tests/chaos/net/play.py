@@ -24,6 +24,9 @@ from tests.chaos.net.switch import CUT, Link
 
 KILLING_S = 300.0
 KILL_EVERY_S = 10.0
+FROZEN_S = 60.0
+DEEDS = ("node_", "group_", "worker_", "job_", "drain_", "copy_", "checkpoint_")
+"""How the notes of a coordinator that acts begin."""
 LEASE_OVER_S = 3.0
 """Longer than a lease: whoever could not renew his would have lost it."""
 
@@ -81,6 +84,14 @@ class Play:
             ends = [end for end in ends if first_s <= end <= last_s]
             gaps += [after - before for before, after in pairwise(ends)]
         return sorted(gaps)
+
+    def note_steps(self, name: str, first_s: float, last_s: float) -> None:
+        """Keep how long steps took in this time, for the story's line."""
+        gaps = self.step_times(first_s, last_s)
+        self.seen[f"{name}_steps"] = len(gaps)
+        for label, part in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
+            self.seen[f"{name}_{label}_ms"] = 1000 * gaps[int(part * len(gaps))]
+        self.seen[f"{name}_max_ms"] = 1000 * gaps[-1]
 
     def undisturbed(self, fault: Callable[[], None]) -> None:
         """Do something that no worker may notice: same group, same processes, more steps."""
@@ -237,15 +248,42 @@ def the_leader_is_killed_again_and_again(play: Play) -> None:
         play.seen["kills"] = kills
 
     play.undisturbed(fault)
-    for name, first_s, last_s in (
-        ("quiet", quiet_s, killing_s),
-        ("killing", killing_s, killing_s + KILLING_S),
-    ):
-        gaps = play.step_times(first_s, last_s)
-        play.seen[f"{name}_steps"] = len(gaps)
-        for label, part in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
-            play.seen[f"{name}_{label}_ms"] = 1000 * gaps[int(part * len(gaps))]
-        play.seen[f"{name}_max_ms"] = 1000 * gaps[-1]
+    play.note_steps("quiet", quiet_s, killing_s)
+    play.note_steps("killing", killing_s, killing_s + KILLING_S)
+
+
+def a_leader_that_is_frozen_for_a_minute_wakes_as_a_standby(play: Play) -> None:
+    """Meanwhile the next one writes, so that a late write of the old one would be seen."""
+    cluster = play.cluster
+    play.wait_trains()
+    quiet_s = time.time()
+    time.sleep(FROZEN_S / 2)
+    frozen_s = time.time()
+
+    def fault() -> None:
+        leader = cluster.leader()
+        ends = cluster.log(leader).count("leads_no_more")
+        cluster.freeze(leader)
+        play.seen["leads_after_s"] = cluster.wait_leader((other(leader),))
+        play.seen["agents_after_s"] = cluster.wait_nodes(len(AGENTS))
+        cluster.client.cordon("n9", reason="written while the old leader was frozen")
+        time.sleep(max(0.0, frozen_s + FROZEN_S - time.time()))
+        before = len(cluster.log(leader))
+        cluster.freeze(leader, False)
+        play.seen["stands_down_after_s"] = cluster.wait_logged(leader, "leads_no_more", ends + 1)
+        cluster.wait_logged(leader, "standby leader=")
+        # Until it knew, it did nothing that it would have noted.
+        woken = cluster.log(leader)[before:].partition("leads_no_more")[0]
+        deeds = [line for line in woken.splitlines() if any(deed in line for deed in DEEDS)]
+        assert not deeds, deeds
+        assert cluster.leader() == other(leader)
+        shown = [cordon.node_id for cordon in cluster.client.status().view.cordons]
+        assert shown == ["n9"], shown
+        cluster.client.cordon("n9", cordoned=False)
+
+    play.undisturbed(fault)
+    play.note_steps("quiet", quiet_s, frozen_s)
+    play.note_steps("frozen", frozen_s, frozen_s + FROZEN_S)
 
 
 STORIES: dict[str, Callable[[Play], None]] = {
@@ -264,7 +302,11 @@ STORIES: dict[str, Callable[[Play], None]] = {
 
 
 LONG = {
-    the_leader_is_killed_again_and_again.__name__: the_leader_is_killed_again_and_again,
+    story.__name__: story
+    for story in (
+        the_leader_is_killed_again_and_again,
+        a_leader_that_is_frozen_for_a_minute_wakes_as_a_standby,
+    )
 }
 
 
