@@ -13,6 +13,8 @@ from elastic.testing.training import DataPlane, SimProcess
 from elastic.testing.world import MS, S, Timeline
 
 NOTICE_NS_MIN = 30 * S
+HEARD_NS = 450 * MS
+"""What a machine says is heard by then: what nobody heard of was not announced."""
 """Longer than any script needs to its next boundary, with all that comes before and after."""
 
 
@@ -301,8 +303,11 @@ class Faults:
         within_ns = self.timeline.between(NOTICE_NS_MIN, 60 * S)
         self.timeline.tell(agent.node_id, f"notice: gone within {within_ns / S:.1f} s")
         agent.post(DrainSignalled("spot notice", within_ns))
-        is_early = self.timeline.chance(0.5)
-        gone_ns = self.timeline.between(0, within_ns) if is_early else within_ns
+        gone_ns = within_ns
+        if self.timeline.chance(0.5):
+            # Before the time that was promised; also before workers can have come to a boundary.
+            longest_ns = self.timeline.rng.choice([2 * HEARD_NS, within_ns])
+            gone_ns = self.timeline.between(HEARD_NS, longest_ns)
         self.timeline.after(gone_ns, self._take, agent, agent.life)
 
     def _take(self, agent: AgentHost, life: int) -> None:

@@ -16,6 +16,7 @@ from elastic.core import projects
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import (
     agent,
+    agent_books,
     agent_connection,
     coordinator,
     copies,
@@ -131,12 +132,20 @@ def forms_groups_below_min(patch: Patch) -> None:
 def forms_groups_above_max(patch: Patch) -> None:
     """Whoever is ready joins."""
     honest_choose, honest_place = membership.choose, placement.place
+    honest_claim = queueing.claim_of
 
     def roomier(spec: Any) -> Any:
         return dataclasses.replace(spec, max_workers=spec.max_workers + spec.workers_per_replica)
 
     patch.setattr(membership, "choose", lambda spec, *a, **k: honest_choose(roomier(spec), *a, **k))
     patch.setattr(placement, "place", lambda spec, *a: honest_place(roomier(spec), *a))
+
+    def claim_of(*args: Any) -> Any:
+        claim = honest_claim(*args)
+        return dataclasses.replace(claim, spec=roomier(claim.spec))
+
+    patch.setattr(queueing, "claim_of", claim_of)
+    patch.setattr(settle, "_stop_surplus", lambda cluster, job: None)
 
 
 @bug
@@ -279,6 +288,18 @@ def cuts_leavers_off_at_once(patch: Patch) -> None:
         honest(cluster, state, reason, 0)
 
     patch.setattr(intake, "start_drain", start_drain)
+
+
+@bug
+def forgets_drains_with_the_coordinator(patch: Patch) -> None:
+    """That an operator wants a node to leave is known to whoever was told, and to nobody after."""
+    honest = agent_books.AgentBooks.drain
+
+    def drain(self: Any, reason: str, timeout_ns: int) -> None:
+        if reason != "operator":
+            honest(self, reason, timeout_ns)
+
+    patch.setattr(agent_books.AgentBooks, "drain", drain)
 
 
 @bug
