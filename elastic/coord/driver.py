@@ -21,6 +21,7 @@ from elastic.coord.journal import Journal
 from elastic.coord.leadership import SLOW_S, patiently
 from elastic.coord.sessions import Session, Sessions
 from elastic.coord.watchers import Watchers, jobs_of
+from elastic.core.cluster_messages import Coordinators
 from elastic.core.events.coordinator import (
     AgentConnected,
     AgentDisconnected,
@@ -36,7 +37,7 @@ from elastic.core.events.coordinator import (
     Several,
 )
 from elastic.core.events.shared import Note, Tick
-from elastic.core.messages import AgentMessage, Coordinators, Hello, Welcome
+from elastic.core.messages import AgentMessage, Hello, Welcome
 from elastic.core.view import ClusterView
 from elastic.errors import Unavailable
 from elastic.runtime.clock import Clock

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic.core.cluster_messages import Coordinators, Drain
 from elastic.core.config import JobSpec
 from elastic.core.world import (
     Assignment,
@@ -222,17 +223,6 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class Coordinators:
-    """Where coordinators answer, the one that leads too. Never passes through a machine.
-
-    Attributes:
-        addresses: "host:port" each; to be kept beside those that the agent was started with.
-    """
-
-    addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Refusal:
     """The node is not registered; `final` means that trying again is of no use."""
 
@@ -424,6 +414,7 @@ CoordinatorMessage = (
     | LeaveGroup
     | ReportAck
     | Release
+    | Drain
     | FollowLogs
     | Probe
     | DumpStacks

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import click
 
+from elastic.core.cluster_messages import Drain
 from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec, ns
 from elastic.core.events.coordinator import (
     CheckpointRequested,
@@ -52,6 +53,8 @@ HUNG_SLACK_NS = 20 * S
 SICK_SEED = 3
 """Of four seeds, the one in which disks fill up."""
 GENTLE_SEED = 7
+REPLACED_SEED = 4
+"""Of ten seeds, the one in which a coordinator that told an agent to leave is replaced at once."""
 """Of ten seeds, the one in which machines are only taken away, and say so before."""
 SLACK_NS = 3 * S
 """The coordinator may hear of what happened so much later, when its disk is slow."""
@@ -131,6 +134,8 @@ class Simulation:
             seed=seed,
         )
         self.submissions: dict[str, JobSpec] = {}
+        # Which life of which agent was told that an operator wants it to leave.
+        self.told_to_leave: dict[NodeId, int] = {}
         self.stops: set[JobId] = set()
 
     def _draw_config(self) -> CoordinatorConfig:
@@ -174,7 +179,12 @@ class Simulation:
         return next(host for host in self.coordinators if host.name == stream.host)
 
     def _to_agent(self, stream: Stream, message: CoordinatorMessage) -> None:
-        self.by_node[stream.node_id].hears(stream, message)
+        agent = self.by_node[stream.node_id]
+        if isinstance(message, Drain) and stream.agent_side:
+            self.told_to_leave[stream.node_id] = agent.life
+            if self.seed % 10 == REPLACED_SEED:
+                self.timeline.after(0, self._replace)
+        agent.hears(stream, message)
 
     def _noted(self, note: Note) -> None:
         """Hold what the coordinator accuses somebody of against the truth."""
@@ -215,6 +225,9 @@ class Simulation:
         # Not in every seed either, see `_plan_job`.
         for _ in range(3 if self.seed % 4 == SICK_SEED else 0):
             self.timeline.after(self.timeline.between(5 * S, 50 * S), self.faults.sicken)
+        if self.seed % 10 == REPLACED_SEED:
+            for _ in range(3):
+                self.timeline.after(self.timeline.between(10 * S, 50 * S), self._drain_some_node)
         self.timeline.run_until(SAFETY_NS)
         self.timeline.tell("world", "liveness phase: all is healed")
         self.faults.heal()
@@ -263,6 +276,10 @@ class Simulation:
             raise_at=rng.randint(1, 20) if raises else -1,
             raises=raises,
         )
+        if self.checkers.is_gentle:
+            # Long steps too: a machine that goes early then goes before its workers have left.
+            step_ns = rng.choice([50 * MS, 1 * S])
+            script = replace(script, step_ns=step_ns, steps=min(60, script.steps))
         spec, script = self.crowd.plan_job(spec, script)
         if self.seed % 4 == 2:
             # Of these runs all want copies, and last long enough for what must come about.
@@ -307,6 +324,13 @@ class Simulation:
         event = NodeDrainRequested(f"drain {agent.node_id}", agent.node_id, 3 * S, "operator")
         self.coordinator.post(event)
 
+    def _replace(self) -> None:
+        """Whoever told an agent what an operator wants does not live to see it leave."""
+        host = self.coordinator
+        if not self.faults.is_over and host.machine is not None:
+            host.crash()
+            self.timeline.after(self.timeline.between(10 * MS, 1 * S), host.start)
+
     def _keep_alive(self) -> None:
         """In the liveness phase a drained agent is started again by its operator."""
         for agent in self.agents:
@@ -336,6 +360,8 @@ class Simulation:
                 record = self.disk.records.get(process.job_id)
                 if record is None or record.phase.value not in ("pending", "running", "paused"):
                     return f"worker {process.worker_id} of an ended job still runs"
+            if agent.machine is not None and self.told_to_leave.get(agent.node_id) == agent.life:
+                return f"node {agent.node_id}, which an operator wants to leave, is still there"
             for job_id in agent.copies.held:
                 if job_id in self.checkers.ended:
                     return f"node {agent.node_id} holds a copy of {job_id}, which has ended"

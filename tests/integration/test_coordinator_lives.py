@@ -15,14 +15,8 @@ import grpc.aio
 import pytest
 
 from elastic.client.jobs import Client
-from elastic.core.messages import (
-    Announce,
-    Coordinators,
-    LeaveGroup,
-    StartWorker,
-    StopWorker,
-    WorkerUpdate,
-)
+from elastic.core.cluster_messages import Coordinators
+from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker, WorkerUpdate
 from elastic.core.world import (
     ExitCause,
     ExitKind,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from elastic.core.cluster_messages import Drain
 from elastic.core.config import NS_PER_S
 from elastic.core.events.coordinator import (
     CloseSession,
@@ -116,6 +117,8 @@ def message_line(message: CoordinatorMessage) -> str:
         return f"probe {message.number}"
     if isinstance(message, DumpStacks):
         return f"stacks of {message.worker_id}: {message.reason}"
+    if isinstance(message, Drain):
+        return f"drain within {message.timeout_ns / NS_PER_S:g}s: {message.reason}"
     if isinstance(message, Release):
         return f"release: {message.reason}"
     if isinstance(message, Refusal):

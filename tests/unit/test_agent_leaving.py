@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from elastic.core.cluster_messages import Drain
 from elastic.core.events.agent import (
     AgentEffect,
     Connected,
@@ -62,6 +63,24 @@ def test_a_drain_is_told_at_once_and_in_every_hello() -> None:
     assert 19 * S < hello.drain_timeout_ns < 20 * S
     agent.hear(Welcome("c"))
     assert agent.sent(DrainNotice) == [], "hello has said it"
+
+
+def test_what_an_operator_wants_is_known_to_the_next_coordinator() -> None:
+    agent = with_worker()
+    agent.hear(Drain("upgrade", 30 * S))
+    agent.hear(Drain("upgrade", 30 * S))
+    agent.hear(Drain("later", 60 * S))
+    hello = reconnect(agent)
+    assert (hello.draining, hello.drain_reason) == (True, "upgrade")
+    assert 29 * S < hello.drain_timeout_ns <= 30 * S
+
+
+def test_an_operators_drain_ends_in_time_without_any_coordinator() -> None:
+    agent = with_worker()
+    agent.hear(Drain("upgrade", 30 * S))
+    agent.do(ConnectionLost(agent.session, "gone", 0.0))
+    effects = agent.pass_time(30)
+    assert of(effects, Kill)
 
 
 def test_a_drain_signalled_between_hello_and_welcome_is_told_after_it() -> None:

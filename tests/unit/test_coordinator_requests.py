@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from elastic.core.cluster_messages import Drain
+from elastic.core.config import ns
 from elastic.core.events.coordinator import AgentSaid, CloseSession, Forget, Persist, SendAgent
 from elastic.core.machine import coordinator as coordinator_module
 from elastic.core.messages import (
@@ -437,3 +439,21 @@ def test_a_reason_that_no_store_would_keep_is_refused_and_the_node_is_as_it_was(
     assert refused.error == "exhausted"
     assert "shorter reason" in refused.text
     assert coordinator.cordon("n1", "upgrade").error == ""
+
+
+def test_an_agent_is_told_of_an_operators_drain_and_again_when_it_comes_back() -> None:
+    coordinator = running()
+    coordinator.drain("n2", 60, "upgrade")
+    assert coordinator.sent(Drain) == [Drain("upgrade", ns(60))]
+    coordinator.disconnect("n2")
+    coordinator.advance(0.2)
+    coordinator.agent("n2")
+    (again,) = coordinator.sent(Drain)
+    assert again.reason == "upgrade"
+    assert ns(59) < again.timeout_ns < ns(60)
+
+
+def test_a_drain_at_once_leaves_the_agent_time_to_see_its_workers_stopped() -> None:
+    coordinator = running()
+    coordinator.drain("n2", 0)
+    assert [order.timeout_ns for order in coordinator.sent(Drain)] == [ns(CONFIG.stop_grace_s)]

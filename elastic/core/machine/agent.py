@@ -124,7 +124,7 @@ class AgentMachine:
         elif isinstance(event, (Connected, ConnectionLost)):
             self._connection_changed(event)
         elif isinstance(event, DrainSignalled):
-            self._drain(event)
+            self._books.drain(event.reason, event.timeout_ns)
         elif isinstance(event, CopiesChanged):
             self._books.copies.changed(event.copies)
         elif isinstance(event, PushFailed):
@@ -153,15 +153,6 @@ class AgentMachine:
             connection.lost(event.reason, event.jitter, self._books.now_ns)
         elif connection.phase is ConnectionPhase.CONNECTING:
             connection.greet(self._books.hello())
-
-    def _drain(self, event: DrainSignalled) -> None:
-        """Leave in time; the coordinator lets the workers go at a boundary if there is time."""
-        books = self._books
-        if books.departure.drain(event.reason, event.timeout_ns, books.now_ns):
-            seconds = f"{event.timeout_ns / 1e9:g}"
-            books.out.append(note("drain_started", reason=event.reason, timeout_s=seconds))
-            if books.departure.code is not None:
-                books.begin_end(books.departure.code, event.reason)
 
     def _health(self, event: HealthFound) -> None:
         """Let the coordinator know what is wrong with this node."""

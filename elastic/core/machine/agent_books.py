@@ -93,6 +93,14 @@ class AgentBooks:
             detail=cause.detail,
         )
 
+    def drain(self, reason: str, timeout_ns: int) -> None:
+        """Leave in time; the coordinator lets the workers go at a boundary if there is time."""
+        if self.departure.drain(reason, timeout_ns, self.now_ns):
+            seconds = f"{timeout_ns / 1e9:g}"
+            self.out.append(note("drain_started", reason=reason, timeout_s=seconds))
+            if self.departure.code is not None:
+                self.begin_end(self.departure.code, reason)
+
     def begin_end(self, code: int, why: str) -> None:
         """Ask all workers to end, and the agent after them; a second time may only hasten it."""
         if self.departure.end(code, why, self.now_ns):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic.core.cluster_messages import Drain
 from elastic.core.events.agent import HandleCopy, ShowStacks
 from elastic.core.machine.agent_books import AgentBooks
 from elastic.core.machine.agent_departure import EXIT_DRAINED, EXIT_REFUSED
@@ -73,6 +74,8 @@ def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
         _forward(books, message.worker_id, message)
     elif isinstance(message, Release):
         books.begin_end(EXIT_DRAINED, message.reason)
+    elif isinstance(message, Drain):
+        books.drain(message.reason, message.timeout_ns)
     elif isinstance(message, Probe):
         books.connection.send(ProbeAck(message.number))
     elif isinstance(message, DumpStacks):

@@ -300,7 +300,7 @@ class CoordinatorMachine:
             text = f"node {event.node_id} is {state.phase.value}, only a connected one can drain"
             self._cluster.do(Reply(event.request_id, "failed_precondition", text))
         else:
-            intake.start_drain(self._cluster, state, event.reason, event.timeout_ns)
+            intake.order_drain(self._cluster, state, event.reason, event.timeout_ns)
             self._cluster.do(Reply(event.request_id, "", event.node_id))
 
 

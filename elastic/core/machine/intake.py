@@ -7,6 +7,7 @@ to end.
 
 from __future__ import annotations
 
+from elastic.core.cluster_messages import Drain
 from elastic.core.config import ns
 from elastic.core.events.coordinator import (
     AgentConnected,
@@ -82,6 +83,8 @@ def on_connected(cluster: Cluster, event: AgentConnected) -> None:
     cluster.do(SendAgent(event.session, Welcome(cluster.name, cluster.term, cluster.history)))
     if event.hello.draining:
         start_drain(cluster, state, event.hello.drain_reason, event.hello.drain_timeout_ns)
+    elif state.draining:
+        _tell_drain(cluster, state)
     copies.take_held(cluster, state, event.hello.copies)
     _compare(cluster, state, event.hello)
     cluster.book.settle(state)
@@ -269,6 +272,23 @@ def start_drain(cluster: Cluster, state: NodeState, reason: str, timeout_ns: int
         reason=reason,
         timeout_s=f"{timeout_ns / 1e9:g}",
     )
+
+
+def order_drain(cluster: Cluster, state: NodeState, reason: str, timeout_ns: int) -> None:
+    """An operator wants the node to leave: its agent is told, who knows it longer than we may."""
+    start_drain(cluster, state, reason, timeout_ns)
+    _tell_drain(cluster, state)
+
+
+def _tell_drain(cluster: Cluster, state: NodeState) -> None:
+    """Tell an agent that its node drains.
+
+    With time for workers to be stopped: until then we end them, and the agent only without us.
+    """
+    if state.session is None:
+        return
+    left_ns = max(ns(cluster.config.stop_grace_s), (state.leave_by_ns or 0) - cluster.now_ns)
+    cluster.do(SendAgent(state.session, Drain(state.announced, left_ns)))
 
 
 def _tell_groups(cluster: Cluster, state: NodeState) -> None:

@@ -266,7 +266,7 @@ def a_leader_that_is_frozen_for_a_minute_wakes_as_a_standby(play: Play) -> None:
         cluster.freeze(leader)
         play.seen["leads_after_s"] = cluster.wait_leader((other(leader),))
         play.seen["agents_after_s"] = cluster.wait_nodes(len(AGENTS))
-        cluster.client.cordon("n9", reason="written while the old leader was frozen")
+        cluster.client.cordon(AGENTS[0], reason="written while the old leader was frozen")
         time.sleep(max(0.0, frozen_s + FROZEN_S - time.time()))
         before = len(cluster.log(leader))
         cluster.freeze(leader, False)
@@ -278,8 +278,8 @@ def a_leader_that_is_frozen_for_a_minute_wakes_as_a_standby(play: Play) -> None:
         assert not deeds, deeds
         assert cluster.leader() == other(leader)
         shown = [cordon.node_id for cordon in cluster.client.status().view.cordons]
-        assert shown == ["n9"], shown
-        cluster.client.cordon("n9", cordoned=False)
+        assert shown == [AGENTS[0]], shown
+        cluster.client.cordon(AGENTS[0], cordoned=False)
 
     play.undisturbed(fault)
     play.note_steps("quiet", quiet_s, frozen_s)

@@ -34,7 +34,7 @@ class AgentToCoordinator(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., worker_update: _Optional[_Union[_worker_pb2.WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[_worker_pb2.Reported, _Mapping]] = ..., drain_notice: _Optional[_Union[DrainNotice, _Mapping]] = ..., node_health: _Optional[_Union[NodeHealth, _Mapping]] = ..., progress: _Optional[_Union[_worker_pb2.Progress, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., pulse: _Optional[_Union[_worker_pb2.Pulse, _Mapping]] = ..., probe_ack: _Optional[_Union[ProbeAck, _Mapping]] = ..., copies_held: _Optional[_Union[CopiesHeld, _Mapping]] = ..., copy_failed: _Optional[_Union[CopyFailed, _Mapping]] = ...) -> None: ...
 
 class CoordinatorToAgent(_message.Message):
-    __slots__ = ("welcome", "refusal", "start_worker", "stop_worker", "forget_worker", "announce", "leave_group", "report_ack", "release", "follow_logs", "probe", "dump_stacks", "save_state", "preemption", "keep_copy", "drop_copy", "replicate", "coordinators")
+    __slots__ = ("welcome", "refusal", "start_worker", "stop_worker", "forget_worker", "announce", "leave_group", "report_ack", "release", "follow_logs", "probe", "dump_stacks", "save_state", "preemption", "keep_copy", "drop_copy", "replicate", "coordinators", "drain")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     START_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class CoordinatorToAgent(_message.Message):
     DROP_COPY_FIELD_NUMBER: _ClassVar[int]
     REPLICATE_FIELD_NUMBER: _ClassVar[int]
     COORDINATORS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     start_worker: StartWorker
@@ -71,7 +72,8 @@ class CoordinatorToAgent(_message.Message):
     drop_copy: DropCopy
     replicate: Replicate
     coordinators: Coordinators
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., dump_stacks: _Optional[_Union[DumpStacks, _Mapping]] = ..., save_state: _Optional[_Union[_worker_pb2.SaveState, _Mapping]] = ..., preemption: _Optional[_Union[_worker_pb2.Preemption, _Mapping]] = ..., keep_copy: _Optional[_Union[KeepCopy, _Mapping]] = ..., drop_copy: _Optional[_Union[DropCopy, _Mapping]] = ..., replicate: _Optional[_Union[Replicate, _Mapping]] = ..., coordinators: _Optional[_Union[Coordinators, _Mapping]] = ...) -> None: ...
+    drain: Drain
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., dump_stacks: _Optional[_Union[DumpStacks, _Mapping]] = ..., save_state: _Optional[_Union[_worker_pb2.SaveState, _Mapping]] = ..., preemption: _Optional[_Union[_worker_pb2.Preemption, _Mapping]] = ..., keep_copy: _Optional[_Union[KeepCopy, _Mapping]] = ..., drop_copy: _Optional[_Union[DropCopy, _Mapping]] = ..., replicate: _Optional[_Union[Replicate, _Mapping]] = ..., coordinators: _Optional[_Union[Coordinators, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("node", "workers", "draining", "drain_reason", "drain_timeout_ns", "protocol_major", "protocol_minor", "reports_due", "copies", "copies_at", "problems")
@@ -186,6 +188,14 @@ class Release(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("reason", "timeout_ns")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    timeout_ns: int
+    def __init__(self, reason: _Optional[str] = ..., timeout_ns: _Optional[int] = ...) -> None: ...
 
 class FollowLogs(_message.Message):
     __slots__ = ("follow_id", "worker_id", "tail_lines", "follow", "stop")

@@ -555,8 +555,8 @@ class ClusterServicer(object):
 
     def Drain(self, request, context):
         """Let a node go: its workers leave at a step boundary, and when they are gone the agent ends.
-        Answers at once. Idempotent; the newest timeout counts. Fenced by nothing: a node that left
-        and came back may be drained again.
+        Answers at once; its agent keeps it, through restarts of the coordinator. Idempotent; the
+        nearest end counts. Fenced by nothing: a node that left and came back may be drained again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
