@@ -69,7 +69,8 @@ class MetricsLog:
         Raises:
             StorageError: it cannot be written now; it is kept, and written with a later one.
         """
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        # In ASCII: no character in it ends a line for anybody, and half a surrogate pair is one.
+        line = (json.dumps(record) + "\n").encode()
         if self._files.is_object_store:
             generation = record.get("generation")
             if generation != self._generation or self._num_bytes >= PART_BYTES_MAX:
@@ -165,7 +166,7 @@ def _rows(files: Files, name: str) -> list[dict[str, Any]]:
             return []
         raise
     rows = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         try:
             row = json.loads(line)
         except ValueError:

@@ -134,12 +134,16 @@ def create_object(fs: Any, final: str, data: bytes) -> bool:
 
 
 def append_local(path: str, data: bytes) -> None:
-    """Add to a local file that nobody else writes to; what was added in part is taken back."""
+    """Add lines to a local file that nobody else writes to; what was added in part is taken back.
+
+    A line that somebody who was killed has left without an end is ended first: ours are not its.
+    """
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "ab", buffering=0) as file:
+    with open(path, "ab+", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)
+        is_torn = before > 0 and os.pread(file.fileno(), 1, before - 1) != b"\n"
         try:
-            rest = memoryview(data)
+            rest = memoryview(b"\n" + data if is_torn else data)
             while rest:
                 rest = rest[file.write(rest) :]
         except BaseException:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,15 @@ from elastic.core.world import CheckpointRecord
 from elastic.errors import StorageError
 from elastic.storage.faults import reason_of
 from elastic.storage.files import Files
-from elastic.storage.marker import DAMAGED, MARKER, OURS, RECORDED, Marker, StoredFile
+from elastic.storage.marker import (
+    DAMAGED,
+    MARKER,
+    METADATA,
+    OURS,
+    RECORDED,
+    Marker,
+    StoredFile,
+)
 from elastic.storage.metrics import MetricsLog, read_metrics
 from elastic.storage.outputs import CHUNK_BYTES, Output
 from elastic.storage.patience import PATIENCE_S
@@ -179,6 +187,24 @@ class RunDirectory:
                     f"another name, or remove the old one"
                 )
         return self.checkpoint_path(name)
+
+    def clear(self, name: str, *, kept: Collection[str]) -> None:
+        """Remove from a checkpoint that is to be committed what an attempt before it has left.
+
+        Under a name that a script chose one may have been killed, with other files: whoever then
+        reads all that is there would take them for a part of it.
+
+        Args:
+            name: of the checkpoint.
+            kept: relative paths of its files.
+
+        Raises:
+            StorageError: the directory cannot be listed, or something in it not be deleted.
+        """
+        files = self.checkpoint(name)
+        for file in files.tree():
+            if file.path not in (*kept, MARKER, METADATA):
+                files.delete(file.path)
 
     def discard(self, name: str) -> None:
         """Remove what there is of a checkpoint that will not be committed, if that is possible."""

@@ -187,6 +187,9 @@ class Committer:
             if turn.owns_files:
                 run.discard(name)
             raise StorageError(f"checkpoint {name} was not committed: {refusal}")
+        files = _files_of(parts)
+        if turn.owns_files:
+            run.clear(name, kept={file.path for file in files})
         marker = Marker(
             job_id=self.place.job_id,
             generation=self.place.generation,
@@ -194,7 +197,7 @@ class Committer:
             world_size=self.place.world_size,
             unix_ns=self._clock.unix_ns(),
             metrics=turn.metrics,
-            files=_files_of(parts),
+            files=files,
             validation=turn.validation,
         )
         if self._pruner is not None:

@@ -196,3 +196,22 @@ def test_metrics_that_storage_never_takes_are_bounded(
     assert steps == list(range(steps[0], 100))
     assert 1 < len(steps) < 20
     assert "metrics_lost" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\x85b", "a\x1cb", "\udc80", "naïve", "a\nb"])
+def test_what_is_reported_comes_back_whatever_characters_are_in_it(
+    tmp_path: Path, text: str
+) -> None:
+    run = RunDirectory(str(tmp_path))
+    run.append_metrics(0, {"index": 0, "metrics": {"said": text}})
+    run.append_metrics(0, {"index": 1, "metrics": {text: 1}})
+    assert [row["metrics"] for row in run.read_metrics()] == [{"said": text}, {text: 1}]
+
+
+def test_a_line_that_a_kill_tore_takes_no_other_with_it(tmp_path: Path) -> None:
+    RunDirectory(str(tmp_path)).append_metrics(0, {"index": 0, "metrics": {"a": 1}})
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"index": 1, "met')
+    after = RunDirectory(str(tmp_path))
+    after.append_metrics(0, {"index": 2, "metrics": {"a": 3}})
+    assert [row["index"] for row in after.read_metrics()] == [0, 2]

@@ -344,3 +344,17 @@ def test_a_report_from_another_thread_is_refused(tmp_path: Path) -> None:
     (error,) = run_group(tmp_path, [Coordinator()], train)
     assert isinstance(error, UsageError)
     assert "another thread" in str(error)
+
+
+def test_what_a_killed_attempt_left_under_the_name_is_no_part_of_the_next(tmp_path: Path) -> None:
+    run, links = tmp_path / "run", [Coordinator()]
+    left = {"shard1": "of a larger group", "_RECORDED": "", "_VALIDATED": "{}", "_DAMAGED": "why"}
+    directory(run / "checkpoints" / "mine", **left)
+
+    def train(rank: Rank) -> None:
+        part = directory(tmp_path / "part", shard0="x")
+        rank.reporter.report("{}", str(part), "mine")
+
+    assert run_group(run, links, train) == [None]
+    names = {path.name for path in (run / "checkpoints" / "mine").iterdir()}
+    assert names == {"shard0", "_COMMITTED"}
