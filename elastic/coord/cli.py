@@ -26,6 +26,7 @@ from elastic.coord.backup import Copied, back_up, restore
 from elastic.coord.cli_locks import certs, tokens
 from elastic.coord.serve import PREFIX, ServeOptions, parse_listen, serve
 from elastic.coord.server_probe import fetch_health, first_answer
+from elastic.coord.store_access import StoreFiles
 from elastic.core.config import PREEMPTIONS, CoordinatorConfig
 from elastic.core.projects import parse_project
 from elastic.errors import (
@@ -96,6 +97,32 @@ def tls_options(command: Command) -> Command:
     return command
 
 
+def store_options(command: Command) -> Command:
+    """Add the flags that name what is shown to etcd."""
+    for name, what in (
+        ("user", "File with USER:PASSWORD, if etcd asks for a user."),
+        ("key", "Of --store-cert."),
+        ("cert", "Certificate to show to etcd, if it asks for one."),
+        ("ca", "Who signs the certificates of etcd's members; turns TLS on."),
+    ):
+        command = click.option(
+            f"--store-{name}", envvar=f"ELASTIC_STORE_{name.upper()}", default="", metavar="FILE",
+            help=f"{what} [env: ELASTIC_STORE_{name.upper()}]",
+        )(command)  # fmt: skip
+    return command
+
+
+def store_files_of(settings: dict[str, Any]) -> StoreFiles | None:
+    """Return what the flags name for the store, None if they name nothing.
+
+    Raises:
+        ConfigError: they name half of a pair.
+    """
+    given = {name: settings[f"store_{name}"] for name in ("ca", "cert", "key", "user")}
+    paths = {name: Path(path).absolute() for name, path in given.items() if path}
+    return StoreFiles(**paths) if paths else None
+
+
 def access_of(token_file: str, tls: dict[str, str]) -> Access:
     """Return what the flags of a command show to a coordinator."""
     return find_access(token_file, **paths_of(tls))
@@ -141,6 +168,7 @@ def main() -> None:
     "--store", envvar="ELASTIC_STORE", default=None, metavar="URL",
     help="sqlite:PATH, etcd://host:port,... or memory: [default: a file in the state directory]",
 )  # fmt: skip
+@store_options
 @token_option
 @click.option(
     "--tokens", envvar="ELASTIC_TOKENS", default="", metavar="FILE",
@@ -215,6 +243,7 @@ def serve_command(log_level: str, **settings: Any) -> None:
             listen=parse_listen(settings["listen"]),
             advertise=format_endpoint(*parse_endpoint(advertise)) if advertise else "",
             store=settings["store"] or default_store(),
+            store_files=store_files_of(settings),
             token=read_token_file(settings["token_file"]) if settings["token_file"] else "",
             tokens=Path(settings["tokens"]).absolute() if settings["tokens"] else None,
             tls=find_tls(**paths_of(settings)),

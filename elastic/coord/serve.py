@@ -33,6 +33,7 @@ from elastic.coord.server_desk import Desk
 from elastic.coord.server_guard import Guard, Locks
 from elastic.coord.server_limits import raise_file_limit
 from elastic.coord.server_tls import ServerTls
+from elastic.coord.store_access import StoreAccess, StoreFiles
 from elastic.coord.tokens import TokenList
 from elastic.core.config import CoordinatorConfig
 from elastic.core.machine.coordinator import CoordinatorMachine
@@ -63,6 +64,7 @@ class ServeOptions:
         listen: host and port, port 0 for a free one.
         advertise: host and port at which others reach it, "" for those of `listen`.
         store: URL of the store that keeps what must survive it.
+        store_files: what is shown to it, None for nothing.
         token: opens everything; "" for none.
         tokens: file of tokens with roles, None for none.
         tls: certificates; with an authority among them every caller must show one of it.
@@ -77,6 +79,7 @@ class ServeOptions:
 
     listen: tuple[str, int]
     store: str
+    store_files: StoreFiles | None = None
     advertise: str = ""
     token: str = field(default="", repr=False)
     tokens: Path | None = None
@@ -152,13 +155,15 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
     """
     clock = SystemClock()
     audit, server = open_door(options, clock)
-    store = await open_store(options.store)
+    access = StoreAccess(options.store_files) if options.store_files is not None else None
+    store = await open_store(options.store, access=access.now if access is not None else None)
     event_log = None
     if options.event_log is not None:
         process = f"coordinator:{server.address}"
         event_log = EventLog(options.event_log, process=process, clock=clock)
     try:
-        await _Life(options, server, store, event_log).run(announce)
+        follow = [access.keep] if access is not None else []
+        await _Life(options, server, store, event_log).run(announce, follow)
     finally:
         with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await store.close()
@@ -224,8 +229,8 @@ class _Life:
         )
         self._roster = Roster(store, options.prefix, holder, self._office.know)
 
-    async def run(self, announce: Callable[[str], None]) -> None:
-        """Live until a signal, or until a part fails."""
+    async def run(self, announce: Callable[[str], None], more: Sequence[Part] = ()) -> None:
+        """Live until a signal, or until a part fails; with `more` parts."""
         desk = Desk(self._office, self._follower, self._options.store, self._clock)
         parts: list[Part] = [
             self._end_on_signal,
@@ -233,6 +238,7 @@ class _Life:
             self._server.watch_locks,
             self._follower.refresh,
             lambda: self._lead_for_ever(announce),
+            *more,
         ]
         if self._shared:
             parts.append(self._roster.keep)

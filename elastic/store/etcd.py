@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -55,7 +55,7 @@ class EtcdStore:
         endpoints: Sequence[str],
         *,
         root: str = DEFAULT_ROOT,
-        access: EtcdAccess | None = None,
+        access: EtcdAccess | Callable[[], EtcdAccess] | None = None,
         total_s: float = TOTAL_S,
     ) -> None:
         """Connect to nothing yet: a cluster that is away is waited for by each call.
@@ -63,7 +63,8 @@ class EtcdStore:
         Args:
             endpoints: "host:port" of the members' client addresses.
             root: first part of all keys; two stores with the same root are the same store.
-            access: user and certificates, if the servers ask for them.
+            access: user and certificates, if the servers ask for them; or what returns them as they
+                are now, another object when they were renewed.
             total_s: seconds until a call that is not answered raises StoreUnavailable.
 
         Raises:
@@ -72,7 +73,9 @@ class EtcdStore:
         if not endpoints:
             raise ConfigError("an etcd store has no endpoints; expected host:port of its members")
         self.root = root
-        self._link = EtcdLink(endpoints, access or EtcdAccess(), total_s=total_s)
+        given = access or EtcdAccess()
+        current = (lambda: given) if isinstance(given, EtcdAccess) else given
+        self._link = EtcdLink(endpoints, current, total_s=total_s)
         self._keys = KeySpace(root)
         self._committer = Committer(self._link, self._keys)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -148,19 +148,26 @@ class EtcdLink:
     """Channels to the members of a cluster, one of which is asked until it fails to answer."""
 
     def __init__(
-        self, endpoints: Sequence[str], access: EtcdAccess, *, total_s: float = TOTAL_S
+        self,
+        endpoints: Sequence[str],
+        access: Callable[[], EtcdAccess],
+        *,
+        total_s: float = TOTAL_S,
     ) -> None:
         """Connect to nothing yet.
 
         Args:
             endpoints: "host:port" of each member; the first is asked first.
-            access: user and certificates.
+            access: returns user and certificates as they are now; asked before each call.
             total_s: seconds of a request, all its tries together.
         """
         self.endpoints = tuple(endpoints)
         self._total_s = total_s
-        self._access = access
+        self._current = access
+        self._access = access()
         self._channels: dict[int, grpc.aio.Channel] = {}
+        # Of credentials that were renewed; what still runs on them may end in its own time.
+        self._retired: list[grpc.aio.Channel] = []
         self._asked = 0
         self._token = ""
         self._running = 0
@@ -274,7 +281,8 @@ class EtcdLink:
             except asyncio.TimeoutError:
                 # What is left is a watch that nobody reads, and nobody has closed.
                 break
-        channels, self._channels = list(self._channels.values()), {}
+        channels = [*self._retired, *self._channels.values()]
+        self._channels, self._retired = {}, []
         for channel in channels:
             await channel.close()
 
@@ -284,6 +292,10 @@ class EtcdLink:
         return self._asked
 
     def _channel(self, index: int) -> grpc.aio.Channel:
+        if (now := self._current()) is not self._access:
+            self._access, self._token = now, ""
+            self._retired += self._channels.values()
+            self._channels = {}
         if index not in self._channels:
             endpoint = self.endpoints[index]
             if self._access.ca:

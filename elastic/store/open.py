@@ -9,6 +9,7 @@ Rule: the backend is chosen here and nowhere else; a backend's module is loaded 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,15 @@ ETCD_PORT = 2379
 EXPECTED = "expected sqlite:PATH, etcd://host:port,host:port[/prefix], or memory:"
 
 
-async def open_store(url: str, *, access: EtcdAccess | None = None) -> Store:
+async def open_store(
+    url: str, *, access: EtcdAccess | Callable[[], EtcdAccess] | None = None
+) -> Store:
     """Open the store that `url` names; to be closed by the caller.
 
     Args:
         url: as in the module's docstring.
-        access: user and certificates for etcd; never part of a URL, which others can read.
+        access: user and certificates for etcd, or what returns them as they are now; never part of
+            a URL, which others can read.
 
     Raises:
         ConfigError: the URL names no store, or not well.
@@ -38,7 +42,9 @@ async def open_store(url: str, *, access: EtcdAccess | None = None) -> Store:
     if not colon:
         raise ConfigError(f"store {url!r}: {EXPECTED}")
     if access is not None and scheme != "etcd":
-        raise ConfigError(f"store {url!r} takes no user and no certificates; only etcd does")
+        raise ConfigError(
+            f"store {url!r} takes no user and no certificates (--store-...); only etcd does"
+        )
     if scheme == "memory":
         if rest:
             raise ConfigError(f"store {url!r}: nothing follows 'memory:'; {EXPECTED}")
@@ -92,7 +98,7 @@ def etcd_address(url: str) -> tuple[tuple[str, ...], str]:
     if "@" in hosts:
         # Without the URL: it may hold a password.
         raise ConfigError(
-            "the etcd URL has a user in it; pass user and password from a file or the environment"
+            "the etcd URL has a user in it; pass user and password from a file: --store-user"
         )
     if any(mark in root for mark in "?#") or any(not c.isprintable() for c in root):
         raise ConfigError(f"store {url!r}: prefix {root!r} is no plain path; {EXPECTED}")

@@ -11,17 +11,24 @@ from contextlib import aclosing
 from pathlib import Path
 
 import anyio
+import grpc
+import grpc.aio
 import pytest
 
+from elastic.coord.roles import Role
 from elastic.errors import NotAuthorized, StoreUnavailable
+from elastic.runtime.access import replace_file
 from elastic.store.etcd import EtcdStore
 from elastic.store.etcd_link import EtcdAccess
 from elastic.store.interface import Compare, Put
 from tests.etcd_server import Certificates, EtcdServer, find_etcd
+from tests.integration.coordinator import Coordinator, User, elastic_coord, spec
+from tests.integration.locked import authority, certificate
 
 pytestmark = [pytest.mark.anyio, pytest.mark.etcd]
 
 WAIT_S = 15.0
+Code = grpc.StatusCode
 ROOT = "team"
 
 
@@ -137,3 +144,98 @@ async def test_certificates_are_shown_and_asked_for(certificates: Certificates) 
             with pytest.raises(StoreUnavailable, match=server.endpoint):
                 await store.read("")
             await store.close()
+
+
+# ----------------------------------------------------------------- a coordinator of such servers
+
+
+def of_folder(folder: Path) -> Certificates:
+    return Certificates(folder / "ca.crt", folder / "tls.crt", folder / "tls.key")
+
+
+def shown_to(folder: Path) -> tuple[str, ...]:
+    """Flags of a coordinator that shows the certificate in this folder."""
+    names = (("ca", "ca.crt"), ("cert", "tls.crt"), ("key", "tls.key"))
+    return tuple(word for flag, name in names for word in (f"--store-{flag}", str(folder / name)))
+
+
+@pytest.mark.skipif(find_etcd() is None, reason="no etcd server")
+async def test_a_coordinator_leads_over_tls_and_follows_certificates_that_are_replaced(
+    tmp_path: Path,
+) -> None:
+    ours, theirs = authority(tmp_path / "ours"), authority(tmp_path / "theirs")
+    for pki in (ours, theirs):
+        certificate(pki, "etcd-client", Role.READ)
+    shown = tmp_path / "shown"
+    shutil.copytree(ours / "etcd-client", shown)
+    with EtcdServer(of_folder(ours / "coordinator")) as server:
+        args = shown_to(shown)
+        coordinator = Coordinator(tmp_path / "c", store=server.url(), args=args)
+        with coordinator as running, anyio.fail_after(3 * WAIT_S):
+            async with User(running.address) as user:
+                job = await user.submit(spec("kept", workers=(50, 50)))
+                # Everything is replaced, the authority too, as if the old one had leaked.
+                server.member.kill()
+                for name in ("tls.key", "tls.crt", "ca.crt"):
+                    replace_file(shown / name, (theirs / "etcd-client" / name).read_bytes(), 0o600)
+                running.wait_logged("store_access_renewed")
+                server.member.certificates = of_folder(theirs / "coordinator")
+                server.member.start()
+                server.member.wait_ready()
+                await stop_when_it_leads(user, job)
+
+
+async def stop_when_it_leads(user: User, job: str) -> None:
+    """Stop a job; while the store is away that is refused."""
+    while True:
+        try:
+            await user.stop(job)
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED):
+                raise
+            await anyio.sleep(0.1)
+        else:
+            return
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--store-cert", "{0}/tls.crt"), "--store-cert and --store-key: pass both"),
+        (("--store-cert", "{0}/tls.crt", "--store-key", "{0}/tls.key"), "without --store-ca"),
+        (("--store-ca", "{0}/none"), "No such file"),
+        (("--store-ca", "{0}/tls.key"), "expected a certificate"),
+        (("--store-user", "{0}/none"), "--store-user"),
+        (("--store-user", "{0}/tls.key"), "expected one line, USER:PASSWORD"),
+    ],
+)
+def test_a_coordinator_does_not_start_with_half_of_what_etcd_asks_for(
+    tmp_path: Path, args: tuple[str, ...], says: str
+) -> None:
+    folder = authority(tmp_path) / "coordinator"
+    given = [arg.format(folder) for arg in args]
+    done = elastic_coord(
+        "serve", "--listen", "127.0.0.1:0", "--store", "etcd://127.0.0.1:1", *given
+    )
+    assert done.returncode == 78, done.stderr
+    assert says in done.stderr
+    assert "PRIVATE" not in done.stderr
+
+
+def test_a_coordinator_shows_the_user_that_its_file_names(
+    guarded: EtcdServer, tmp_path: Path
+) -> None:
+    user = tmp_path / "user"
+    user.write_text("worker:secret\n")
+    user.chmod(0o600)
+    url = guarded.url(ROOT)
+    with Coordinator(tmp_path / "c", store=url, args=("--store-user", str(user))) as running:
+        assert "secret" not in running.log()
+    user.write_text("worker:guessed\n")
+    refused = Coordinator(tmp_path / "d", store=url, args=("--store-user", str(user)))
+    try:
+        refused.start()
+        refused.wait_logged("etcd refuses user 'worker'")
+    finally:
+        refused.kill()
+    assert "guessed" not in refused.log()

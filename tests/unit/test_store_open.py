@@ -86,7 +86,7 @@ def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
     with pytest.raises(ConfigError) as refused:
         asyncio.run(open_store("etcd://root:hunter2@h1:2379"))
     assert "hunter2" not in str(refused.value)
-    assert "file or the environment" in str(refused.value)
+    assert "--store-user" in str(refused.value)
 
 
 def test_secrets_of_an_access_are_not_shown() -> None:

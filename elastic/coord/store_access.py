@@ -1,0 +1,121 @@
+"""What the coordinator shows to etcd: a certificate, a user, and whom it believes.
+
+Rule: secrets come from files, which are looked at every few seconds: what was renewed is used from
+the next connection on, and what cannot be read leaves what was.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from elastic.errors import ConfigError, UsageError
+from elastic.runtime.access import FILE_BYTES_MAX, TlsFiles, file_signature, warn_if_open
+from elastic.store.etcd_link import EtcdAccess
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreFiles:
+    """Where the secrets for the store are.
+
+    Attributes:
+        ca: who signs the servers' certificates; None for connections in the clear.
+        cert, key: our own certificate, if the servers ask for one; both or neither.
+        user: file with USER:PASSWORD, None for no user.
+    """
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    user: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse half of what is needed."""
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("--store-cert and --store-key: pass both, or neither")
+        if self.cert is not None and self.ca is None:
+            raise ConfigError(
+                "--store-cert without --store-ca: whoever connects must know who signed the "
+                "certificates of etcd's members"
+            )
+
+    def read(self) -> EtcdAccess:
+        """Return what the files hold now.
+
+        Raises:
+            UsageError: one of them is no good.
+        """
+        texts = TlsFiles(self.cert, self.key, self.ca).read()
+        username, password = _read_user(self.user) if self.user is not None else ("", "")
+        return EtcdAccess(username, password, ca=texts.ca, certificate=texts.cert, key=texts.key)
+
+    def signature(self) -> tuple[object, ...]:
+        """Return what differs when a file was replaced."""
+        return tuple(file_signature(path) for path in (self.ca, self.cert, self.key, self.user))
+
+
+class StoreAccess:
+    """What is shown to the store now.
+
+    Attributes:
+        current: it; another object once a file has changed.
+    """
+
+    def __init__(self, files: StoreFiles) -> None:
+        """Read the files.
+
+        Raises:
+            UsageError: one of them is no good.
+        """
+        self._files = files
+        self._complaint = ""
+        self._seen = files.signature()
+        self.current = files.read()
+
+    def now(self) -> EtcdAccess:
+        """Return what is shown now; asks no disk."""
+        return self.current
+
+    def look(self) -> None:
+        """Read the files again if they changed; never raises."""
+        seen = self._files.signature()
+        if seen == self._seen:
+            return
+        try:
+            found = self._files.read()
+        except UsageError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                log.error("store_access_unusable error=%r", str(error))
+            return
+        self._complaint, self._seen = "", seen
+        if found != self.current:
+            self.current = found
+            log.info("store_access_renewed")
+
+    async def keep(self) -> None:
+        """Follow the files; never returns."""
+        while True:
+            await anyio.to_thread.run_sync(self.look, abandon_on_cancel=True)
+            await anyio.sleep(LOOK_S)
+
+
+def _read_user(path: Path) -> tuple[str, str]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(FILE_BYTES_MAX).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--store-user {path}: {error}; expected a readable text file") from error
+    username, colon, password = text.partition(":")
+    if not colon or not username or not password or "\n" in text:
+        raise UsageError(f"--store-user {path}: expected one line, USER:PASSWORD of an etcd user")
+    warn_if_open(path)
+    return username, password
