@@ -204,12 +204,17 @@ _warned: set[str] = set()
 
 
 def warn_if_open(path: str | Path) -> None:
-    """Say once per process that others may read a secret."""
+    """Say once per process that others may read a secret.
+
+    Where the file is another user's, its group may read it: that is how Kubernetes hands it over.
+    """
     try:
-        mode = stat.S_IMODE(Path(path).stat().st_mode)
+        found = Path(path).stat()
     except OSError:
         return
-    if mode & 0o077 and str(path) not in _warned:
+    mode = stat.S_IMODE(found.st_mode)
+    allowed = 0o040 if found.st_uid != os.geteuid() else 0
+    if mode & 0o077 & ~allowed and str(path) not in _warned:
         _warned.add(str(path))
         log.warning("secret_file_open path=%s mode=%04o advice=%r", path, mode, f"chmod 600 {path}")
 

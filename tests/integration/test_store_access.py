@@ -182,11 +182,11 @@ async def test_a_coordinator_leads_over_tls_and_follows_certificates_that_are_re
                 server.member.certificates = of_folder(theirs / "coordinator")
                 server.member.start()
                 server.member.wait_ready()
-                await stop_when_it_leads(user, job)
+                await wait_stopped(user, job)
 
 
-async def stop_when_it_leads(user: User, job: str) -> None:
-    """Stop a job; while the store is away that is refused."""
+async def wait_stopped(user: User, job: str) -> None:
+    """Stop a job, as soon as the store is back; the caller has a deadline."""
     while True:
         try:
             await user.stop(job)

@@ -1,0 +1,52 @@
+#!/bin/sh
+# Make what opens the cluster of compose.yaml, each in the folder of who may have it. What is there
+# stays, certificates of servers aside, which are renewed: they are over after ninety days.
+#
+#   authority/  the two authorities, elastic and etcd: mounted nowhere else
+#   coord/      the coordinators' certificate, the file of tokens, and what etcd asks them for
+#   store/      the certificate of etcd's members
+#   node/       ca.crt and a token of role node
+#   user/       ca.crt and a token of role submit
+set -eu
+umask 077
+root=${1:-/secrets}
+cd "$root"
+
+authority() {  # FOLDER --host HOST...: make an authority, or renew its servers' certificate
+    folder=$1
+    shift
+    set -- --host localhost --host 127.0.0.1 "$@"
+    if [ -e "$folder/ca.crt" ]; then
+        elastic-coord certs issue "$folder" --name coordinator --role all "$@"
+    else  # Whole, or not at all.
+        rm -rf "$folder.new"
+        elastic-coord certs init "$folder.new" "$@"
+        mv "$folder.new" "$folder"
+    fi
+}
+
+give() {  # FILE TARGET: replace TARGET, whole
+    cp "$1" "$2.new"
+    mv "$2.new" "$2"
+}
+
+token() {  # ROLE FILE: make a token, unless there is one
+    if [ ! -s "$2" ]; then
+        elastic-coord tokens create --tokens coord/tokens.json --role "$1" >"$2.new"
+        mv "$2.new" "$2"
+    fi
+}
+
+authority authority/elastic --host coord-1 --host coord-2
+authority authority/etcd --host etcd-1 --host etcd-2 --host etcd-3
+elastic-coord certs issue authority/etcd --name coordinators --role read
+
+for name in ca.crt tls.crt tls.key; do
+    give "authority/etcd/coordinator/$name" "store/$name"
+    give "authority/etcd/coordinators/$name" "coord/store-$name"
+    give "authority/elastic/coordinator/$name" "coord/$name"
+done
+give authority/elastic/ca.crt node/ca.crt
+give authority/elastic/ca.crt user/ca.crt
+token node node/token
+token submit user/token
