@@ -1,7 +1,8 @@
 """Where other nodes bring copies to this agent, and workers fetch them.
 
 Rule: a thread for each connection, at most so many at once, none of which the agent's own loop
-ever waits for. A request that is not proven, broken, or slow costs no more than its thread.
+ever waits for. A request that is not proven, broken, or slow costs no more than its thread, and a
+crowd of those who prove nothing keeps nobody out: for each that comes the oldest one goes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import contextlib
 import logging
 import socket
 import threading
+import time
+from collections import Counter
 
 from elastic.agent.copy_store import CopyStore
 from elastic.errors import ElasticError, Refused
@@ -27,6 +30,13 @@ from elastic.runtime.peer_tls import PeerTls
 log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 16
+"""Of those who have shown a job's secret."""
+STRANGERS_MAX = 64
+"""Of those who have not, yet. Who has something to show does so within some round trips."""
+CROWD_PAUSE_S = 0.005
+"""Between two strangers when there are so many: what they cost the node has a limit, too."""
+STRANGERS_SAID_S = 60.0
+HOSTS_REMEMBERED = 1024
 BACKLOG = 64
 
 
@@ -47,7 +57,12 @@ class CopyServer:
         """
         self._store, self._tls = store, tls
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        # Threads of strangers that were told to go may take a moment.
+        self._threads = threading.BoundedSemaphore(CONNECTIONS_MAX + 2 * STRANGERS_MAX)
         self._open: set[socket.socket] = set()
+        # With their hosts, oldest first.
+        self._strangers: dict[socket.socket, str] = {}
+        self._said: dict[str, float] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._socket: socket.socket | None = None
@@ -85,45 +100,81 @@ class CopyServer:
         yield_to_training()
         while self._socket is not None:
             try:
-                sock, _ = server.accept()
+                sock, peer = server.accept()
             except OSError as error:
                 if self._socket is None:
                     return
                 log.warning("copies_not_accepted error=%r", str(error))
                 continue
-            if not self._room.acquire(timeout=1.0):
+            self._make_room()
+            if not self._threads.acquire(timeout=1.0):
                 sock.close()  # Who has something to say tries again.
                 continue
-            thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
+            thread = threading.Thread(target=self._serve, args=(sock, str(peer[0])), daemon=True)
             try:
                 thread.start()
             except RuntimeError:
-                self._room.release()
+                self._threads.release()
                 sock.close()
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _make_room(self) -> None:
+        """Have the oldest stranger go, of the host that has sent most of them."""
+        with self._lock:
+            if len(self._strangers) < STRANGERS_MAX:
+                return
+            ((crowd, _),) = Counter(self._strangers.values()).most_common(1)
+            oldest = next(sock for sock, host in self._strangers.items() if host == crowd)
+            del self._strangers[oldest]
+            end(oldest)
+        time.sleep(CROWD_PAUSE_S)
+
+    def _serve(self, sock: socket.socket, host: str) -> None:
         yield_to_training()
         open_here: list[socket.socket] = []
+        is_known = False
 
         def begun(sock: socket.socket) -> None:
             open_here.append(sock)
             with self._lock:
                 self._open.add(sock)
+                self._strangers[sock] = host
 
         try:
             with securing(sock, self._tls, is_client=False, begun=begun) as sock:
-                self._converse(Line(sock, is_client=False), sock)
+                line = Line(sock, is_client=False)
+                request, key = line.listen(self._store.key_of)
+                is_known = True
+                self._converse(line, request, key, sock)
         except (ElasticError, OSError, ValueError) as error:
-            log.info("copy_not_served error=%r", str(error)[:200])
+            if is_known or self._is_news(host):
+                log.info("copy_not_served host=%s error=%r", host, str(error)[:200])
         except Exception:
             log.exception("copy_not_served")
         finally:
             with self._lock:
                 self._open.difference_update(open_here)
-            self._room.release()
+                for ours in open_here:
+                    self._strangers.pop(ours, None)
+            self._threads.release()
 
-    def _converse(self, line: Line, sock: socket.socket) -> None:
-        request, key = line.listen(self._store.key_of)
+    def _is_news(self, host: str) -> bool:
+        """Return whether a stranger's failure is said: one of each host in a while."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._said.get(host, -STRANGERS_SAID_S) < STRANGERS_SAID_S:
+                return False
+            if len(self._said) >= HOSTS_REMEMBERED:
+                self._said.clear()
+            self._said[host] = now
+        return True
+
+    def _converse(self, line: Line, request: Request, key: str, sock: socket.socket) -> None:
+        """Do what somebody asks who has the job's secret."""
+        with self._lock:
+            self._strangers.pop(sock, None)
+        if not self._room.acquire(blocking=False):
+            line.answer(key, refused=f"{CONNECTIONS_MAX} copies are being brought or fetched here")
+            return
         try:
             if request.verb == ASK:
                 line.answer(key, mark=self._store.mark_of(request.job_id))
@@ -135,6 +186,8 @@ class CopyServer:
                 raise Refused(f"a request for {request.verb[:20]!r}: this agent knows none such")
         except (Refused, MemoryError) as error:
             line.answer(key, refused=str(error))
+        finally:
+            self._room.release()
 
     def _give(self, line: Line, request: Request, key: str) -> None:
         with self._store.reading(request.job_id, request.mark) as (body, crc):

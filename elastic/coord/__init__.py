@@ -5,5 +5,6 @@ from __future__ import annotations
 import os
 
 # gRPC reads it when it is first imported, and would write a line for every TLS handshake that
-# fails: any stranger could fill the disk that holds our log. Set to INFO, it is left so.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# fails, and as an error for every one that asks for a host name which is not ours: any stranger
+# could fill the disk that holds our log. Set to INFO, it is left so.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,6 +154,17 @@ async def test_a_certificate_of_this_authority_without_a_role_is_refused(
     assert "certs issue --role" in outcome.details
 
 
+async def test_a_token_beside_a_certificate_adds_nothing_to_it(
+    mutual: Mutual, tmp_path: Path
+) -> None:
+    shown = token(tmp_path / "tokens.json", Role.SUBMIT)
+    of_node = Access(shown, tls=mutual.of[Role.NODE].tls)
+    for method in ("/elastic.v1.Jobs/Submit", "/elastic.v1.Jobs/List"):
+        outcome = await call(mutual.coordinator.address, method, access=of_node)
+        assert outcome.code == "PERMISSION_DENIED", outcome
+        assert "the-node (node)" in outcome.details
+
+
 # ------------------------------------------------------------------------- nodes as themselves
 
 
@@ -262,8 +274,6 @@ async def test_a_new_certificate_is_used_from_the_next_connection_on(tmp_path: P
 
 async def served_serial(address: str, access: Access) -> int:
     """The serial number of the certificate that a coordinator shows now."""
-    import ssl
-
     from cryptography import x509
 
     assert access.tls is not None
@@ -315,4 +325,15 @@ def test_a_stranger_without_a_handshake_leaves_no_line_each_time(mutual: Mutual)
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(4096):
                     pass
-    assert "andshake" not in mutual.coordinator.log().removeprefix(before)
+    unverified = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+    for _ in range(5):
+        with (
+            socket.create_connection((host, int(port)), timeout=DEADLINE_S) as plain,
+            contextlib.suppress(OSError),
+            unverified.wrap_socket(plain, server_hostname="elsewhere.example") as greeted,
+        ):
+            greeted.recv(1)
+    said = mutual.coordinator.log().removeprefix(before)
+    assert "andshake" not in said
+    assert "elsewhere" not in said

@@ -7,18 +7,20 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from elastic.agent.copy_server import CopyServer
+from elastic.agent.copy_server import STRANGERS_MAX, CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.coord.certs import Wanted, init_authority, issue, revoke_issued
 from elastic.coord.roles import Role
 from elastic.core.world import JobId
 from elastic.errors import ConfigError, NotAuthorized, PeerError
+from elastic.runtime import peer_tls
 from elastic.runtime.access import find_tls
 from elastic.runtime.copy_wire import ASK, FETCH, GREETING, PUSH, Line, Request, calling
 from elastic.runtime.peer_tls import PeerTls
@@ -217,3 +219,44 @@ def test_a_node_that_is_locked_out_brings_and_takes_no_copies(cluster: Cluster) 
     revoke_issued(cluster.folder, "holder", NOW)
     with pytest.raises(NotAuthorized, match="was revoked"):
         fetch(cluster, other)
+
+
+GREETINGS = {
+    "nothing": b"",
+    "half of a hello": b"\x16\x03\x01\x02\x00\x01\x00",
+    "garbage": bytes(range(256)) * 4,
+    "HTTP": b"GET / HTTP/1.0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("greeting", GREETINGS)
+def test_a_crowd_that_shows_nothing_keeps_no_node_out(cluster: Cluster, greeting: str) -> None:
+    ours, where = cluster.of("n1"), parse_endpoint(cluster.address)
+    with ExitStack() as crowd:
+        for number in range(3 * STRANGERS_MAX):
+            sock = crowd.enter_context(socket.create_connection(where, DEADLINE_S))
+            with suppress(OSError):  # It may have been told to go.
+                sock.sendall(GREETINGS[greeting])
+            if number % STRANGERS_MAX == 0:
+                push(cluster, ours, MARK._replace(number=number + 1))
+        push(cluster, ours, MARK._replace(number=9999))
+    assert fetch(cluster, ours) == BODY
+
+
+def test_one_who_sends_a_byte_at_a_time_is_given_up(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_tls, "HANDSHAKE_S", 0.3)
+    began = time.monotonic()
+    with socket.create_connection(parse_endpoint(cluster.address), DEADLINE_S) as slow:
+        slow.settimeout(0.05)
+        while time.monotonic() < began + DEADLINE_S:
+            try:
+                slow.sendall(b"\x16\x03\x01\x02\x00"[:1])
+                if not slow.recv(1):
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+    assert time.monotonic() < began + DEADLINE_S
