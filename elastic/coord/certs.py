@@ -26,6 +26,7 @@ from elastic.coord.revoking import (
     ISSUED,
     Authority,
     Issued,
+    alone,
     current_list,
     keep_issued,
     revoke,
@@ -146,14 +147,15 @@ def _sign(
         )
         .sign(ca_key, hashes.SHA256())
     )
-    target, revoked = folder / wanted.name, current_list(folder)
+    target = folder / wanted.name
     _make_folder(target)
-    try:
-        keep_issued(folder, cert)
-    except OSError as error:
-        raise UsageError(f"{folder / ISSUED} cannot be written: {error}") from error
-    if revoked:
-        _write(target / CRL_FILE, revoked, 0o644)
+    with alone(folder):
+        try:
+            keep_issued(folder, cert)
+        except OSError as error:
+            raise UsageError(f"{folder / ISSUED} cannot be written: {error}") from error
+        if revoked := current_list(folder):
+            _write(target / CRL_FILE, revoked, 0o644)
     # Who reads between these two finds a pair that does not match, and reads again.
     _write(target / KEY_FILE, _pem_key(key), 0o600)
     _write(target / CERT_FILE, _pem(cert), 0o644)

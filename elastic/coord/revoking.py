@@ -107,7 +107,7 @@ def revoke(
         UsageError: the list cannot be written.
     """
     now_ns = int(now.timestamp()) * NS_PER_S
-    with _alone(folder):
+    with alone(folder):
         taken = tuple(
             one
             for one in list_issued(folder)
@@ -115,6 +115,10 @@ def revoke(
             if not one.why_over(now_ns)
         )
         if not taken:
+            if text := current_list(folder):
+                hand_out(
+                    folder, text
+                )  # Whoever did this before may have been killed in the middle.
             raise NotFound(
                 f"no certificate that holds has the serial number or name {wanted!r} in {folder}; "
                 f"see 'elastic-coord certs list {folder}'"
@@ -181,8 +185,12 @@ def _signed_list(
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time change the list."""
+def alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time change or hand out the list.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
     try:
         lock = os.open(folder / f".{CRL_FILE}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
