@@ -25,6 +25,7 @@ from tests.integration.coordinator import (
     node,
     spec,
 )
+from tests.integration.floods import PREFACE, strangers
 from tests.integration.locked import (
     audit_lines,
     authority,
@@ -37,6 +38,7 @@ from tests.integration.locked import (
 pytestmark = pytest.mark.anyio
 SERVED = [method for method in RULES if not method.endswith("Health/List")]
 GUARDED = [method for method in SERVED if RULES[method].roles is not None]
+CROWD = 500
 REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED"}
 
 
@@ -337,3 +339,21 @@ def test_a_stranger_without_a_handshake_leaves_no_line_each_time(mutual: Mutual)
     said = mutual.coordinator.log().removeprefix(before)
     assert "andshake" not in said
     assert "elsewhere" not in said
+
+
+GREETINGS_TLS = {
+    "nothing": b"",
+    "half of a hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
+    "garbage": b"\x16\x03\x01" + b"\xff" * 300,
+    "the clear": PREFACE,
+}
+
+
+@pytest.mark.parametrize("greeting", GREETINGS_TLS)
+async def test_a_crowd_that_never_ends_its_handshake_keeps_nobody_out(
+    mutual: Mutual, greeting: str
+) -> None:
+    address, method = mutual.coordinator.address, "/elastic.v1.Jobs/List"
+    with strangers(address, GREETINGS_TLS[greeting], CROWD):
+        outcome = await call(address, method, access=mutual.of[Role.READ])
+        assert outcome.code == "OK", outcome
