@@ -19,7 +19,10 @@ from elastic.errors import ElasticError, Refused
 from elastic.runtime.copy_wire import (
     ASK,
     FETCH,
+    LIST,
     PUSH,
+    TEXT,
+    Answer,
     Line,
     Request,
     securing,
@@ -177,8 +180,10 @@ class CopyServer:
             return
         try:
             if request.verb == ASK:
-                line.answer(key, mark=self._store.mark_of(request.job_id))
-            elif request.verb == FETCH:
+                line.answer(key, Answer(self._store.mark_of(request.job_id)))
+            elif request.verb == LIST:
+                line.answer(key, Answer(copies=self._store.list(request.job_id)))
+            elif request.verb in (FETCH, TEXT):
                 self._give(line, request, key)
             elif request.verb == PUSH:
                 self._take(line, request, key, sock)
@@ -190,20 +195,23 @@ class CopyServer:
             self._room.release()
 
     def _give(self, line: Line, request: Request, key: str) -> None:
-        with self._store.reading(request.job_id, request.mark) as (body, crc):
-            line.answer(key, mark=request.mark)
+        mark = request.mark
+        with self._store.reading(request.job_id, mark, request.source) as (body, crc):
+            line.answer(key, Answer(mark))
+            if mark is not None and request.verb == TEXT:
+                line.send_body(body[mark.data_bytes :], lambda: True, mark.skeleton_crc)
+                return
             line.send_body(body, lambda: True, crc)
-        if request.mark is not None:
-            log.info(
-                "copy_given job=%s generation=%d steps=%d bytes=%d",
-                request.job_id, request.mark.generation, request.mark.steps, request.mark.num_bytes,
-            )  # fmt: skip
+        self._tell("copy_given", request)
 
     def _take(self, line: Line, request: Request, key: str, sock: socket.socket) -> None:
-        mark = request.mark
+        mark, job_id, source = request.mark, request.job_id, request.source
         if mark is None:
             raise Refused("a push without a mark")
-        taking = self._store.writing(request.job_id, mark, lambda: end(sock))
+        if self._store.has(job_id, source, mark):
+            line.answer(key, Answer(mark))
+            return
+        taking = self._store.writing(job_id, mark, lambda: end(sock), source)
         with contextlib.ExitStack() as stack:
             try:
                 body, commit = stack.enter_context(taking)
@@ -212,10 +220,15 @@ class CopyServer:
             line.answer(key)
             commit(line.read_body(body))
         line.answer(key)
-        log.info(
-            "copy_taken job=%s generation=%d steps=%d bytes=%d",
-            request.job_id, mark.generation, mark.steps, mark.num_bytes,
-        )  # fmt: skip
+        self._tell("copy_taken", request)
+
+    def _tell(self, event: str, request: Request) -> None:
+        mark, of = request.mark, f" source={request.source!r}" if request.source else ""
+        if mark is not None:
+            log.info(
+                "%s job=%s%s generation=%d steps=%d bytes=%d",
+                event, request.job_id, of, mark.generation, mark.steps, mark.num_bytes,
+            )  # fmt: skip
 
 
 def end(sock: socket.socket) -> None:

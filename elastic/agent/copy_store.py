@@ -1,7 +1,11 @@
-"""Copies of other nodes' snapshots, in this agent's memory: two slots for each job.
+"""Copies of other nodes' snapshots, in this agent's memory: two slots for each source of a job.
 
-Rule: a copy that comes never touches the newest that is whole; it takes its place when its last
-byte was checked. Memory that somebody reads, or writes, is not given to anybody else.
+What all members of a job have alike has one source; of a sharded model every node is one, and its
+copies lie in the slots in which the snapshots lie on that node: even numbers in one, odd ones in
+the other. So the copy of what a group goes on from stays until two newer ones have come, as there.
+
+Rule: a copy that comes never touches the newest that is whole of its group; it takes its place when
+its last byte was checked. Memory that somebody reads, or writes, is not given to anybody else.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from elastic.core.world import HeldCopy, JobId
+from elastic.core.world import HeldCopy, JobId, NodeId
 from elastic.errors import Refused
 from elastic.runtime.snapshot_memory import Mark, check_room
 
@@ -22,6 +26,8 @@ log = logging.getLogger(__name__)
 
 JOBS_MAX = 64
 """Jobs that a node holds copies for; the coordinator spreads them."""
+SOURCES_MAX = 64
+"""Nodes whose rows of one job a node holds."""
 SHARE = 0.5
 """Of the memory that is available: this node's own jobs come first."""
 SLOTS = 2
@@ -53,24 +59,44 @@ class Slot:
 
 @dataclass
 class Holding:
-    """What is held for one job.
+    """What is held of one source.
 
     Attributes:
-        key: who has it may bring and take copies.
-        newest: slot of the newest copy.
         stop: ends the push that is under way, None while there is none.
         coming: generation of that push.
     """
 
-    key: str
     slots: tuple[Slot, ...] = field(default_factory=lambda: tuple(Slot() for _ in range(SLOTS)))
-    newest: int = 0
     stop: Callable[[], None] | None = None
     coming: int = 0
 
     def mark(self) -> Mark | None:
         """Return the mark of the newest copy."""
-        return self.slots[self.newest].mark
+        newest = self.newest()
+        return self.slots[newest].mark if newest is not None else None
+
+    def newest(self) -> int | None:
+        """Return the slot of the newest copy."""
+        marks = [(s.mark.generation, s.mark.number, n) for n, s in enumerate(self.slots) if s.mark]
+        return max(marks)[2] if marks else None
+
+    def end(self) -> None:
+        """End the push that is under way."""
+        if self.stop is not None:
+            self.stop()
+
+
+@dataclass
+class Granted:
+    """What is held for one job.
+
+    Attributes:
+        key: who has it may bring and take copies.
+        by_source: what is held, by the node whose rows they are; "" for what all have alike.
+    """
+
+    key: str
+    by_source: dict[str, Holding] = field(default_factory=dict)
 
 
 class CopyStore:
@@ -79,27 +105,33 @@ class CopyStore:
     def __init__(self, on_change: Callable[[], None]) -> None:
         """Hold none; `on_change` is called, by any thread, when that changes."""
         self._on_change = on_change
-        self._holdings: dict[JobId, Holding] = {}
+        self._jobs: dict[JobId, Granted] = {}
         self._lock = threading.Lock()
 
     def grant(self, job_id: JobId, key: str) -> None:
         """Hold copies for a job, for whoever has the key."""
         with self._lock:
-            known = self._holdings.get(job_id)
+            known = self._jobs.get(job_id)
             if known is not None:
                 known.key = key
-            elif len(self._holdings) < JOBS_MAX:
-                self._holdings[job_id] = Holding(key)
+            elif len(self._jobs) < JOBS_MAX:
+                self._jobs[job_id] = Granted(key)
             else:
                 log.warning("copy_refused job=%s: copies of %d jobs are held", job_id, JOBS_MAX)
 
-    def drop(self, job_id: JobId) -> bool:
-        """Free what is held for a job; returns whether anything was."""
+    def drop(self, job_id: JobId, source: str = "") -> bool:
+        """Free what is held for a job, or of one of its sources; returns whether anything was."""
         with self._lock:
-            holding = self._holdings.pop(job_id, None)
-            if holding is not None and holding.stop is not None:
-                holding.stop()
-        if holding is None or holding.mark() is None:
+            known = self._jobs.get(job_id)
+            if known is None:
+                return False
+            if source:
+                freed = [known.by_source.pop(source)] if source in known.by_source else []
+            else:
+                freed = list(self._jobs.pop(job_id).by_source.values())
+            for holding in freed:
+                holding.end()
+        if all(holding.mark() is None for holding in freed):
             return False
         self._on_change()
         return True
@@ -107,40 +139,69 @@ class CopyStore:
     def close(self) -> None:
         """Free everything, and end what comes."""
         with self._lock:
-            holdings, self._holdings = self._holdings, {}
-        for holding in holdings.values():
-            if holding.stop is not None:
-                holding.stop()
+            jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            for holding in job.by_source.values():
+                holding.end()
 
     def key_of(self, job_id: str) -> str:
         """Return the key of a job, "" if nothing is held for it."""
         with self._lock:
-            holding = self._holdings.get(JobId(job_id))
-            return holding.key if holding is not None else ""
+            job = self._jobs.get(JobId(job_id))
+            return job.key if job is not None else ""
 
     def held(self) -> tuple[HeldCopy, ...]:
-        """Return all copies."""
+        """Return the newest copies of all sources of all jobs."""
         with self._lock:
-            marks = [(job_id, holding.mark()) for job_id, holding in self._holdings.items()]
-        return tuple(HeldCopy(j, m.generation, m.steps) for j, m in marks if m is not None)
+            marks = [
+                (job_id, source, holding.mark())
+                for job_id, job in self._jobs.items()
+                for source, holding in job.by_source.items()
+            ]
+        return tuple(
+            HeldCopy(job_id, mark.generation, mark.steps, NodeId(source))
+            for job_id, source, mark in marks
+            if mark is not None
+        )
 
     def mark_of(self, job_id: str) -> Mark:
-        """Return the mark of the newest copy of a job; Refused if there is none."""
+        """Return the mark of the newest copy of what a job's members have alike.
+
+        Raises:
+            Refused: there is none.
+        """
         with self._lock:
-            return _marked(self._holding(job_id))
+            mark = self._holding(job_id, "").mark()
+        if mark is None:
+            raise Refused("no copy of this job has come here yet")
+        return mark
+
+    def list(self, job_id: str) -> tuple[tuple[str, Mark], ...]:
+        """Return source and mark of every copy of a job that is whole."""
+        with self._lock:
+            job = self._jobs.get(JobId(job_id))
+            sources = sorted(job.by_source.items()) if job is not None else []
+            slots = [(source, slot.mark) for source, one in sources for slot in one.slots]
+        return tuple((source, mark) for source, mark in slots if mark is not None)
+
+    def has(self, job_id: str, source: str, mark: Mark) -> bool:
+        """Return whether this copy is here already."""
+        return (source, mark) in self.list(job_id)
 
     @contextmanager
-    def reading(self, job_id: str, mark: Mark | None) -> Iterator[tuple[memoryview, int]]:
+    def reading(
+        self, job_id: str, mark: Mark | None, source: str = ""
+    ) -> Iterator[tuple[memoryview, int]]:
         """Give a copy's bytes and their CRC-32, which stay what they are within the block.
 
         Raises:
             Refused: it is not there any more.
         """
         with self._lock:
-            holding = self._holding(job_id)
-            if _marked(holding) != mark or mark is None:
+            holding = self._holding(job_id, source)
+            slot = next((one for one in holding.slots if one.mark == mark), None)
+            if slot is None or mark is None:
                 raise Refused("a newer copy has come: ask again")
-            slot = holding.slots[holding.newest]
             slot.users += 1
         try:
             yield slot.view(mark), slot.crc
@@ -150,7 +211,7 @@ class CopyStore:
 
     @contextmanager
     def writing(
-        self, job_id: str, mark: Mark, stop: Callable[[], None]
+        self, job_id: str, mark: Mark, stop: Callable[[], None], source: str = ""
     ) -> Iterator[tuple[memoryview, Callable[[int], None]]]:
         """Give room for a copy, and what makes it count, to be called with its CRC-32.
 
@@ -158,13 +219,14 @@ class CopyStore:
             job_id: whose.
             mark: of the copy.
             stop: ends the push, from another thread.
+            source: the node whose rows these are, "" for what all members have alike.
 
         Raises:
             Refused: a copy of a later group is here, another one is on its way, or is being read.
             OSError: there is not that much memory.
         """
         with self._lock:
-            holding = self._holding(job_id)
+            holding = self._holding(job_id, source, is_new=True)
             known = holding.mark()
             if known is not None and known.generation > mark.generation:
                 raise Refused(
@@ -173,10 +235,10 @@ class CopyStore:
                 )
             if holding.stop is not None:
                 if holding.coming < mark.generation:
-                    holding.stop()  # What its group was is over; this one tries again at once.
+                    holding.end()  # What its group was is over; this one tries again at once.
                 raise Refused("another copy of this job is on its way here")
-            number = (holding.newest + 1) % SLOTS
-            slot = holding.slots[number]
+            before = -1 if (newest := holding.newest()) is None else newest
+            slot = holding.slots[(mark.number if source else before + 1) % SLOTS]
             if slot.users:
                 raise Refused("the copy before is being read")
             slot.users, slot.mark = 1, None
@@ -185,7 +247,6 @@ class CopyStore:
         def commit(crc: int) -> None:
             with self._lock:
                 slot.mark, slot.crc = mark, crc
-                holding.newest = number
             self._on_change()
 
         try:
@@ -195,18 +256,18 @@ class CopyStore:
                 slot.users -= 1
                 holding.stop = None
 
-    def _holding(self, job_id: str) -> Holding:
-        holding = self._holdings.get(JobId(job_id))
-        if holding is None:
+    def _holding(self, job_id: str, source: str, *, is_new: bool = False) -> Holding:
+        job = self._jobs.get(JobId(job_id))
+        if job is None:
             raise Refused("nothing is held here for this job")
+        holding = job.by_source.get(source)
+        if holding is None:
+            if not is_new:
+                raise Refused("no copy of this job has come here yet")
+            if len(job.by_source) >= SOURCES_MAX:
+                raise Refused(f"the rows of {SOURCES_MAX} nodes are held here for this job already")
+            holding = job.by_source[source] = Holding()
         return holding
-
-
-def _marked(holding: Holding) -> Mark:
-    mark = holding.mark()
-    if mark is None:
-        raise Refused("no copy of this job has come here yet")
-    return mark
 
 
 def _find(size: int) -> mmap.mmap:

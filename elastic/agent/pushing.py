@@ -1,8 +1,9 @@
 """Brings snapshots of this node's jobs to other nodes, beside training.
 
-The workers do not know of it: their marks in the agent's memory say what is there. What is being
-sent is marked as such, so that they take the next snapshot but one a little later rather than
-spoil it.
+Nobody tells the workers: their marks in the agent's memory say what is there, and the agent's what
+is being sent, so that they take the next snapshot but one a little later rather than spoil it. Of a
+sharded model they also see what has arrived, because the rows that others have help nobody without
+those of the same snapshot.
 
 Rule: training waits for nothing here, and neither does the agent's own loop: bytes are moved by a
 thread of low priority. A copy that does not arrive is told, and tried again.
@@ -27,12 +28,20 @@ from elastic.agent.arenas import Arenas
 from elastic.agent.copy_server import end
 from elastic.core.events.agent import PushFailed
 from elastic.core.messages import Replicate
+from elastic.core.policy.replication import Bringing
 from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.world import JobId
 from elastic.errors import ElasticError
 from elastic.runtime.copy_wire import PUSH, Request, calling, yield_to_training
 from elastic.runtime.peer_tls import PeerTls
-from elastic.runtime.snapshot_memory import HEADER, Mark, set_sent, whole
+from elastic.runtime.snapshot_memory import (
+    HEADER,
+    Mark,
+    set_arrived,
+    set_bringing,
+    set_sent,
+    whole,
+)
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +87,7 @@ class Pushing:
         if known is not None and known[0] == order and not known[1].done():
             return
         self._stop(order.job_id)
+        self._show(order.job_id, Bringing.ON if order.address else Bringing.OFF)
         if order.address:
             self._tasks[order.job_id] = order, asyncio.ensure_future(self._run(order))
 
@@ -94,6 +104,11 @@ class Pushing:
         if sock is not None:
             end(sock)
 
+    def _show(self, job_id: JobId, bringing: Bringing) -> None:
+        """Let the workers see whether what they take is brought to another node."""
+        for descriptor in self._arenas.descriptors(job_id):
+            set_bringing(descriptor, bringing)
+
     async def _run(self, order: Replicate) -> None:
         """Look again and again, and bring what is newer than what was brought, if it is due."""
         last: Mark | None = None
@@ -106,11 +121,15 @@ class Pushing:
             found = newest(slots)
             if found is None or not _is_due(order, found.mark, last):
                 continue
+            if found.mark.generation < order.generation:
+                continue
             try:
                 # The arena may close its own while a thread still reads.
                 descriptor, mark = os.dup(found.descriptor), found.mark
                 if await in_thread(partial(self._push, order, descriptor, mark)):
                     last = mark
+                if is_told:
+                    self._show(order.job_id, Bringing.ON)
                 failing_since, is_told = 0.0, False
             except Exception as error:
                 if not isinstance(error, (ElasticError, OSError, ValueError)):
@@ -121,6 +140,7 @@ class Pushing:
                 if now - failing_since >= PATIENCE_S:
                     failing_since = now
                     self._tell(order, str(error), is_new=not is_told)
+                    self._show(order.job_id, Bringing.OFF)
                     is_told = True
 
     def _tell(self, order: Replicate, reason: str, *, is_new: bool) -> None:
@@ -153,14 +173,18 @@ class Pushing:
                 everything[HEADER:] as body,
                 calling(order.address, tls=self._tls, begun=begun) as line,
             ):
-                line.ask(Request(PUSH, order.job_id, mark), order.key)
+                request = Request(PUSH, order.job_id, mark, order.source)
 
                 def is_whole() -> bool:
                     return mark.is_with(whole(os.pread(descriptor, HEADER, 0)))
 
-                if not line.send_body(body, is_whole):
-                    return False
-                line.read_answer(order.key)
+                if line.ask(request, order.key).mark is None:  # Otherwise it is there already.
+                    if not line.send_body(body, is_whole):
+                        return False
+                    line.read_answer(order.key)
+                known = self._tasks.get(order.job_id)
+                if known is not None and known[0] == order:  # It is no use elsewhere.
+                    set_arrived(descriptor, mark)
         finally:
             set_sent(descriptor, 0)
             os.close(descriptor)
@@ -194,6 +218,8 @@ def _is_due(order: Replicate, mark: Mark, last: Mark | None) -> bool:
     """Return whether a snapshot is to be brought, as often as the user wants; the first is."""
     if last is None or mark.generation != last.generation:
         return True
+    if order.source:  # The next waits for it, why ever it was taken.
+        return mark.number != last.number
     plan = SavingPlan(every_n_steps=max(1, order.every_n_steps))
     return is_due(plan, steps=mark.steps, last_steps=last.steps, waited_s=0.0).value
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from elastic.core.cluster_messages import Coordinators, Drain
 from elastic.core.config import JobSpec
 from elastic.core.world import (
+    ALL_ALIKE,
+    NO_GENERATION,
     Assignment,
     CheckpointStatus,
     Generation,
@@ -378,10 +380,15 @@ class KeepCopy:
 
 @dataclass(frozen=True)
 class DropCopy:
-    """Free what is held for this job, and take nothing for it any more."""
+    """Free what is held for this job, and take nothing for it any more.
+
+    Attributes:
+        source: free what this node has brought, and go on taking; "" for all.
+    """
 
     job_id: JobId
     reason: str
+    source: NodeId = ALL_ALIKE
 
 
 @dataclass(frozen=True)
@@ -392,6 +399,8 @@ class Replicate:
         node_id, address: where to; "" to stop.
         key: a secret.
         every_n_steps: how often, >= 1.
+        source: this node, if every node has rows of its own; "" if all have the same.
+        generation: snapshots of earlier groups are not brought.
     """
 
     job_id: JobId
@@ -399,6 +408,8 @@ class Replicate:
     address: str
     key: str = field(repr=False)
     every_n_steps: int
+    source: NodeId = ALL_ALIKE
+    generation: Generation = NO_GENERATION
 
 
 CopyOrder = KeepCopy | DropCopy | Replicate

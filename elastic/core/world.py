@@ -23,6 +23,8 @@ Generation = int
 """Number of a group: grows by one with every change of membership, never reused; 0 means none."""
 
 NO_GENERATION: Generation = 0
+ALL_ALIKE = NodeId("")
+"""Stands for the source of a state that all members of a group have alike."""
 MILLI = 1000
 
 
@@ -189,6 +191,7 @@ class WorkerReport:
         in_place: its training loop goes on when the group changes.
         copies_every: a copy of the run's state is to lie on another node after each so many steps;
             0 for none.
+        copies_sharded: of that state each node has rows alone, and a copy of each is wanted.
     """
 
     worker_id: WorkerId
@@ -202,6 +205,7 @@ class WorkerReport:
     result: str = ""
     in_place: bool = False
     copies_every: int = 0
+    copies_sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,11 +215,13 @@ class HeldCopy:
     Attributes:
         generation: of the group that took it.
         steps: of the run, committed when it was taken.
+        source: the node that took it, if every node has rows of its own; "" if all have the same.
     """
 
     job_id: JobId
     generation: Generation
     steps: int
+    source: NodeId = ALL_ALIKE
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,12 @@ from elastic.runtime.snapshot_memory import Mark
 
 GREETING = b"elastic copies 1"
 NONCE_BYTES = 32
-FRAME_BYTES_MAX = 4096
+FRAME_BYTES_MAX = 1 << 16
 LENGTH = struct.Struct(">I")
 TRAILER = struct.Struct(">IB")
 CHUNK = 1 << 20
 BYTES_MAX = 1 << 42
+SOURCE_CHARS_MAX = 200
 CONNECT_S = 2.0
 TALK_S = 5.0
 """For one wait."""
@@ -51,7 +52,7 @@ BODY_S = 10.0
 RATE_MIN = 10_000_000
 """Bytes a second: a body may take `BODY_S`, and what its bytes take at this rate."""
 NICENESS = 10
-ASK, FETCH, PUSH = "ask", "fetch", "push"
+ASK, LIST, FETCH, TEXT, PUSH = "ask", "list", "fetch", "text", "push"
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,33 @@ class Request:
     """What a client wants.
 
     Attributes:
-        verb: `ask` for the mark of the newest copy, `fetch` it, or `push` one.
+        verb: `ask` for the mark of the newest copy, `list` all of them, `fetch` one, or of that
+            alone the `text` behind its tensors, or `push` one.
         job_id: whose.
         mark: of the one that is fetched or pushed.
+        source: the node whose rows these are, "" for what all members have alike.
     """
 
     verb: str
     job_id: str
     mark: Mark | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an agent that holds copies says yes with.
+
+    Attributes:
+        mark: of the copy, or None; after a request to push: it has that one already.
+        copies: source and mark of each, where all were asked for.
+    """
+
+    mark: Mark | None = None
+    copies: tuple[tuple[str, Mark], ...] = ()
+
+
+YES = Answer()
 
 
 class Line:
@@ -85,8 +105,8 @@ class Line:
 
     # ------------------------------------------------------------------- client
 
-    def ask(self, request: Request, key: str) -> Mark | None:
-        """Send the request, and return the mark that the answer names.
+    def ask(self, request: Request, key: str) -> Answer:
+        """Send the request, and return the answer.
 
         Raises:
             NotAuthorized: the other side does not know the secret.
@@ -99,19 +119,20 @@ class Line:
         self._read(NONCE_BYTES)
         self._send(secrets.token_bytes(NONCE_BYTES))
         mark = list(request.mark) if request.mark is not None else None
-        self._send_json({"verb": request.verb, "job": request.job_id, "mark": mark})
+        values = {"verb": request.verb, "job": request.job_id, "mark": mark}
+        self._send_json(values | ({"source": request.source} if request.source else {}))
         self._prove(key)
         return self.read_answer(key)
 
-    def read_answer(self, key: str) -> Mark | None:
-        """Return the mark that the answer names; raises as `ask`."""
+    def read_answer(self, key: str) -> Answer:
+        """Return what the other side says; raises as `ask`."""
         answer = self._read_json()
         reason = str(answer.get("refused", ""))[:500]
         if not self._is_proven(key):
             raise NotAuthorized(f"the other agent does not know this job: {reason or 'no reason'}")
         if reason:
             raise Refused(reason)
-        return _mark(answer.get("mark"))
+        return Answer(_mark(answer.get("mark")), _copies(answer.get("copies", [])))
 
     # ------------------------------------------------------------------- server
 
@@ -129,20 +150,24 @@ class Line:
         self._send(GREETING + secrets.token_bytes(NONCE_BYTES))
         self._read(NONCE_BYTES)
         said = self._read_json()
-        request = Request(str(said.get("verb")), str(said.get("job")), _mark(said.get("mark")))
+        verb, job_id, source = (str(said.get(name, "")) for name in ("verb", "job", "source"))
+        request = Request(verb, job_id, _mark(said.get("mark")), source[:SOURCE_CHARS_MAX])
         key = key_of(request.job_id)
         if not self._is_proven(key) or not key:
             self.answer(secrets.token_hex(), refused="nothing is held here under this key")
             raise NotAuthorized("a request without the job's key")
         return request, key
 
-    def answer(self, key: str, *, mark: Mark | None = None, refused: str = "") -> None:
-        """Say yes, with a mark or without, or no with the reason.
+    def answer(self, key: str, said: Answer = YES, *, refused: str = "") -> None:
+        """Say yes, with what was asked for, or no with the reason.
 
         Raises:
             OSError: the connection broke.
         """
-        self._send_json({"mark": list(mark) if mark else None, "refused": refused})
+        values: dict[str, Any] = {"mark": list(said.mark) if said.mark else None}
+        if said.copies:
+            values["copies"] = [[source, list(mark)] for source, mark in said.copies]
+        self._send_json(values | {"refused": refused})
         self._prove(key)
 
     # ------------------------------------------------------------------- the bytes
@@ -335,3 +360,19 @@ def _mark(numbers: Any) -> Mark | None:
     if not mark.number or mark.num_bytes > BYTES_MAX:
         raise PeerError(f"a snapshot of {mark.num_bytes} bytes, number {mark.number}")
     return mark
+
+
+def _copies(values: Any) -> tuple[tuple[str, Mark], ...]:
+    """Return sources and marks that a peer names.
+
+    Raises:
+        PeerError: they cannot be that.
+    """
+    found = []
+    for one in values if isinstance(values, list) else [values]:
+        source, numbers = one if isinstance(one, list) and len(one) == 2 else ("", None)
+        mark = _mark(numbers)
+        if mark is None:
+            raise PeerError(f"a list of copies with {str(one)[:100]}")
+        found.append((str(source)[:SOURCE_CHARS_MAX], mark))
+    return tuple(found)

@@ -1,7 +1,9 @@
 """How snapshots lie in memory that processes share: what is written before the tensors.
 
     0        marks: one for each worker on this node
-    16320    number of the snapshot that the agent is sending to another node, 0 for none
+    16320    the agent's: number of the snapshot that it is sending to another node, 0 for none
+    16328    number and generation of the one here that has arrived there, 0 for none
+    16344    whether it brings any, see `core.policy.replication.Bringing`
     16384    tensors, end to end, each aligned to 64 bytes
              then all that is no tensor
 
@@ -18,11 +20,17 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
+from elastic.core.policy.replication import Bringing
+
 HEADER = 16_384
 MARK = struct.Struct("<QQQQQQQQ")
 MARKS_MAX = HEADER // MARK.size - 1
 SENT = struct.Struct("<Q")
 SENT_AT = MARKS_MAX * MARK.size
+ARRIVED = struct.Struct("<QQ")
+ARRIVED_AT = SENT_AT + SENT.size
+BRINGING = struct.Struct("<Q")
+BRINGING_AT = ARRIVED_AT + ARRIVED.size
 MEMORY_SHARE = 0.8
 """Of the memory that is available: the rest is for whatever training allocates next."""
 
@@ -84,6 +92,16 @@ def whole(marks: bytes) -> Mark | None:
 def set_sent(descriptor: int, number: int) -> None:
     """Say that the agent sends this snapshot now, 0 for none: it should not be written over."""
     os.pwrite(descriptor, SENT.pack(number), SENT_AT)
+
+
+def set_arrived(descriptor: int, mark: Mark) -> None:
+    """Say that another node has this snapshot."""
+    os.pwrite(descriptor, ARRIVED.pack(mark.number, mark.generation), ARRIVED_AT)
+
+
+def set_bringing(descriptor: int, bringing: Bringing) -> None:
+    """Say whether snapshots are brought to another node."""
+    os.pwrite(descriptor, BRINGING.pack(bringing), BRINGING_AT)
 
 
 def available_memory() -> int | None:

@@ -150,8 +150,10 @@ class PeerReplication:
 
     A run of one worker that loses its node then goes on from there, on another node, instead of
     from the newest checkpoint in storage. Runs whose members are on several nodes have the state
-    on each of them anyway, unless they lose all. Costs training one copy in memory for each
-    snapshot; the network carries it meanwhile. Without a node to spare nothing is copied.
+    on each of them anyway, unless they lose all. Of a sharded model each node's rows lie on another
+    node as well, so that the death of any node loses no more than the steps since the newest
+    snapshot. Costs training one copy in memory for each snapshot; the network carries it meanwhile.
+    Without a node to spare, or another one that trains shards, nothing is copied.
 
     Attributes:
         every_n_steps: after each n steps of the run.

@@ -27,9 +27,14 @@ from typing import Any
 
 import torch
 
+from elastic.core.policy.replication import Bringing
 from elastic.core.policy.shares import Extent, Piece, Rows
 from elastic.errors import UsageError, check
 from elastic.runtime.snapshot_memory import (
+    ARRIVED,
+    ARRIVED_AT,
+    BRINGING,
+    BRINGING_AT,
     HEADER,
     MARK,
     MARKS_MAX,
@@ -213,6 +218,18 @@ class Slot:
             return False
         self.reserve(0)
         return SENT.unpack_from(self._mapped(), SENT_AT)[0] != 0
+
+    def brought(self) -> tuple[Bringing, tuple[int, int]]:
+        """Return what the agent says: whether it brings snapshots to another node, which has come.
+
+        That one is told by its number and generation.
+        """
+        if os.fstat(self._fd).st_size < HEADER:
+            return Bringing.UNKNOWN, (0, 0)
+        self.reserve(0)
+        number, generation = ARRIVED.unpack_from(self._mapped(), ARRIVED_AT)
+        said = BRINGING.unpack_from(self._mapped(), BRINGING_AT)[0]
+        return Bringing(min(said, Bringing.OFF)), (number, generation)
 
     def fill(self, mark: Mark, read: Callable[[memoryview], object]) -> None:
         """Take a whole snapshot from elsewhere.

@@ -40,6 +40,10 @@ WARM_UP_AT = 2
 """Steps of this process after which memory for snapshots is found: a recovery is over by then."""
 
 
+FIRST_COPY_AT = WARM_UP_AT + 1
+"""Steps of a group after which the rows of a sharded model, dealt anew, are copied at first."""
+
+
 class Keeper:
     """Automatic checkpoints of one call of the train function.
 
@@ -58,6 +62,7 @@ class Keeper:
         """
         self.steps, self.is_due, self._is_stored = 0, False, False
         self._boundaries, self._told, self._is_sharded = 0, 0, False
+        self._steps_here = 0
         self._logbook, self._streams = logbook, streams
         self._objects = objects
         self._saver: Saver | None = None
@@ -82,7 +87,7 @@ class Keeper:
 
     def enter(self, place: WorkerContext) -> None:
         """Be in this group from here on."""
-        self._place, self._saver = place, place.saver
+        self._place, self._saver, self._steps_here = place, place.saver, 0
         if self._saver is not None:
             self._saver.configure(self._options)
             self._saver.enter(
@@ -106,6 +111,7 @@ class Keeper:
     def committed(self, rows: Sequence[StepRow]) -> None:
         """Count a step, and decide from everyone's rows whether it is saved."""
         self.steps += 1
+        self._steps_here += 1
         self._is_stored = any(row.saves for row in rows)
         self.is_due = (self._is_stored or self._is_copied()) and not any(row.busy for row in rows)
 
@@ -117,10 +123,11 @@ class Keeper:
         if self._told != place.generation:
             self._told, self._is_sharded = place.generation, self.is_sharded
             if self._is_sharded:
-                log.warning("no_copies: of a sharded model no node has all that could be copied")
-            else:
-                place.link.post(CopiesWanted(saver.copies.every_n_steps))
-        return not self._is_sharded and saver.wants_copy(self.steps)
+                saver.await_copies()
+            place.link.post(CopiesWanted(saver.copies.every_n_steps, self._is_sharded))
+        if self._is_sharded and self._steps_here == FIRST_COPY_AT:
+            return True  # Until then a loss would be the second of what the group has gone on from.
+        return saver.wants_copy(self.steps)
 
     def at_boundary(self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]) -> None:
         """Take a snapshot if one is due: the user's code for the step is through.
@@ -377,11 +384,15 @@ class Keeper:
                 return []
             return _attempt(lambda: _candidates(run), path, restorer.problems)
 
-        def read(name: str, marker: Marker) -> State:
+        def read(name: str, marker: Marker | None) -> State:
             check(run is not None, "a checkpoint without a run directory")
-            return read_checkpoint(cast("RunDirectory", run), name, marker, ours=ours, rank=rank)
+            there = cast("RunDirectory", run)
+            if marker is None and (marker := there.marker(name)) is None:
+                raise ValueError("others list it, and it is not there for this worker")
+            return read_checkpoint(there, name, marker, ours=ours, rank=rank)
 
-        restorer = Restorer(group, saver, ours, listed=listed, read=read)
+        copies = PeerCopies.of(place) if place is not None else None
+        restorer = Restorer(group, saver, ours, listed=listed, read=read, copies=copies)
         state, is_any = restorer.restore()
         if state is None and is_any:
             raise _none_readable(path, restorer.problems)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.world import JobId
 from elastic.errors import ElasticError, check
-from elastic.runtime.copy_wire import ASK, FETCH, Request, calling
+from elastic.runtime.copy_wire import ASK, FETCH, LIST, TEXT, Request, calling
 from elastic.runtime.peer_tls import PeerTls
 from elastic.runtime.snapshot_memory import Mark
 from elastic.worker.arena import Slot
@@ -22,6 +23,26 @@ if TYPE_CHECKING:
     from elastic.worker.context import WorkerContext
 
 log = logging.getLogger(__name__)
+
+TEXT_BYTES_MAX = 1 << 28
+"""Of what is no tensor in a state: who names more lies, or would be better off with tensors."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A copy of a node's rows of a sharded model.
+
+    Attributes:
+        address: "host:port" of the agent that holds it.
+        source: the node whose rows they are.
+        mark: of it.
+        text: all that is no tensor, and which rows they are.
+    """
+
+    address: str
+    source: str
+    mark: Mark
+    text: bytes
 
 
 class PeerCopies:
@@ -47,12 +68,55 @@ class PeerCopies:
         """Return those that a member of a group was told of."""
         return PeerCopies(place.copies, place.job_id, place.copies_key, tls=place.tls)
 
+    def list_shards(self, rank: int, size: int) -> list[Shard]:
+        """Return all copies of nodes' rows that lie with this member's part of the agents.
+
+        Args:
+            rank: ours; every member asks some of the agents.
+            size: of the group.
+        """
+        found = []
+        for address in self._addresses[rank::size]:
+            try:
+                with calling(address, tls=PeerTls.at(self._tls)) as line:
+                    copies = line.ask(Request(LIST, self._job_id), self._key).copies
+            except (ElasticError, OSError) as error:
+                log.warning("copy_unreachable address=%s error=%r", address, str(error))
+                continue
+            for source, mark in copies:
+                shard = self._shard(address, source, mark) if source else None
+                found += [shard] if shard is not None else []
+        return found
+
+    def _shard(self, address: str, source: str, mark: Mark) -> Shard | None:
+        """Return what a copy is said to be; None if it is not there any more, or no such copy."""
+        try:
+            return Shard(address, source, mark, self._text(address, source, mark))
+        except (ElasticError, OSError, ValueError) as error:
+            log.warning("copy_refused address=%s source=%r error=%r", address, source, str(error))
+            return None
+
+    def _text(self, address: str, source: str, mark: Mark) -> bytes:
+        """Return what is no tensor of a copy; ValueError if it is not what was taken."""
+        if mark.skeleton_bytes > TEXT_BYTES_MAX:
+            raise ValueError(f"{mark.skeleton_bytes} bytes that are no tensor")
+        text = bytearray(mark.skeleton_bytes)
+        with calling(address, tls=PeerTls.at(self._tls)) as line:
+            line.ask(Request(TEXT, self._job_id, mark, source), self._key)
+            if line.read_body(memoryview(text)) != mark.skeleton_crc:
+                raise ValueError(f"the text of the copy of {source} is not what was taken")
+        return bytes(text)
+
+    def fetch_shard(self, shard: Shard) -> Slot:
+        """Return a copy in memory of our own; raises as `read`."""
+        return self._fetch(shard.address, shard.mark, shard.source)
+
     def newest(self) -> int:
         """Return the steps of the newest copy that can be reached, -1 if there is none."""
         for address in self._addresses:
             try:
                 with calling(address, tls=PeerTls.at(self._tls)) as line:
-                    mark = line.ask(Request(ASK, self._job_id), self._key)
+                    mark = line.ask(Request(ASK, self._job_id), self._key).mark
             except (ElasticError, OSError) as error:
                 log.warning("copy_unreachable address=%s error=%r", address, str(error))
                 continue
@@ -70,13 +134,17 @@ class PeerCopies:
         """
         check(self._best is not None, "a copy is read that was not asked for")
         address, mark = self._best or ("", Mark(0, 0, 0, 0, 0, 0, 0, 0))
+        state = self._fetch(address, mark).state(mark)
+        return f"generation {mark.generation}, number {mark.number}", state
+
+    def _fetch(self, address: str, mark: Mark, source: str = "") -> Slot:
         began, slot = time.monotonic(), Slot()
         with calling(address, tls=PeerTls.at(self._tls)) as line:
-            line.ask(Request(FETCH, self._job_id, mark), self._key)
+            line.ask(Request(FETCH, self._job_id, mark, source), self._key)
             slot.fill(mark, line.read_body)
-        state = slot.state(mark)
         log.info(
-            "copy_fetched address=%s generation=%d steps=%d bytes=%d ms=%.0f",
-            address, mark.generation, mark.steps, mark.num_bytes, (time.monotonic() - began) * 1e3,
+            "copy_fetched address=%s%s generation=%d steps=%d bytes=%d ms=%.0f",
+            address, f" source={source!r}" if source else "", mark.generation, mark.steps,
+            mark.num_bytes, (time.monotonic() - began) * 1e3,
         )  # fmt: skip
-        return f"generation {mark.generation}, number {mark.number}", state
+        return slot

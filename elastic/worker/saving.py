@@ -27,6 +27,7 @@ from elastic.core.policy.shares import Piece, share_of
 from elastic.core.world import SNAPSHOT_SLOTS
 from elastic.runtime.snapshot_memory import Mark
 from elastic.worker.arena import Layout, Slot
+from elastic.worker.arrival import Arrival
 from elastic.worker.exchange import WAIT_SLICE_S
 from elastic.worker.likeness import combined, registered_prints
 from elastic.worker.sharded_state import (
@@ -99,6 +100,7 @@ class Saver:
     Attributes:
         plan: how often to storage.
         copies: how often to memory alone, from where the agent sends it to another node.
+        arrival: whether the newest has come there, if that matters.
         number: of the newest snapshot that this worker knows of; part of the run's state.
         last_steps: steps of the run that were committed when it was taken; likewise.
         last_generation: in which it was taken; likewise.
@@ -112,6 +114,7 @@ class Saver:
             writer: writes to storage; None keeps snapshots in memory only.
         """
         self.plan, self.copies = SavingPlan(), SavingPlan()
+        self.arrival = Arrival()
         self.is_async = True
         self.number, self.last_steps, self.last_generation = 0, 0, 0
         self._paths, self._writer = tuple(paths), writer
@@ -140,6 +143,7 @@ class Saver:
         # Memory of our own holds all of the state: nobody else on this node can write to it.
         self._seat = seat if self._paths else replace(seat, local_rank=0, local_world_size=1)
         self._served = 0  # A wish that came to nothing is told again to the next group.
+        self.arrival.forget()  # What this group goes on from stays until it has taken two.
         if self._writer is not None:
             self._writer.generation = seat.generation
 
@@ -176,6 +180,7 @@ class Saver:
 
     def _use_own_memory(self) -> None:
         self._paths, self._slots, self._arrangement = (), [], None
+        self.arrival.is_awaited = False
         self._seat = replace(self._seat, local_rank=0, local_world_size=1)
 
     # ------------------------------------------------------------------- when
@@ -201,7 +206,13 @@ class Saver:
         if not self._slots:
             return False
         slot = self._slot_of(self.number + 1)
-        return self._is_being_written(slot) or slot.is_sent()
+        if self._is_being_written(slot) or slot.is_sent():
+            return True
+        return self.arrival.is_missing(self._slot_of)
+
+    def await_copies(self) -> None:
+        """From here on no snapshot is begun before the one before has come to other nodes."""
+        self.arrival.is_awaited = bool(self._paths)  # The agent does not know memory of our own.
 
     def wait_for_room(self, is_over: Callable[[], bool], timeout_s: float = FINISH_S) -> None:
         """Wait until there is room for another one; not in a group that is over, nor for ever."""
@@ -372,6 +383,7 @@ class Saver:
         slot.reserve(mark.num_bytes)
         if seat.local_rank == 0:
             slot.put_skeleton(layout, text)
+        self.arrival.begin(self.number, seat.generation)
         slot.mark(seat.local_rank, mark)
         return slot, mark, arrangement, skeleton
 

@@ -1,11 +1,12 @@
 """How the members of a new group come to the state of a sharded model, of which nobody has all.
 
-Each tells which rows lie in its node's memory, of which snapshots. If those of one snapshot are all
-there, they are sent to whoever needs them now; else every member reads its rows from storage.
+Each tells which rows lie in its node's memory, of which snapshots, and which copies of other nodes'
+rows lie with the agents that it has asked. If those of one snapshot are all there, they are sent to
+whoever needs them now; else every member reads its rows from storage, which one has listed for all.
 
 Rule: all members go on from the same snapshot or checkpoint, or none does: what is there is told
 first, all choose alike, and what one could not read is used by nobody. No member ever holds more
-than its own rows of a sharded tensor.
+than its own rows of a sharded tensor, and a lost node's while it hands them out.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 
-from elastic.core.policy.shares import Piece, Rows, givers, merged
+from elastic.core.policy.shares import Piece, Rows, givers
+from elastic.errors import check
 from elastic.storage.marker import Marker
 from elastic.worker.arena import Layout, Mark, Slot, dtype_of, extent_of
 from elastic.worker.meeting import share_bytes
+from elastic.worker.peer_copies import PeerCopies, Shard
 from elastic.worker.rows import tell_rows
 from elastic.worker.saving import Saver
+from elastic.worker.sharded_choice import Key, Offer, Source, Stretches, Told, choices, sources_of
 from elastic.worker.sharded_state import Held, like, places_of, rows_of, without_held
 from elastic.worker.state import State
 from elastic.worker.transfer import TAG, TensorSpec, bytes_of, read_skeleton, tensors_of, unpack
@@ -34,58 +38,9 @@ Candidate = tuple[int, str, Marker]
 """Steps of the run, name, marker."""
 
 
-class Key(NamedTuple):
-    """Which snapshot; alike on all nodes that have a part of it.
-
-    Attributes:
-        steps, generation, number, tensors: see `Mark`.
-    """
-
-    steps: int
-    generation: int
-    number: int
-    tensors: int
-
-
-Stretches = dict[int, tuple[int, tuple[Rows, ...]]]
-"""Of each sharded tensor, by number: its rows in all, and those that are held."""
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a member tells of what could be gone on from.
-
-    Attributes:
-        snapshots: in its node's memory, with the rows of each.
-        checkpoints: (steps, name) in storage, newest first; None if it cannot be asked.
-    """
-
-    snapshots: Mapping[Key, Stretches]
-    checkpoints: tuple[tuple[int, str], ...] | None
-
-    def to_bytes(self) -> bytes:
-        """Return it as it is sent."""
-        memory = [
-            [list(key), [[n, total, held] for n, (total, held) in stretches.items()]]
-            for key, stretches in self.snapshots.items()
-        ]
-        return json.dumps([memory, self.checkpoints]).encode()
-
-    @staticmethod
-    def of(text: bytes) -> Told:
-        """Read what was sent."""
-        memory, checkpoints = json.loads(text)
-        snapshots = {
-            Key(*key): {n: (total, tuple(Rows(*rows) for rows in held)) for n, total, held in rows_}
-            for key, rows_ in memory
-        }
-        listed = None if checkpoints is None else tuple((s, name) for s, name in checkpoints)
-        return Told(snapshots, listed)
-
-
 @dataclass(frozen=True)
 class InMemory:
-    """A snapshot in this node's memory.
+    """A snapshot in this node's memory, or of another node in ours.
 
     Attributes:
         slot: where it lies.
@@ -104,40 +59,25 @@ class InMemory:
         Raises:
             Exception: it is damaged.
         """
-        skeleton, held = without_held(slot.skeleton(mark))
-        specs = tensors_of(read_skeleton(skeleton))
-        return InMemory(slot, skeleton, Layout.of(specs, held or ()))
-
-    def stretches(self) -> Stretches:
-        """Return the rows of sharded tensors that are here."""
-        held: Held = self.layout.held
-        totals = self.layout.extents()
-        return {n: (totals[n].rows, one) for n, one in enumerate(held) if one is not None}
+        skeleton, layout = _read_text(slot.skeleton(mark))
+        return InMemory(slot, skeleton, layout)
 
 
-def complete(key: Key, told: Sequence[Told]) -> bool:
-    """Return whether all rows of a snapshot are in somebody's memory."""
-    having = [one.snapshots[key] for one in told if key in one.snapshots]
-    for number, (total, _) in having[0].items() if having else ():
-        found = merged(rows for stretches in having for rows in stretches[number][1])
-        if total and found != (Rows(0, total),):
-            return False
-    return bool(having)
+def _read_text(text: bytes) -> tuple[bytes, Layout]:
+    """Return skeleton and layout of a snapshot; raises whatever bytes that are none lead to."""
+    skeleton, held = without_held(text)
+    return skeleton, Layout.of(tensors_of(read_skeleton(skeleton)), held or ())
 
 
-def choices(told: Sequence[Told]) -> list[Key | str]:
-    """Return what could be gone on from, best first: snapshots by key, checkpoints by name.
+def _stretches(layout: Layout) -> Stretches:
+    """Return the rows of sharded tensors that are there."""
+    held: Held = layout.held
+    totals = layout.extents()
+    return {n: (totals[n].rows, one) for n, one in enumerate(held) if one is not None}
 
-    What is newest first; memory, if they are equal.
-    """
-    keys = sorted({key for one in told for key in one.snapshots if complete(key, told)})
-    listed = next((one.checkpoints for one in told if one.checkpoints is not None), ())
-    found: list[tuple[int, int, int, Key | str]] = []
-    for place, key in enumerate(keys):
-        found.append((key.steps, 1, place, key))
-    for place, (steps, name) in enumerate(listed):
-        found.append((steps, 0, -place, name))
-    return [one[3] for one in sorted(found, key=lambda one: one[:3], reverse=True)]
+
+def _key_of(mark: Mark) -> Key:
+    return Key(mark.steps, mark.generation, mark.number, mark.tensors)
 
 
 class Restorer:
@@ -150,7 +90,8 @@ class Restorer:
         ours: Any,
         *,
         listed: Callable[[], Sequence[Candidate] | None],
-        read: Callable[[str, Marker], State],
+        read: Callable[[str, Marker | None], State],
+        copies: PeerCopies | None = None,
     ) -> None:
         """Look for nothing yet.
 
@@ -159,11 +100,13 @@ class Restorer:
             saver: knows this node's memory.
             ours: our state, from which it follows how a saved one is sharded here.
             listed: returns the checkpoints in storage, newest first; None if it cannot be asked.
-            read: returns the state in one, sharded as ours is.
+            read: returns the state in one, sharded as ours is; where others have listed it, the
+                marker is still to be read.
+            copies: of other nodes' snapshots, None for none.
         """
         self._group, self._rank, self._size = group, group.rank(), group.size()
         self._saver, self._ours = saver, ours
-        self._listed, self._read = listed, read
+        self._listed, self._read, self._copies = listed, read, copies
         self.problems: list[str] = []
 
     def restore(self) -> tuple[State | None, bool]:
@@ -173,15 +116,14 @@ class Restorer:
             RuntimeError: the group broke.
         """
         here = self._in_memory()
-        candidates = self._listed()
-        names = None if candidates is None else tuple((s, name) for s, name, _ in candidates)
-        mine = Told({key: one.stretches() for key, one in here.items()}, names)
-        told = [Told.of(text) for text in share_bytes(self._group, mine.to_bytes())]
+        shards = self._offered()
+        candidates, told = self._tell(here, [offer for offer, _ in shards])
         markers = {name: marker for _, name, marker in candidates or ()}
         for choice in choices(told):
-            state: State | None
             if isinstance(choice, Key):
-                state, where = self._from_members(choice, here.get(choice), told), "memory"
+                sources = sources_of(choice, told)
+                state = self._from_memory(sources, here.get(choice), [one for _, one in shards])
+                where = f"memory copies={sum(source.offer >= 0 for source in sources)}"
             else:
                 state, where = self._from_storage(choice, markers.get(choice)), choice
             if all(row[0] > 0 for row in tell_rows(self._group, [float(state is not None)])):
@@ -191,15 +133,45 @@ class Restorer:
         unknown = all(one.checkpoints is None for one in told)
         return None, unknown or bool(choices(told))
 
+    def _tell(
+        self, here: Mapping[Key, InMemory], offers: Sequence[Offer]
+    ) -> tuple[Sequence[Candidate] | None, list[Told]]:
+        """Return what we have listed of storage, and what everyone tells.
+
+        One lists for all. If it cannot, the others try.
+        """
+        candidates: Sequence[Candidate] | None = None
+        told: list[Told] = []
+        for lists in (self._rank == 0, self._rank > 0):
+            candidates = self._listed() if lists else candidates
+            names = None if candidates is None else tuple((s, name) for s, name, _ in candidates)
+            mine = Told({k: _stretches(one.layout) for k, one in here.items()}, names, (*offers,))
+            told = [Told.of(text) for text in share_bytes(self._group, mine.to_bytes())]
+            if told[0].checkpoints is not None:
+                break
+        return candidates, told
+
     def _in_memory(self) -> dict[Key, InMemory]:
         found = {}
         for slot, mark in self._saver.held_snapshots():
             try:
-                one = InMemory.of(slot, mark)
+                found[_key_of(mark)] = InMemory.of(slot, mark)
             except Exception as error:  # Bytes that are no state raise whatever their reader meets.
                 self._note("this node's memory", error)
+        return found
+
+    def _offered(self) -> list[tuple[Offer, Shard]]:
+        """Return the copies of rows that are with the agents which are ours to ask."""
+        found = []
+        copies = self._copies.list_shards(self._rank, self._size) if self._copies else ()
+        for shard in copies:
+            try:
+                rows = _stretches(_read_text(shard.text)[1])
+            except Exception as error:  # As above.
+                self._note(f"a copy at {shard.address}", error)
             else:
-                found[Key(mark.steps, mark.generation, mark.number, mark.tensors)] = one
+                offer = Offer(_key_of(shard.mark), shard.source, shard.address, rows)
+                found.append((offer, shard))
         return found
 
     def _note(self, where: str, error: object) -> None:
@@ -208,25 +180,52 @@ class Restorer:
 
     def _from_storage(self, name: str, marker: Marker | None) -> State | None:
         try:
-            if marker is None:  # Committed since we looked: its writer may be of the group before.
-                marker = next((m for _, n, m in self._listed() or () if n == name), None)
-            if marker is None:
-                raise ValueError("others list it, and it is not there for this worker")
             return self._read(name, marker)
         except Exception as error:  # As above.
             self._note(name, error)
             return None
 
-    # ------------------------------------------------------------------- from members' nodes
+    # ------------------------------------------------------------------- from memory
 
-    def _from_members(self, key: Key, here: InMemory | None, told: Sequence[Told]) -> State:
-        """Have the rows that we need of a snapshot that is whole in the memory of all nodes.
+    def _from_memory(
+        self, sources: Sequence[Source], here: InMemory | None, shards: Sequence[Shard]
+    ) -> State | None:
+        """Have the rows that we need of a snapshot, once all copies of rows have been fetched."""
+        ours: dict[int, InMemory] = {}
+        for number, source in enumerate(sources):
+            if source.rank != self._rank:
+                continue
+            one = here if source.offer < 0 else self._fetched(shards[source.offer])
+            if one is not None:
+                ours[number] = one
+        wanted = sum(source.rank == self._rank for source in sources)
+        is_there = any(source.offer >= 0 for source in sources)
+        if is_there and not all(
+            row[0] > 0 for row in tell_rows(self._group, [float(len(ours) == wanted)])
+        ):
+            return None
+        return self._from_members(sources, ours)
+
+    def _fetched(self, shard: Shard) -> InMemory | None:
+        try:
+            check(self._copies is not None, "a copy is fetched that nobody has listed")
+            return InMemory.of(cast("PeerCopies", self._copies).fetch_shard(shard), shard.mark)
+        except Exception as error:  # As above.
+            self._note(f"the copy of {shard.source} at {shard.address}", error)
+            return None
+
+    def _from_members(self, sources: Sequence[Source], ours: Mapping[int, InMemory]) -> State:
+        """Have the rows that we need of a snapshot that is whole in the memory of these.
+
+        Args:
+            sources: who has, together, all rows.
+            ours: those that we are, by number.
 
         Raises:
             RuntimeError: the group broke.
         """
-        having = [rank for rank, one in enumerate(told) if key in one.snapshots]
-        skeleton = read_skeleton(self._spread(here.skeleton if here else b"", having[0]))
+        text = ours[0].skeleton if 0 in ours else b""
+        skeleton = read_skeleton(self._spread(text, sources[0].rank))
         specs = tensors_of(skeleton)
         places = places_of(skeleton, self._ours)
         rows = {number: rows_of(tensor, self._rank) for number, tensor in places.items()}
@@ -236,11 +235,13 @@ class Restorer:
         tensors = [_room(spec, wanted[spec.number]) for spec in specs]
         works = []
         for spec in specs:
-            held = {r: _held(told[r].snapshots[key], spec) for r in having}
+            held = [(n, _held(source.stretches, spec)) for n, source in enumerate(sources)]
             for taker in range(self._size):
-                asked = sorted(held.items(), key=lambda pair: pair[0] != taker)
-                for giver, part in givers(wants[taker][spec.number], asked):
-                    works += self._pass_on(spec, part, (giver, taker), here, tensors, wanted)
+                # Of all that has them, what is nearest: memory that the taker itself has.
+                asked = sorted(held, key=lambda pair: sources[pair[0]].rank != taker)
+                for number, part in givers(wants[taker][spec.number], asked):
+                    ends = sources[number].rank, taker
+                    works += self._pass_on(spec, part, ends, ours.get(number), tensors, wanted)
         for work in works:
             work.wait()
         placed = [

@@ -24,7 +24,7 @@ from elastic.core.messages import Replicate
 from elastic.core.world import HeldCopy, JobId, NodeId
 from elastic.errors import NotAuthorized, PeerError, Refused
 from elastic.runtime import copy_wire
-from elastic.runtime.copy_wire import ASK, FETCH, GREETING, PUSH, Line, Request, calling
+from elastic.runtime.copy_wire import ASK, FETCH, GREETING, PUSH, Answer, Line, Request, calling
 from elastic.runtime.rpc import parse_endpoint
 from elastic.runtime.snapshot_memory import HEADER, MARK, MARKS_MAX, SENT_AT, Mark, whole
 
@@ -69,7 +69,7 @@ def push(address: str, mark: Mark, body: bytes = BODY, *, key: str = KEY, good: 
 
 def fetch(address: str, key: str = KEY) -> bytes:
     with calling(address) as line:
-        mark = line.ask(Request(ASK, JOB), key)
+        mark = line.ask(Request(ASK, JOB), key).mark
     assert mark is not None
     body = bytearray(mark.num_bytes)
     with calling(address) as line:
@@ -190,7 +190,7 @@ def test_one_who_knows_no_key_cannot_play_a_holder() -> None:
         line._read(32)
         line._read_json()
         line._read(32)
-        line.answer("a guess", mark=mark_of())
+        line.answer("a guess", Answer(mark_of()))
 
     thread = threading.Thread(target=lie)
     thread.start()

@@ -22,7 +22,8 @@ from elastic.errors import UsageError
 from elastic.storage.verify import verify
 from elastic.worker.reading import read_checkpoint
 from elastic.worker.saving import Saver, Seat
-from elastic.worker.sharded_restore import Key, Restorer, Told, choices, complete
+from elastic.worker.sharded_choice import Key, Told, choices, complete
+from elastic.worker.sharded_restore import Restorer
 from elastic.worker.sharded_state import check_shards, rows_of, spread_of
 from elastic.worker.state import State
 from tests.unit.saving_under_test import DEADLINE_S
@@ -159,7 +160,7 @@ def restored(
             ours,
             listed=lambda: listed(rank),
             read=lambda name, marker: read_checkpoint(
-                run.directory, name, marker, ours=ours, rank=rank
+                run.directory, name, marker or run.directory.marker(name), ours=ours, rank=rank
             ),
         )
         state, is_any = restorer.restore()

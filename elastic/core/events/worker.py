@@ -77,9 +77,14 @@ class LoopMoved:
 
 @dataclass(frozen=True)
 class CopiesWanted:
-    """The user wants a copy of the state on another node after each so many steps; 0 for none."""
+    """The user wants a copy of the state on another node after each so many steps; 0 for none.
+
+    Attributes:
+        is_sharded: each node has rows of the state alone, so that a copy of each is wanted.
+    """
 
     every_n_steps: int
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True)

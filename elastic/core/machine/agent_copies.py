@@ -32,7 +32,7 @@ class Copies:
 
     def changed(self, held: tuple[HeldCopy, ...]) -> None:
         """These are all, from here on."""
-        held = tuple(sorted(held, key=lambda copy: copy.job_id))
+        held = tuple(sorted(held, key=lambda copy: (copy.job_id, copy.source)))
         if held != self.held:
             self.held, self.is_told = held, False
 

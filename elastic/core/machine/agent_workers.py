@@ -174,6 +174,7 @@ class Workers:
             result=said.result,
             in_place=said.in_place,
             copies_every=said.copies_every,
+            copies_sharded=said.copies_sharded,
         )
         if worker.report != known:
             self.tell(worker)

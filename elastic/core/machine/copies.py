@@ -1,4 +1,7 @@
-"""Copies of a job's state on nodes that do not train it: who holds one, and who is told so.
+"""Copies of a job's state on other nodes than those that have it: who holds one, who is told so.
+
+What all members have alike has one source, whoever is rank 0's node; of a sharded model each
+member's node is a source of its own.
 
 Rule: what is told follows from what is wanted and from what was told before in the streams that
 stand, so that a node that comes back, and a coordinator that knows nothing yet, are brought up to
@@ -16,11 +19,13 @@ from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.messages import CopyFailed, CopyOrder, DropCopy, KeepCopy, Replicate
 from elastic.core.policy import replication
-from elastic.core.policy.replication import NO_COPY, NO_NODE, Place
-from elastic.core.world import HeldCopy, JobId, NodeId
+from elastic.core.policy.replication import NO_NODE, Place
+from elastic.core.world import ALL_ALIKE, HeldCopy, JobId, NodeId
 
 REFUSED_S = 30.0
 """How long a node is not asked again that could not take a copy."""
+NEIGHBOURS = 32
+"""Nodes behind a source, and nodes that do not train, among which its copy finds a place."""
 
 
 def key_of(cluster: Cluster, job_id: JobId) -> str:
@@ -30,7 +35,8 @@ def key_of(cluster: Cluster, job_id: JobId) -> str:
 
 def addresses(cluster: Cluster, job: JobState) -> tuple[str, ...]:
     """Return where copies of a job's state lie, as far as is known; the newest first."""
-    held = sorted(job.copies.held.items(), key=lambda item: (item[1], item[0]), reverse=True)
+    newest = {node_id: max(by.values()) for node_id, by in job.copies.held.items() if by}
+    held = sorted(newest.items(), key=lambda item: (item[1], item[0]), reverse=True)
     nodes = [cluster.book.nodes.get(node_id) for node_id, _ in held]
     return tuple(n.copies_at for n in nodes if n is not None and n.is_present() and n.copies_at)
 
@@ -41,29 +47,35 @@ def addresses(cluster: Cluster, job: JobState) -> tuple[str, ...]:
 def take_held(cluster: Cluster, state: NodeState, said: Sequence[HeldCopy]) -> None:
     """Take what a node says that it holds; what nobody can want any more is given back."""
     node_id = state.node.node_id
-    held = {copy.job_id: (copy.generation, copy.steps) for copy in said}
+    held: dict[JobId, dict[NodeId, replication.Age]] = {}
+    for copy in said:
+        held.setdefault(copy.job_id, {})[copy.source] = (copy.generation, copy.steps)
     for job_id in state.copies:
         known = cluster.jobs.get(job_id)
         if known is not None and job_id not in held:
             known.copies.held.pop(node_id, None)
     state.copies = tuple(held)
-    for job_id, age in held.items():
+    for job_id, by_source in held.items():
         known = cluster.jobs.get(job_id)
         if known is None or known.has_ended():
             _send(cluster, state, DropCopy(job_id, "its job has ended, or is not known here"))
         else:
-            known.copies.held[node_id] = age
+            known.copies.held[node_id] = by_source
             cluster.touch(known)
 
 
 def on_failed(cluster: Cluster, state: NodeState, message: CopyFailed) -> None:
     """A copy did not reach the node that is to hold it: another one is chosen for a while."""
     job = cluster.jobs.get(message.job_id)
-    ordered = job.copies.ordered if job is not None else None
-    if job is None or ordered is None or ordered[0] != state.session:
+    if job is None:
         return
-    if message.node_id == ordered[2].node_id:
-        job.copies.refused_until_ns[message.node_id] = cluster.now_ns + ns(REFUSED_S)
+    source = state.node.node_id if job.copies.is_sharded else ALL_ALIKE
+    ordered = job.copies.ordered.get(source)
+    if ordered is None or ordered[0] != state.session:
+        return
+    if message.node_id == ordered[2].node_id != NO_NODE:
+        until_ns = cluster.now_ns + ns(REFUSED_S)
+        job.copies.refused_until_ns[source, message.node_id] = until_ns
         cluster.note("copy_failed", job.job_id, node=message.node_id, reason=message.reason)
         cluster.touch(job)
 
@@ -72,7 +84,7 @@ def on_failed(cluster: Cluster, state: NodeState, message: CopyFailed) -> None:
 
 
 def settle(cluster: Cluster, job: JobState) -> int | None:
-    """Choose the node that holds the copy, and bring everyone concerned up to date.
+    """Choose the nodes that hold copies, and bring everyone concerned up to date.
 
     Returns:
         When to look at the job again, None for when something happens.
@@ -85,36 +97,59 @@ def settle(cluster: Cluster, job: JobState) -> int | None:
         return None  # Nobody takes snapshots, and what is held may be needed.
     # After a restart, nodes that hold a copy are about to say so; meanwhile they go on taking it.
     not_before_ns = cluster.hold_until_ns if copies.held else copies.not_before_ns
-    if not copies.holder and cluster.now_ns < not_before_ns:
+    if not any(node for node, _ in copies.holders.values()) and cluster.now_ns < not_before_ns:
         return not_before_ns
-    wake_ns = None
-    if not _stays(cluster, job):
-        decision = replication.choose(_places(cluster, job), cluster.now_ns)
-        wake_ns = decision.wake_ns
-        if (decision.value, decision.reason) != (copies.holder, copies.reason):
-            node = decision.value or "none"
-            cluster.note("copy_placed", job.job_id, node=node, reason=decision.reason)
-        copies.holder, copies.reason = decision.value, decision.reason
-    holder = cluster.book.nodes.get(copies.holder)
-    _grant(cluster, job, holder)
-    _order(cluster, job, holder)
+    senders = _senders(cluster, job)
+    copies.holders = {s: known for s, known in copies.holders.items() if s in senders}
+    wakes = [_choose(cluster, job, source) for source in senders]
+    for source in senders:
+        _grant(cluster, job, cluster.book.nodes.get(copies.holders[source][0]))
+    _order(cluster, job, senders)
     _drop_superfluous(cluster, job)
-    return wake_ns
+    return min((wake_ns for wake_ns in wakes if wake_ns is not None), default=None)
 
 
 def end(cluster: Cluster, job: JobState) -> None:
     """The job has ended: nobody needs its state any more."""
-    _order(cluster, job, None)
+    _order(cluster, job, {})
     for node_id in sorted({*job.copies.held, *job.copies.granted}):
-        _drop(cluster, job, node_id, f"the job has {job.phase.value}")
+        _drop(cluster, job, node_id, ALL_ALIKE, f"the job has {job.phase.value}")
 
 
 def _learn_wish(job: JobState) -> None:
     """Know what the members want; what was wanted holds while nobody says anything."""
     members = [job.workers[w].report for w in job.member_ids() if w in job.workers]
-    told = [r.copies_every for r in members if r.copies_every and r.generation == job.generation]
+    told = [r for r in members if r.copies_every and r.generation == job.generation]
     if told:
-        job.copies.every_n_steps = max(told)
+        job.copies.every_n_steps = max(report.copies_every for report in told)
+        job.copies.is_sharded = any(report.copies_sharded for report in told)
+
+
+def _senders(cluster: Cluster, job: JobState) -> dict[NodeId, NodeState]:
+    """Return who sends the copy of which source, in the order of the group's members."""
+    leader = job.workers.get(job.member_ids()[0])
+    if not job.copies.is_sharded:
+        return {ALL_ALIKE: cluster.node_of(leader)} if leader is not None else {}
+    members = job.group.members if job.group is not None else ()
+    nodes = [cluster.book.nodes.get(member.node_id) for member in members]
+    return {state.node.node_id: state for state in nodes if state is not None}
+
+
+def _choose(cluster: Cluster, job: JobState, source: NodeId) -> int | None:
+    """Find a node for a source's copy, unless it can stay; returns when to look again."""
+    known, _ = before = job.copies.holders.get(source, (NO_NODE, ""))
+    state = cluster.book.nodes.get(known)
+    if state is not None:
+        place = _place(job, state, _members(job), 0, source)
+        if replication.is_fit(place, cluster.now_ns, source):
+            return None
+    decision = replication.choose(_places(cluster, job, source), cluster.now_ns, source)
+    job.copies.holders[source] = decision.value, decision.reason
+    if job.copies.holders[source] != before:
+        of = {"source": source} if source else {}
+        node = decision.value or "none"
+        cluster.note("copy_placed", job.job_id, node=node, reason=decision.reason, **of)
+    return decision.wake_ns
 
 
 def _grant(cluster: Cluster, job: JobState, state: NodeState | None) -> None:
@@ -126,79 +161,104 @@ def _grant(cluster: Cluster, job: JobState, state: NodeState | None) -> None:
         _send(cluster, state, KeepCopy(job.job_id, key_of(cluster, job.job_id)))
 
 
-def _order(cluster: Cluster, job: JobState, holder: NodeState | None) -> None:
-    """Have the node of rank 0 bring its snapshots to the chosen node, and no other node.
+def _order(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) -> None:
+    """Have each sender bring its snapshots to the chosen node, and nobody else.
 
     It is said again to each new group, because a node forgets it with the memory of the job.
     """
-    source, wanted = _source(cluster, job), None
-    if holder is not None and source is not None and source.session is not None:
-        order = Replicate(
-            job.job_id,
-            holder.node.node_id,
-            holder.copies_at,
-            key_of(cluster, job.job_id),
-            job.copies.every_n_steps,
-        )
-        wanted = (source.session, job.generation, order)
-    before, job.copies.ordered = job.copies.ordered, wanted
-    if before is not None and (wanted is None or wanted[0] != before[0]):
-        last = cluster.book.of_session(before[0])
-        if last is not None:
+    before, job.copies.ordered = job.copies.ordered, {}
+    for source, sender in senders.items():
+        order = _wanted(cluster, job, source)
+        if order is not None and sender.session is not None:
+            job.copies.ordered[source] = sender.session, job.generation, order
+    sending = {session for session, _, _ in job.copies.ordered.values()}
+    for session, _, _ in before.values():
+        last = cluster.book.of_session(session)
+        if last is not None and session not in sending:
             _send(cluster, last, Replicate(job.job_id, NO_NODE, "", "", 1))
-    if wanted is not None and wanted != before and source is not None:
-        _send(cluster, source, wanted[2])
+    for source, wanted in job.copies.ordered.items():
+        if wanted != before.get(source):
+            _send(cluster, senders[source], wanted[2])
+
+
+def _wanted(cluster: Cluster, job: JobState, source: NodeId) -> Replicate | None:
+    """Return what is told to who sends a source's copy; None for nothing.
+
+    That there is no node for it is told of a shard: workers would wait for it to arrive.
+    """
+    generation = job.generation if source != ALL_ALIKE else 0
+    every = job.copies.every_n_steps
+    holder = cluster.book.nodes.get(job.copies.holders[source][0])
+    if holder is not None:
+        key, node_id = key_of(cluster, job.job_id), holder.node.node_id
+        return Replicate(job.job_id, node_id, holder.copies_at, key, every, source, generation)
+    if source == ALL_ALIKE:
+        return None
+    return Replicate(job.job_id, NO_NODE, "", "", every, source, generation)
 
 
 def _drop_superfluous(cluster: Cluster, job: JobState) -> None:
-    """Free older copies elsewhere, once the chosen node has a newer one."""
-    newest = job.copies.held.get(job.copies.holder, NO_COPY)
-    for node_id, age in sorted(job.copies.held.items()):
-        if node_id != job.copies.holder and replication.is_superfluous(age, newest):
-            _drop(cluster, job, node_id, f"node {job.copies.holder} has a newer one")
+    """Free older copies elsewhere, once the chosen nodes have newer ones of all sources."""
+    copies, base = job.copies, _base(job)
+    for node_id in sorted(copies.held):
+        for source, age in sorted(copies.held[node_id].items()):
+            is_wanted = copies.holders.get(source, (NO_NODE, ""))[0] == node_id
+            if not is_wanted and replication.is_superfluous(age, base):
+                _drop(cluster, job, node_id, source, "other nodes have newer ones")
 
 
-def _drop(cluster: Cluster, job: JobState, node_id: NodeId, reason: str) -> None:
+def _base(job: JobState) -> replication.Age:
+    """Return the oldest of the copies that are wanted, `NO_COPY` before all of them have come."""
+    ages = [job.copies.newest(at, source) for source, (at, _) in job.copies.holders.items()]
+    return min(ages, default=replication.NO_COPY)
+
+
+def _drop(cluster: Cluster, job: JobState, node_id: NodeId, source: NodeId, reason: str) -> None:
     """Tell a node to free its copy; one that missed this says in its hello that it has it."""
-    job.copies.held.pop(node_id, None)
-    job.copies.granted.pop(node_id, None)
+    job.copies.held.get(node_id, {}).pop(source, None)
+    if source == ALL_ALIKE or not job.copies.held.get(node_id):
+        job.copies.held.pop(node_id, None)
+    if source == ALL_ALIKE:
+        job.copies.granted.pop(node_id, None)
     state = cluster.book.nodes.get(node_id)
     if state is not None:
-        _send(cluster, state, DropCopy(job.job_id, reason))
+        _send(cluster, state, DropCopy(job.job_id, reason, source))
 
 
-def _stays(cluster: Cluster, job: JobState) -> bool:
-    """Return whether the copy stays where it is to lie now."""
-    state = cluster.book.nodes.get(job.copies.holder)
-    if state is None:
-        return False
-    return replication.is_fit(_place(job, state, _members(job), 0), cluster.now_ns)
-
-
-def _source(cluster: Cluster, job: JobState) -> NodeState | None:
-    """Return the node that sends: all members have the same state, so that one is enough."""
-    leader = job.workers.get(job.member_ids()[0]) if job.is_open else None
-    return cluster.node_of(leader) if leader is not None else None
-
-
-def _places(cluster: Cluster, job: JobState) -> list[Place]:
-    """Return all nodes as the policy sees them."""
+def _places(cluster: Cluster, job: JobState, source: NodeId) -> list[Place]:
+    """Return the nodes among which the policy chooses: of a large cluster, some for each shard."""
     busy: dict[NodeId, int] = {}
     for other in cluster.active():
-        if other is not job and other.copies.holder:
-            busy[other.copies.holder] = busy.get(other.copies.holder, 0) + 1
-    members = _members(job)
+        for of, (holder, _) in other.copies.holders.items():
+            if holder and (other is not job or of != source):
+                busy[holder] = busy.get(holder, 0) + 1
+    members, states = _members(job), cluster.book.ordered()
+    if source != ALL_ALIKE and len(states) > 2 * NEIGHBOURS:
+        states = _near(job, states, members, source)
     return [
-        _place(job, state, members, busy.get(state.node.node_id, 0))
-        for state in cluster.book.ordered()
+        _place(job, state, members, busy.get(state.node.node_id, 0), source) for state in states
     ]
+
+
+def _near(
+    job: JobState, states: Sequence[NodeState], members: frozenset[NodeId], source: NodeId
+) -> list[NodeState]:
+    """Return the source, those behind it, all round, some that do not train, those that have it."""
+    ids = [state.node.node_id for state in states]
+    at = ids.index(source) if source in ids else 0
+    near = {*(ids[at:] + ids[:at])[: NEIGHBOURS + 1]}
+    near |= {*[node_id for node_id in ids if node_id not in members][:NEIGHBOURS]}
+    near |= {node_id for node_id, by in job.copies.held.items() if source in by}
+    return [state for state in states if state.node.node_id in near]
 
 
 def _members(job: JobState) -> frozenset[NodeId]:
     return frozenset(m.node_id for m in job.group.members) if job.group else frozenset()
 
 
-def _place(job: JobState, state: NodeState, members: frozenset[NodeId], num_copies: int) -> Place:
+def _place(
+    job: JobState, state: NodeState, members: frozenset[NodeId], num_copies: int, source: NodeId
+) -> Place:
     node_id = state.node.node_id
     return Place(
         node_id=node_id,
@@ -208,9 +268,9 @@ def _place(job: JobState, state: NodeState, members: frozenset[NodeId], num_copi
         is_leaving=state.draining,
         takes_copies=bool(state.copies_at),
         has_members=node_id in members,
-        copy=job.copies.held.get(node_id, NO_COPY),
+        copy=job.copies.newest(node_id, source),
         num_copies=num_copies,
-        refused_until_ns=job.copies.refused_until_ns.get(node_id, 0),
+        refused_until_ns=job.copies.refused_until_ns.get((source, node_id), 0),
     )
 
 

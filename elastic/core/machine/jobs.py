@@ -20,7 +20,7 @@ from elastic.core.policy.failure import History
 from elastic.core.policy.hang import Sight
 from elastic.core.policy.membership import Candidate, Current
 from elastic.core.policy.ranks import Place, assign_ranks
-from elastic.core.policy.replication import NO_NODE
+from elastic.core.policy.replication import NO_COPY
 from elastic.core.view import JobView, WorkerView
 from elastic.core.world import (
     ENDED,
@@ -70,23 +70,29 @@ class Copies:
 
     Attributes:
         every_n_steps: as its members want it, 0 for not at all.
+        is_sharded: each node has rows of its own. What follows is by source then: the node whose
+            rows they are. Otherwise there is one source, "", because all have the same.
         not_before_ns: no node is chosen earlier: one may hold it already, and is about to say so.
-        holder: the node where one is to lie, "" for none.
-        reason: why there.
-        held: nodes that have one, as they said last: generation and steps.
+        holders: the node where a source's copy is to lie, "" for none, and why there.
+        held: sources whose copies a node has, as it said last: generation and steps.
         granted: nodes that may take and give them, and the stream over which they were told so.
         ordered: what a member's node was told to do, over which stream, for which group.
-        refused_until_ns: nodes that could not take one, and until when they are passed over.
+        refused_until_ns: of source and node that could not take its copy: until when that node is
+            passed over.
     """
 
     every_n_steps: int = 0
+    is_sharded: bool = False
     not_before_ns: int = 0
-    holder: NodeId = NO_NODE
-    reason: str = ""
-    held: dict[NodeId, tuple[Generation, int]] = field(default_factory=dict)
+    holders: dict[NodeId, tuple[NodeId, str]] = field(default_factory=dict)
+    held: dict[NodeId, dict[NodeId, tuple[Generation, int]]] = field(default_factory=dict)
     granted: dict[NodeId, SessionId] = field(default_factory=dict)
-    ordered: tuple[SessionId, Generation, Replicate] | None = None
-    refused_until_ns: dict[NodeId, int] = field(default_factory=dict)
+    ordered: dict[NodeId, tuple[SessionId, Generation, Replicate]] = field(default_factory=dict)
+    refused_until_ns: dict[tuple[NodeId, NodeId], int] = field(default_factory=dict)
+
+    def newest(self, node_id: NodeId, source: NodeId) -> tuple[Generation, int]:
+        """Return generation and steps of the newest copy of a source that a node has."""
+        return self.held.get(node_id, {}).get(source, NO_COPY)
 
 
 @dataclass

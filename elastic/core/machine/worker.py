@@ -107,7 +107,7 @@ class WorkerMachine:
         self._failure: Failure | None = None
         self._result = ""
         self._pulses = PulseWatch()
-        self._in_place, self._copies_every = False, 0
+        self._in_place, self._copies = False, CopiesWanted(0)
 
     def step(self, event: WorkerEvent, now_ns: int) -> tuple[WorkerEffect, ...]:
         """Take one event.
@@ -281,12 +281,12 @@ class WorkerMachine:
 
     def _loop_told(self, event: LoopMoved | CopiesWanted) -> None:
         """Remember, and tell, how the next group is to be entered, and what is to be copied."""
-        before = self._in_place, self._copies_every
+        before = self._in_place, self._copies
         if isinstance(event, LoopMoved):
             self._in_place = event.inside
         else:
-            self._copies_every = event.every_n_steps
-        if before != (self._in_place, self._copies_every) and self._main is MainPhase.TRAINING:
+            self._copies = event
+        if before != (self._in_place, self._copies) and self._main is MainPhase.TRAINING:
             self._update()
 
     def _formed(self, event: GroupFormed | GroupFailed) -> None:
@@ -480,7 +480,8 @@ class WorkerMachine:
             failure=self._failure,
             result=self._result,
             in_place=self._in_place,
-            copies_every=self._copies_every,
+            copies_every=self._copies.every_n_steps,
+            copies_sharded=self._copies.is_sharded,
         )
         self._out.append(SendPipe(WorkerUpdate(report)))
 

@@ -1,21 +1,59 @@
-"""Which node holds the copy of a job's state, beside those that train it.
+"""Which node holds the copy of a job's state, beside those that have it anyway.
 
-Rule: a copy lies where none of the job's members run, because those have the state anyway; and it
-stays where it is for as long as that holds, because to move it is to send all of it.
+What all members have alike needs one copy, and that on a node where none of them run. Of a sharded
+model every node has rows of its own, and those lie on any other node as well.
+
+Rule: a copy lies where what it is a copy of does not, and it stays where it is for as long as that
+holds, because to move it is to send all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from elastic.core.policy.decision import Decision
-from elastic.core.world import Generation, NodeId
+from elastic.core.world import ALL_ALIKE, Generation, NodeId
 
 NO_NODE = NodeId("")
 Age = tuple[Generation, int]
 """Generation and steps: of two copies, the greater one is newer."""
 NO_COPY: Age = (0, -1)
+TRAINING_COUNTS = 4
+"""Copies as which it counts that a node trains the job, and may be lost with the source."""
+
+
+UNTOLD_S = 10.0
+"""How long an agent may take to hear where to bring rows, and workers to copy all of them."""
+
+
+class Bringing(IntEnum):
+    """Whether a node's agent brings its snapshots to another node.
+
+    UNKNOWN: it was not told yet. ON: it does. OFF: there is no node, or it takes none.
+    """
+
+    UNKNOWN = 0
+    ON = 1
+    OFF = 2
+
+
+@dataclass(frozen=True)
+class Way:
+    """How far the newest snapshot of a node's rows has come on its way to another one.
+
+    Attributes:
+        bringing: as the agent says.
+        is_whole: all workers of the node have copied their part.
+        has_arrived: the other node has it.
+        waited_s: since it was begun.
+    """
+
+    bringing: Bringing
+    is_whole: bool
+    has_arrived: bool
+    waited_s: float
 
 
 @dataclass(frozen=True)
@@ -29,8 +67,8 @@ class Place:
         is_leaving: it drains.
         takes_copies: its agent can be reached by others for this.
         has_members: the job's group has members there.
-        copy: of the job, that lies there.
-        num_copies: of other jobs that it holds, or is to hold.
+        copy: of that source, that lies there.
+        num_copies: others that it holds, or is to hold.
         refused_until_ns: it could not be reached, or had no room; not chosen before.
     """
 
@@ -46,34 +84,43 @@ class Place:
     refused_until_ns: int = 0
 
 
-def is_fit(place: Place, now_ns: int) -> bool:
-    """Decide whether the copy may stay on this node."""
+def is_fit(place: Place, now_ns: int, source: NodeId = ALL_ALIKE) -> bool:
+    """Decide whether the copy of a source may stay on this node."""
+    has_it = place.has_members if source == ALL_ALIKE else place.node_id == source
     return (
         place.is_present
         and not place.is_leaving
         and place.takes_copies
-        and not place.has_members
+        and not has_it
         and now_ns >= place.refused_until_ns
     )
 
 
-def choose(places: Sequence[Place], now_ns: int) -> Decision[NodeId]:
+def choose(places: Sequence[Place], now_ns: int, source: NodeId = ALL_ALIKE) -> Decision[NodeId]:
     """Decide where the copy of a job that trains is to lie, if it cannot stay where it is.
 
     Args:
-        places: all nodes.
+        places: all nodes that may be chosen, and those that train.
         now_ns: the moment.
+        source: the node whose rows they are, `ALL_ALIKE` if all members have the same.
 
     Returns:
         The node; "" if there is none, with the reason.
     """
-    fit = [place for place in places if place.is_live and is_fit(place, now_ns)]
+    fit = [place for place in places if place.is_live and is_fit(place, now_ns, source)]
     if fit:
         newest = max(place.copy for place in fit)
-        hosts = {place.host for place in places if place.has_members}
+        is_whole = source == ALL_ALIKE
+        hosts = {p.host for p in places if (p.has_members if is_whole else p.node_id == source)}
         best = min(
             fit,
-            key=lambda p: (p.copy < newest, p.host in hosts, p.num_copies, p.node_id),
+            key=lambda p: (
+                p.copy < newest,
+                p.host in hosts,
+                p.num_copies + TRAINING_COUNTS * p.has_members,
+                p.node_id <= source,  # Each to the next one, all round, so that nobody holds many.
+                p.node_id,
+            ),
         )
         why = f"it holds {best.num_copies} others" if best.copy == NO_COPY else "it has one"
         return Decision(best.node_id, why)
@@ -87,11 +134,28 @@ def choose(places: Sequence[Place], now_ns: int) -> Decision[NodeId]:
     return Decision(NO_NODE, reason, min(refused, default=None))
 
 
-def is_superfluous(copy: Age, holder: Age) -> bool:
+def is_superfluous(copy: Age, base: Age) -> bool:
     """Decide whether a copy may be freed where it is not wanted any more.
 
     Args:
         copy: that copy.
-        holder: the copy on the node where it is wanted, `NO_COPY` before one has come there.
+        base: the oldest of the copies that are wanted, `NO_COPY` before all of them have come:
+            then the run can go on from those, whatever is lost next.
     """
-    return NO_COPY < copy <= holder
+    return NO_COPY < copy <= base
+
+
+def is_awaited(way: Way) -> Decision[bool]:
+    """Decide whether the next snapshot of a sharded model has to wait for this one's arrival.
+
+    There are two slots for snapshots, here and where the copies lie, and the next but one is
+    written over this one. If the next is begun only when this one has arrived from all nodes, all
+    rows of the one or of the other are in living memory, whichever node dies. A group's first does
+    not wait: what the group goes on from lies in the other slot.
+    """
+    if way.has_arrived or way.bringing is Bringing.OFF:
+        return Decision(False, "it has arrived" if way.has_arrived else "no node takes it")
+    if way.bringing is Bringing.ON and way.is_whole:
+        return Decision(True, "it is on its way to another node")
+    is_early = way.waited_s < UNTOLD_S
+    return Decision(is_early, f"for {way.waited_s:.0f} s nobody has sent it, of {UNTOLD_S:g}")

@@ -137,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", choices=("fsdp", "own", "ddp"), default="fsdp")
     parser.add_argument("--save-every", type=int, help="steps between automatic checkpoints")
+    parser.add_argument("--copy-every", type=int, help="steps between copies on other nodes")
     parser.add_argument("--weights", default="", help="file that the weights go to")
     parser.add_argument("--name", help="of the run, if it is one of this process")
     parser.add_argument("--storage", help="where its directory goes")
@@ -148,7 +149,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_config=train.RunConfig(
             name=args.name,
             storage_path=args.storage,
-            checkpoint_config=train.CheckpointConfig(every_n_steps=args.save_every, every_s=None),
+            checkpoint_config=train.CheckpointConfig(
+                every_n_steps=args.save_every,
+                every_s=None,
+                peer_replication=train.PeerReplication(args.copy_every)
+                if args.copy_every
+                else None,
+            ),
         ),
     ).fit()
     if train.is_driver():

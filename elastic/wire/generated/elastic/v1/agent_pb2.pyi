@@ -250,23 +250,29 @@ class KeepCopy(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
 
 class DropCopy(_message.Message):
-    __slots__ = ("job_id", "reason")
+    __slots__ = ("job_id", "reason", "source")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     reason: str
-    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    source: str
+    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
 
 class Replicate(_message.Message):
-    __slots__ = ("job_id", "node_id", "address", "key", "every_n_steps")
+    __slots__ = ("job_id", "node_id", "address", "key", "every_n_steps", "source", "generation")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     EVERY_N_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     node_id: str
     address: str
     key: str
     every_n_steps: int
-    def __init__(self, job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., key: _Optional[str] = ..., every_n_steps: _Optional[int] = ...) -> None: ...
+    source: str
+    generation: int
+    def __init__(self, job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., key: _Optional[str] = ..., every_n_steps: _Optional[int] = ..., source: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...

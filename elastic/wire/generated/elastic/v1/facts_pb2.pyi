@@ -180,7 +180,7 @@ class Failure(_message.Message):
     def __init__(self, error_type: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., position: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("worker_id", "job_id", "phase", "generation", "store_address", "pid", "exit", "failure", "result", "in_place", "copies_every")
+    __slots__ = ("worker_id", "job_id", "phase", "generation", "store_address", "pid", "exit", "failure", "result", "in_place", "copies_every", "copies_sharded")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,7 @@ class WorkerReport(_message.Message):
     RESULT_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     COPIES_EVERY_FIELD_NUMBER: _ClassVar[int]
+    COPIES_SHARDED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     job_id: str
     phase: WorkerPhase
@@ -203,17 +204,20 @@ class WorkerReport(_message.Message):
     result: str
     in_place: bool
     copies_every: int
-    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., phase: _Optional[_Union[WorkerPhase, str]] = ..., generation: _Optional[int] = ..., store_address: _Optional[str] = ..., pid: _Optional[int] = ..., exit: _Optional[_Union[ExitCause, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., result: _Optional[str] = ..., in_place: bool = ..., copies_every: _Optional[int] = ...) -> None: ...
+    copies_sharded: bool
+    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., phase: _Optional[_Union[WorkerPhase, str]] = ..., generation: _Optional[int] = ..., store_address: _Optional[str] = ..., pid: _Optional[int] = ..., exit: _Optional[_Union[ExitCause, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., result: _Optional[str] = ..., in_place: bool = ..., copies_every: _Optional[int] = ..., copies_sharded: bool = ...) -> None: ...
 
 class HeldCopy(_message.Message):
-    __slots__ = ("job_id", "generation", "steps")
+    __slots__ = ("job_id", "generation", "steps", "source")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     generation: int
     steps: int
-    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    source: str
+    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("worker_id", "node_id", "rank", "store_address")

@@ -1,0 +1,54 @@
+"""Whether the newest snapshot of a sharded model has arrived on another node.
+
+The rows of one node help nobody without those of all others, of the same snapshot; so the next one
+is not begun before (`replication.is_awaited` says why).
+
+Rule: nobody waits for a node that the agent does not bring anything to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from elastic.core.policy.replication import Bringing, Way, is_awaited
+from elastic.worker.arena import Slot
+
+
+class Arrival:
+    """What this worker knows of the way of its group's newest snapshot.
+
+    Attributes:
+        is_awaited: the model is sharded, and its snapshots are brought to other nodes.
+    """
+
+    def __init__(self) -> None:
+        """Wait for nothing."""
+        self.is_awaited = False
+        self._newest = (0, 0)
+        self._since_s = 0.0
+
+    def begin(self, number: int, generation: int) -> None:
+        """Our part of this snapshot is there; earlier ones are none of our business any more."""
+        self._newest, self._since_s = (number, generation), time.monotonic()
+
+    def forget(self) -> None:
+        """There is none yet, but of other groups: this one goes on from one of those."""
+        self._newest = (0, 0)
+
+    def is_missing(self, slot_of: Callable[[int], Slot]) -> bool:
+        """Return whether the next snapshot has to wait.
+
+        Args:
+            slot_of: returns where the snapshot of a number lies.
+        """
+        if not self.is_awaited or not self._newest[0]:
+            return False
+        slot = slot_of(self._newest[0])
+        bringing, arrived = slot.brought()
+        if bringing is Bringing.OFF or arrived == self._newest:
+            return False
+        mark = slot.whole()
+        is_whole = mark is not None and (mark.number, mark.generation) == self._newest
+        waited_s = time.monotonic() - self._since_s
+        return is_awaited(Way(bringing, is_whole, has_arrived=False, waited_s=waited_s)).value

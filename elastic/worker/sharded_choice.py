@@ -1,0 +1,163 @@
+"""Which snapshot or checkpoint the members of a new group go on from, of a model nobody has all of.
+
+Rule: a function of what all members have told all others, so that all choose alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elastic.core.policy.shares import Rows, merged
+
+
+class Key(NamedTuple):
+    """Which snapshot; alike on all nodes that have a part of it.
+
+    Attributes:
+        steps, generation, number, tensors: see `Mark`.
+    """
+
+    steps: int
+    generation: int
+    number: int
+    tensors: int
+
+
+Stretches = Mapping[int, tuple[int, tuple[Rows, ...]]]
+"""Of each sharded tensor, by number: its rows in all, and those that are held."""
+
+
+NO_ROWS: tuple[int, tuple[Rows, ...]] = (0, ())
+
+
+class Offer(NamedTuple):
+    """A copy of a node's snapshot in the memory of an agent that its teller can ask.
+
+    Attributes:
+        key: of the snapshot.
+        source: the node whose rows they are.
+        address: "host:port" of the agent.
+        stretches: the rows.
+    """
+
+    key: Key
+    source: str
+    address: str
+    stretches: Stretches
+
+
+class Source(NamedTuple):
+    """Who has rows of a snapshot.
+
+    Attributes:
+        rank: of the member that has them, or gets them for all.
+        offer: the number of its offer; -1 for its own node's memory.
+        stretches: the rows.
+    """
+
+    rank: int
+    offer: int
+    stretches: Stretches
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a member tells of what could be gone on from.
+
+    Attributes:
+        snapshots: in its node's memory, with the rows of each.
+        checkpoints: (steps, name) in storage, newest first; None if it cannot, or need not, ask.
+        offers: copies of other nodes' snapshots.
+    """
+
+    snapshots: Mapping[Key, Stretches]
+    checkpoints: tuple[tuple[int, str], ...] | None
+    offers: tuple[Offer, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """Return it as it is sent."""
+        memory = [[list(key), _plain(rows)] for key, rows in self.snapshots.items()]
+        offers = [[list(o.key), o.source, o.address, _plain(o.stretches)] for o in self.offers]
+        return json.dumps([memory, self.checkpoints, offers]).encode()
+
+    @staticmethod
+    def of(text: bytes) -> Told:
+        """Read what was sent."""
+        memory, checkpoints, offers = json.loads(text)
+        return Told(
+            {Key(*key): _stretches(rows) for key, rows in memory},
+            None if checkpoints is None else tuple((s, name) for s, name in checkpoints),
+            tuple(Offer(Key(*key), s, at, _stretches(rows)) for key, s, at, rows in offers),
+        )
+
+
+def _plain(stretches: Stretches) -> list[object]:
+    return [[number, total, held] for number, (total, held) in stretches.items()]
+
+
+def _stretches(plain: Iterable[tuple[int, int, list[tuple[int, int]]]]) -> Stretches:
+    return {number: (total, tuple(Rows(*one) for one in held)) for number, total, held in plain}
+
+
+def sources_of(key: Key, told: Sequence[Told]) -> list[Source]:
+    """Return who together has all rows of a snapshot, members first; nobody if rows are missing.
+
+    A copy of rows that members have is left where it is.
+    """
+    found = [
+        Source(rank, -1, one.snapshots[key])
+        for rank, one in enumerate(told)
+        if key in one.snapshots
+    ]
+    offered = sorted(
+        (offer.source, offer.address, rank, number)
+        for rank, one in enumerate(told)
+        for number, offer in enumerate(one.offers)
+        if offer.key == key
+    )
+    for _, _, rank, number in offered:
+        if _is_complete(found):
+            break
+        more = Source(rank, number, told[rank].offers[number].stretches)
+        if not found or _covered([*found, more]) != _covered(found):
+            found.append(more)
+    return found if _is_complete(found) else []
+
+
+def complete(key: Key, told: Sequence[Told]) -> bool:
+    """Return whether all rows of a snapshot are in somebody's memory."""
+    return bool(sources_of(key, told))
+
+
+def choices(told: Sequence[Told]) -> list[Key | str]:
+    """Return what could be gone on from, best first: snapshots by key, checkpoints by name.
+
+    What is newest first; memory, if they are equal.
+    """
+    known = {key for one in told for key in (*one.snapshots, *(o.key for o in one.offers))}
+    keys = sorted(key for key in known if complete(key, told))
+    listed = next((one.checkpoints for one in told if one.checkpoints is not None), ())
+    found: list[tuple[int, int, int, Key | str]] = []
+    for place, key in enumerate(keys):
+        found.append((key.steps, 1, place, key))
+    for place, (steps, name) in enumerate(listed):
+        found.append((steps, 0, -place, name))
+    return [one[3] for one in sorted(found, key=lambda one: one[:3], reverse=True)]
+
+
+def _covered(sources: Sequence[Source]) -> dict[int, tuple[int, tuple[Rows, ...]]]:
+    """Return of each sharded tensor the rows in all, and those that somebody has."""
+    numbers = sources[0].stretches if sources else {}
+    return {
+        number: (total, merged(r for s in sources for r in s.stretches.get(number, NO_ROWS)[1]))
+        for number, (total, _) in numbers.items()
+    }
+
+
+def _is_complete(sources: Sequence[Source]) -> bool:
+    return bool(sources) and all(
+        not total or found == (Rows(0, total),) for total, found in _covered(sources).values()
+    )

@@ -1,0 +1,323 @@
+"""Copies of sharded models: where each node's rows lie, when they are freed, who waits for them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.agent.copy_store import SLOTS, SOURCES_MAX, CopyStore
+from elastic.core.messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
+from elastic.core.policy import replication
+from elastic.core.policy.replication import NO_NODE, Bringing, Place, choose
+from elastic.core.policy.shares import Rows, chunk, merged
+from elastic.core.world import SNAPSHOT_SLOTS, HeldCopy, JobId, NodeId, WorkerPhase
+from elastic.errors import Refused
+from elastic.runtime.snapshot_memory import Mark, set_arrived, set_bringing
+from elastic.worker.arena import Slot
+from elastic.worker.arrival import Arrival
+from elastic.worker.sharded_choice import Key, Offer, Told, choices, sources_of
+from tests.unit.coordinator_under_test import Coordinator
+
+JOB = JobId("j")
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+
+
+def place(name: str, **fields: Any) -> Place:
+    return Place(NodeId(name), **{"host": name, **fields})
+
+
+# ------------------------------------------------------------------- where rows lie
+
+CASES = {
+    "the next one that trains": (
+        [place("a", has_members=True), place("b", has_members=True), place("c", has_members=True)],
+        "b", "c",
+    ),
+    "all round": ([place("a", has_members=True), place("b", has_members=True)], "b", "a"),
+    "one that does not train": (
+        [place("a", has_members=True), place("b", has_members=True), place("c", num_copies=3)],
+        "a", "c",
+    ),
+    "one that trains if the other holds many": (
+        [place("a", has_members=True), place("b", has_members=True), place("c", num_copies=5)],
+        "a", "b",
+    ),
+    "another machine": (
+        [place("a", host="h"), place("b", host="h"), place("c", num_copies=9)], "a", "c",
+    ),
+    "who has them": ([place("a"), place("b"), place("c", copy=(1, 5), num_copies=9)], "a", "c"),
+    "not to itself": ([place("a")], "a", NO_NODE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_nodes_rows_go_to(name: str) -> None:
+    places, source, expected = CASES[name]
+    assert choose(places, 0, NodeId(source)).value == expected
+
+
+class Cluster:
+    """Nodes with a slot each; a job of a sharded model trains on some, and wants copies."""
+
+    def __init__(self, nodes: str = "abc", trains: str = "ab") -> None:
+        self.played = Coordinator()
+        for name in nodes:
+            self.join(name)
+        self.told: list[tuple[str, Any]] = []
+        self.played.submit("j", len(trains))
+        for name in trains:
+            self.played.ready(f"{name}/1")
+            self.hear()
+        self.train(trains)
+
+    def join(self, name: str, *copies: HeldCopy) -> None:
+        self.played.agent(name, copies=copies, copies_at=f"{name}:9")
+
+    def train(self, names: str, serial: int = 1) -> None:
+        for name in names:
+            self.played.update(
+                f"{name}/{serial}", WorkerPhase.TRAINING, copies_every=5, copies_sharded=True
+            )
+            self.hear()
+
+    def hear(self) -> None:
+        for effect in self.played.effects:
+            message = getattr(effect, "message", None)
+            if isinstance(message, (Replicate, DropCopy, KeepCopy)):
+                self.told.append((self.played.names[effect.session], message))  # type: ignore[union-attr]
+
+    def holds(self, name: str, *copies: tuple[str, int, int]) -> None:
+        """A node says what it holds: source, generation, steps."""
+        held = tuple(HeldCopy(JOB, g, steps, NodeId(s)) for s, g, steps in copies)
+        self.told = []
+        self.played.says(name, CopiesHeld(held))
+        self.hear()
+
+    def orders(self) -> dict[str, str]:
+        """Return where each node brings its rows to, as it was told last."""
+        return {name: m.address for name, m in self.told if isinstance(m, Replicate)}
+
+    def dropped(self) -> set[tuple[str, str]]:
+        """Return which nodes were told to free whose rows."""
+        return {(name, m.source) for name, m in self.told if isinstance(m, DropCopy)}
+
+
+def test_every_node_that_trains_brings_its_own_rows() -> None:
+    cluster = Cluster()
+    assert cluster.orders() == {"a": "c:9", "b": "c:9"}
+    orders = [m for _, m in cluster.told if isinstance(m, Replicate)]
+    assert {(m.source, m.generation) for m in orders} == {("a", 1), ("b", 1)}
+    assert Cluster(trains="abc").orders() == {"a": "b:9", "b": "c:9", "c": "a:9"}
+
+
+def test_without_another_node_the_workers_are_told_so_that_they_wait_for_none() -> None:
+    cluster = Cluster("a", "a")
+    ((name, order),) = [one for one in cluster.told if isinstance(one[1], Replicate)]
+    assert (name, order.address, order.source) == ("a", "", "a")
+
+
+def test_one_that_cannot_be_reached_by_one_node_still_holds_the_rows_of_others() -> None:
+    cluster = Cluster()
+    cluster.told = []
+    cluster.played.says("a", CopyFailed(JOB, C, "no way"))
+    cluster.hear()
+    assert cluster.orders() == {"a": "b:9"}
+
+
+def test_rows_of_a_group_that_is_over_stay_until_all_rows_of_the_next_are_copied() -> None:
+    cluster = Cluster("abcd", "abc")
+    assert cluster.orders() == {"a": "d:9", "b": "d:9", "c": "d:9"}
+    cluster.holds("d", ("a", 1, 10), ("b", 1, 10), ("c", 1, 10))
+    cluster.played.disconnect("a")
+    cluster.played.advance(1)
+    cluster.told = []
+    for name in "bcd":
+        cluster.played.ready(f"{name}/1")
+        cluster.hear()
+    cluster.train("bcd")
+    assert cluster.dropped() == set()
+    orders = cluster.orders()
+    assert set(orders) == {"b", "c", "d"}
+    assert orders["d"] != "d:9"
+    on_d = [(name, 1, 10) for name in "abc"]
+    new = {name: orders[name][0] for name in "bcd"}
+    assert new == {"b": "d", "c": "d", "d": "b"}  # What lies on d stays there.
+    cluster.holds("d", *on_d[:1], ("b", 2, 12), ("c", 1, 10))
+    assert cluster.dropped() == set()
+    cluster.holds("d", *on_d[:1], ("b", 2, 12), ("c", 2, 12))
+    assert cluster.dropped() == set()
+    cluster.holds("b", ("d", 2, 12))
+    assert cluster.dropped() == {("d", "a")}
+
+
+# ------------------------------------------------------------------- how a node holds them
+
+
+def mark(number: int, generation: int = 1) -> Mark:
+    return Mark(number, generation, 10 * number, 1, 64, 7, 3, 9)
+
+
+def bring(store: CopyStore, one: Mark, source: str, *, breaks: bool = False) -> None:
+    with store.writing(JOB, one, lambda: None, source) as (body, commit):
+        body[:] = os.urandom(len(body))
+        if not breaks:
+            commit(1)
+
+
+@pytest.fixture
+def store() -> CopyStore:
+    found = CopyStore(lambda: None)
+    found.grant(JOB, "key")
+    return found
+
+
+def test_two_newest_copies_of_each_source_are_held_and_given(store: CopyStore) -> None:
+    for number in (1, 2, 3):
+        bring(store, mark(number), "a")
+    bring(store, mark(2), "b")
+    assert set(store.list(JOB)) == {("a", mark(2)), ("a", mark(3)), ("b", mark(2))}
+    assert set(store.held()) == {HeldCopy(JOB, 1, 30, A), HeldCopy(JOB, 1, 20, B)}
+    with store.reading(JOB, mark(2), "a"):
+        pass
+    with pytest.raises(Refused, match="a newer copy has come"), store.reading(JOB, mark(1), "a"):
+        pass
+    with pytest.raises(Refused, match="no copy of this job"):
+        store.mark_of(JOB)
+
+
+def test_what_a_new_group_goes_on_from_is_not_written_over_by_its_first_copy(
+    store: CopyStore,
+) -> None:
+    """Snapshot 3 had come from this node only, when another died: the group goes on from 2."""
+    bring(store, mark(2), "a")
+    bring(store, mark(3), "a")
+    bring(store, mark(3, generation=2), "a", breaks=True)
+    assert store.list(JOB) == (("a", mark(2)),)
+    bring(store, mark(3, generation=2), "a")
+    assert set(store.list(JOB)) == {("a", mark(2)), ("a", mark(3, generation=2))}
+
+
+def test_rows_of_one_node_are_freed_alone(store: CopyStore) -> None:
+    bring(store, mark(1), "a")
+    bring(store, mark(1), "b")
+    assert store.drop(JOB, "a")
+    assert not store.drop(JOB, "a")
+    assert store.list(JOB) == (("b", mark(1)),)
+    assert store.drop(JOB)
+    assert store.key_of(JOB) == ""
+
+
+def test_a_node_holds_the_rows_of_so_many_only(store: CopyStore) -> None:
+    for number in range(SOURCES_MAX):
+        bring(store, mark(1), f"n{number}")
+    with pytest.raises(Refused, match=f"the rows of {SOURCES_MAX} nodes"):
+        bring(store, mark(1), "another")
+
+
+# ------------------------------------------------------------------- when workers wait for them
+
+
+class Memory:
+    """A slot, as agent and worker see it."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("slot")
+        self.slot = Slot(f"/proc/{os.getpid()}/fd/{self.descriptor}")
+        self.arrival = Arrival()
+        self.arrival.is_awaited = True
+
+    def take(self, one: Mark) -> None:
+        self.arrival.begin(one.number, one.generation)
+        self.slot.unmark(0)
+        self.slot.mark(0, one)
+
+    def waits(self) -> bool:
+        return self.arrival.is_missing(lambda number: self.slot)
+
+
+def test_the_next_snapshot_waits_until_this_one_has_arrived() -> None:
+    memory = Memory()
+    assert not memory.waits()
+    memory.take(mark(1))
+    set_bringing(memory.descriptor, Bringing.ON)
+    assert memory.waits()
+    set_arrived(memory.descriptor, mark(1, generation=2))
+    assert memory.waits()
+    set_arrived(memory.descriptor, mark(1))
+    assert not memory.waits()
+    memory.take(mark(3))
+    assert memory.waits()
+    set_bringing(memory.descriptor, Bringing.OFF)
+    assert not memory.waits()
+
+
+@pytest.mark.parametrize("why", ["the agent was told nothing", "another worker has not copied"])
+def test_it_does_not_wait_for_ever(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory()
+    memory.take(mark(1))
+    if why == "another worker has not copied":
+        set_bringing(memory.descriptor, Bringing.ON)
+        memory.slot.unmark(0)
+    assert memory.waits()
+    monkeypatch.setattr(replication, "UNTOLD_S", 0.0)
+    assert not memory.waits()
+
+
+def test_a_new_group_takes_its_first_at_once() -> None:
+    memory = Memory()
+    set_bringing(memory.descriptor, Bringing.ON)
+    memory.take(mark(1))
+    memory.arrival.forget()
+    assert not memory.waits()
+
+
+# ------------------------------------------------------------------- what is gone on from
+
+
+def test_copies_are_used_for_the_rows_that_no_member_has() -> None:
+    key, old = Key(5, 1, 2, 7), Key(4, 1, 1, 7)
+    first, second = {0: (4, (Rows(0, 2),))}, {0: (4, (Rows(2, 2),))}
+    offers = (Offer(key, "b", "x:1", second), Offer(key, "a", "x:1", first))
+    one = Told.of(Told({key: first, old: first}, ((3, "c3"),), offers).to_bytes())
+    other = Told.of(Told({}, None, (Offer(old, "b", "y:1", second),)).to_bytes())
+    assert [(s.rank, s.offer) for s in sources_of(key, [one, other])] == [(0, -1), (0, 0)]
+    assert [(s.rank, s.offer) for s in sources_of(old, [one, other])] == [(0, -1), (1, 0)]
+    assert choices([one, other]) == [key, old, "c3"]
+    assert sources_of(Key(9, 1, 3, 7), [one, other]) == []
+
+
+@given(
+    size=st.integers(1, 5),
+    lost=st.sets(st.integers(0, 4)),
+    copied=st.dictionaries(st.integers(0, 4), st.integers(0, 5)),
+    rows=st.integers(0, 12),
+)
+def test_a_snapshot_counts_exactly_if_every_nodes_rows_live_somewhere(
+    size: int, lost: set[int], copied: dict[int, int], rows: int
+) -> None:
+    """`copied` says on which node the copy of which node's rows lies; the last one never dies."""
+    key = Key(1, 1, 1, 1)
+    mine = [{0: (rows, (chunk(rows, size, node),))} for node in range(size)]
+    offers = tuple(
+        Offer(key, f"n{node}", f"h{holder}:1", mine[node])
+        for node, holder in copied.items()
+        if node < size and (holder >= size or holder not in lost) and holder != node
+    )
+    living = [node for node in range(size) if node not in lost]
+    told = [Told({key: mine[node]}, ()) for node in living] + [Told({}, (), offers)]
+    there = {*living, *(int(offer.source[1:]) for offer in offers)}
+    found = merged(chunk(rows, size, node) for node in there)
+    expected = bool(there) and (not rows or found == (Rows(0, rows),))
+    chosen = sources_of(key, told)
+    assert bool(chosen) == expected
+    used = [told[s.rank].offers[s.offer].source for s in chosen if s.offer >= 0]
+    assert not {int(name[1:]) for name in used} & set(living)
+    assert len(used) == len(set(used))
+
+
+def test_slots_here_and_there_are_as_many() -> None:
+    assert SLOTS == SNAPSHOT_SLOTS
