@@ -75,7 +75,7 @@ def push(cluster: Cluster, tls: PeerTls | None, mark: Mark = MARK) -> None:
 
 def fetch(cluster: Cluster, tls: PeerTls | None) -> bytes:
     with calling(cluster.address, tls=tls) as line:
-        mark = line.ask(Request(ASK, JOB), KEY)
+        mark = line.ask(Request(ASK, JOB), KEY).mark
     assert mark is not None
     body = bytearray(mark.num_bytes)
     with calling(cluster.address, tls=tls) as line:
