@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
+from elastic.core.copy_messages import DropCopy, KeepCopy
 from elastic.core.events.agent import CopiesChanged
-from elastic.core.messages import DropCopy, KeepCopy
 from elastic.runtime.peer_tls import PeerTls
 
 

@@ -26,6 +26,7 @@ from elastic.agent.logs import Logs
 from elastic.agent.processes import ChildProcesses, Launch
 from elastic.agent.pushing import Pushing
 from elastic.core.config import NS_PER_S, AgentConfig
+from elastic.core.copy_messages import Replicate
 from elastic.core.events.agent import (
     AgentEffect,
     AgentEvent,
@@ -44,7 +45,7 @@ from elastic.core.events.agent import (
 )
 from elastic.core.events.shared import Note, Tick
 from elastic.core.machine.agent import AgentMachine
-from elastic.core.messages import Assign, Replicate
+from elastic.core.messages import Assign
 from elastic.core.world import Node
 from elastic.errors import InvariantViolation, check
 from elastic.runtime.access import Access

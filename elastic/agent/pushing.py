@@ -26,8 +26,8 @@ import anyio
 
 from elastic.agent.arenas import Arenas
 from elastic.agent.copy_server import end
+from elastic.core.copy_messages import Replicate
 from elastic.core.events.agent import PushFailed
-from elastic.core.messages import Replicate
 from elastic.core.policy.replication import Bringing
 from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.world import JobId

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastic.core.copy_messages import CopyOrder, DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import AgentEvent, CopiesChanged, PushFailed
-from elastic.core.messages import CopyOrder, DropCopy, KeepCopy, Replicate
 from elastic.core.world import Assignment, Generation, HeldCopy, JobId, NodeId
 from elastic.testing.checkers import Checkers
 from elastic.testing.world import MS, S, Timeline

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import (
     Connected,
     ConnectionLost,
@@ -23,15 +24,7 @@ from elastic.core.machine.agent import AgentMachine
 from elastic.core.machine.agent_copies import ORPHANED_S
 from elastic.core.machine.copies import REFUSED_S
 from elastic.core.machine.transitions import ConnectionPhase
-from elastic.core.messages import (
-    CopiesHeld,
-    CopyFailed,
-    DropCopy,
-    Hello,
-    KeepCopy,
-    Replicate,
-    Welcome,
-)
+from elastic.core.messages import Hello, Welcome
 from elastic.core.policy import replication
 from elastic.core.policy.replication import NO_COPY, NO_NODE, Place, choose, is_fit
 from elastic.core.world import HeldCopy, JobId, Node, NodeId, WorkerId, WorkerPhase

@@ -19,8 +19,8 @@ from elastic.agent.arenas import Arenas
 from elastic.agent.copy_server import CONNECTIONS_MAX, CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.agent.pushing import Pushing
+from elastic.core.copy_messages import Replicate
 from elastic.core.events.agent import PushFailed
-from elastic.core.messages import Replicate
 from elastic.core.world import HeldCopy, JobId, NodeId
 from elastic.errors import NotAuthorized, PeerError, Refused
 from elastic.runtime import copy_wire

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.agent.copy_store import SLOTS, SOURCES_MAX, CopyStore
-from elastic.core.messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
+from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
 from elastic.core.policy import replication
 from elastic.core.policy.replication import NO_NODE, Bringing, Place, choose
 from elastic.core.policy.shares import Rows, chunk, merged
@@ -63,12 +63,12 @@ def test_a_nodes_rows_go_to(name: str) -> None:
 class Cluster:
     """Nodes with a slot each; a job of a sharded model trains on some, and wants copies."""
 
-    def __init__(self, nodes: str = "abc", trains: str = "ab") -> None:
+    def __init__(self, nodes: str = "abc", trains: str = "ab", least: int = 0) -> None:
         self.played = Coordinator()
         for name in nodes:
             self.join(name)
         self.told: list[tuple[str, Any]] = []
-        self.played.submit("j", len(trains))
+        self.played.submit("j", least or len(trains), len(trains))
         for name in trains:
             self.played.ready(f"{name}/1")
             self.hear()
@@ -152,6 +152,27 @@ def test_rows_of_a_group_that_is_over_stay_until_all_rows_of_the_next_are_copied
     assert cluster.dropped() == set()
     cluster.holds("b", ("d", 2, 12))
     assert cluster.dropped() == {("d", "a")}
+
+
+def test_rows_of_a_dead_node_stay_while_the_others_have_copies_of_its_group_only() -> None:
+    cluster = Cluster("abc", "abc", least=2)
+    cluster.holds("b", ("a", 1, 10))
+    cluster.holds("c", ("b", 1, 10))
+    cluster.holds("a", ("c", 1, 10))
+    cluster.played.disconnect("a")
+    cluster.told = []
+    cluster.played.advance(1)
+    cluster.hear()
+    for name in "bc":
+        cluster.played.ready(f"{name}/1")
+        cluster.hear()
+    cluster.train("bc")
+    assert cluster.orders() == {"b": "c:9", "c": "b:9"}
+    assert cluster.dropped() == set()
+    cluster.holds("b", ("a", 1, 10), ("c", 2, 12))
+    assert cluster.dropped() == set()
+    cluster.holds("c", ("b", 2, 12))
+    assert cluster.dropped() == {("b", "a")}
 
 
 # ------------------------------------------------------------------- how a node holds them

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.core.copy_messages import CopyOrder
 from elastic.core.events.shared import Note, Tick
 from elastic.core.messages import (
     AgentMessage,
     Assign,
     CoordinatorMessage,
-    CopyOrder,
     PipeToAgent,
     PipeToWorker,
 )

@@ -8,6 +8,7 @@ connection. A worker that was accepted is reported until the coordinator says to
 from __future__ import annotations
 
 from elastic.core.config import AgentConfig, ns
+from elastic.core.copy_messages import CopyFailed
 from elastic.core.events.agent import (
     AgentEffect,
     AgentEvent,
@@ -33,7 +34,6 @@ from elastic.core.machine.agent_processes import KILLABLE, Process, describe_exi
 from elastic.core.machine.story import Story, note
 from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
 from elastic.core.messages import (
-    CopyFailed,
     PipeToAgent,
     Pong,
     Probe,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.config import AgentConfig
+from elastic.core.copy_messages import CopiesHeld, CopyFailed
 from elastic.core.events.agent import AgentEffect
 from elastic.core.machine.agent_connection import Connection, Unacknowledged
 from elastic.core.machine.agent_copies import Copies
@@ -16,8 +17,6 @@ from elastic.core.machine.agent_processes import Processes
 from elastic.core.machine.agent_workers import Worker, Workers
 from elastic.core.machine.story import note
 from elastic.core.messages import (
-    CopiesHeld,
-    CopyFailed,
     DrainNotice,
     Hello,
     NodeHealth,

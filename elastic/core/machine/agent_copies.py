@@ -7,8 +7,8 @@ coordinator for long gives back what it holds, because nobody could come for it.
 from __future__ import annotations
 
 from elastic.core.config import ns
+from elastic.core.copy_messages import DropCopy
 from elastic.core.events.agent import AgentEffect, HandleCopy
-from elastic.core.messages import DropCopy
 from elastic.core.world import HeldCopy
 
 ORPHANED_S = 600.0

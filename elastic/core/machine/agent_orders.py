@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.cluster_messages import Drain
+from elastic.core.copy_messages import DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import HandleCopy, ShowStacks
 from elastic.core.machine.agent_books import AgentBooks
 from elastic.core.machine.agent_departure import EXIT_DRAINED, EXIT_REFUSED
@@ -17,17 +18,14 @@ from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
 from elastic.core.messages import (
     Announce,
     CoordinatorMessage,
-    DropCopy,
     DumpStacks,
     ForgetWorker,
-    KeepCopy,
     LeaveGroup,
     Preemption,
     Probe,
     ProbeAck,
     Refusal,
     Release,
-    Replicate,
     ReportAck,
     SaveState,
     StartWorker,

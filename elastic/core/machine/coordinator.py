@@ -9,6 +9,7 @@ and a list of events replay it exactly.
 from __future__ import annotations
 
 from elastic.core.config import CoordinatorConfig, ns
+from elastic.core.copy_messages import CopiesHeld
 from elastic.core.events.coordinator import (
     AgentConnected,
     AgentDisconnected,
@@ -44,7 +45,7 @@ from elastic.core.machine import (
 from elastic.core.machine.jobs import Cluster, JobState, restore
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.story import Story
-from elastic.core.messages import CopiesHeld, ProbeAck, Progress, Pulse
+from elastic.core.messages import ProbeAck, Progress, Pulse
 from elastic.core.policy import placement
 from elastic.core.view import ClusterView
 from elastic.core.world import JobPhase, Node, NodeId, NodePhase

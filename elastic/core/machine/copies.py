@@ -14,10 +14,10 @@ import hashlib
 from collections.abc import Sequence
 
 from elastic.core.config import ns
+from elastic.core.copy_messages import CopyFailed, CopyOrder, DropCopy, KeepCopy, Replicate
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.nodes import NodeState
-from elastic.core.messages import CopyFailed, CopyOrder, DropCopy, KeepCopy, Replicate
 from elastic.core.policy import replication
 from elastic.core.policy.replication import NO_NODE, Place
 from elastic.core.world import ALL_ALIKE, HeldCopy, JobId, NodeId
@@ -208,8 +208,14 @@ def _drop_superfluous(cluster: Cluster, job: JobState) -> None:
 
 
 def _base(job: JobState) -> replication.Age:
-    """Return the oldest of the copies that are wanted, `NO_COPY` before all of them have come."""
+    """Return the oldest of the copies that are wanted, `NO_COPY` before all of them have come.
+
+    Rows of a group that is over are none of those: without the rows of all its nodes, of which some
+    may be lost, they are worth nothing.
+    """
     ages = [job.copies.newest(at, source) for source, (at, _) in job.copies.holders.items()]
+    if job.copies.is_sharded:
+        ages = [age if age[0] == job.generation else replication.NO_COPY for age in ages]
     return min(ages, default=replication.NO_COPY)
 
 

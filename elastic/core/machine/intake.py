@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from elastic.core.cluster_messages import Drain
 from elastic.core.config import ns
+from elastic.core.copy_messages import CopiesHeld, CopyFailed
 from elastic.core.events.coordinator import (
     AgentConnected,
     AgentDisconnected,
@@ -30,8 +31,6 @@ from elastic.core.machine.settle import (
 from elastic.core.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
-    CopiesHeld,
-    CopyFailed,
     DrainNotice,
     ForgetWorker,
     Hello,

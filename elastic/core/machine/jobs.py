@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from elastic.core.config import CoordinatorConfig, JobSpec
+from elastic.core.copy_messages import Replicate
 from elastic.core.events.coordinator import CoordinatorEffect, JobRecord
 from elastic.core.machine.nodes import NodeBook, NodeState
 from elastic.core.machine.story import note
 from elastic.core.machine.transitions import JOB, check_move
-from elastic.core.messages import Replicate
 from elastic.core.policy.claims import Grant
 from elastic.core.policy.failure import History
 from elastic.core.policy.hang import Sight

@@ -1,0 +1,80 @@
+"""What coordinator and agents tell each other of copies of a job's state on other nodes.
+
+Rule: as in `messages`: what is told is all of it, so that the newest one counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic.core.world import ALL_ALIKE, NO_GENERATION, Generation, HeldCopy, JobId, NodeId
+
+# ---------------------------------------------------------------- agent -> coordinator
+
+
+@dataclass(frozen=True)
+class CopiesHeld:
+    """All that this node holds for others now; said when it changes."""
+
+    copies: tuple[HeldCopy, ...]
+
+
+@dataclass(frozen=True)
+class CopyFailed:
+    """This node could not bring a copy of a job's state to the node that it was told to."""
+
+    job_id: JobId
+    node_id: NodeId
+    reason: str
+
+
+# ---------------------------------------------------------------- coordinator -> agent
+
+
+@dataclass(frozen=True)
+class KeepCopy:
+    """Take copies of this job's state from whoever has the key, and give them; one lies here.
+
+    Attributes:
+        key: a secret; the newest one counts.
+    """
+
+    job_id: JobId
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class DropCopy:
+    """Free what is held for this job, and take nothing for it any more.
+
+    Attributes:
+        source: free what this node has brought, and go on taking; "" for all.
+    """
+
+    job_id: JobId
+    reason: str
+    source: NodeId = ALL_ALIKE
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Bring snapshots of this job's state, which this node takes, to another node.
+
+    Attributes:
+        node_id, address: where to; "" to stop.
+        key: a secret.
+        every_n_steps: how often, >= 1.
+        source: this node, if every node has rows of its own; "" if all have the same.
+        generation: snapshots of earlier groups are not brought.
+    """
+
+    job_id: JobId
+    node_id: NodeId
+    address: str
+    key: str = field(repr=False)
+    every_n_steps: int
+    source: NodeId = ALL_ALIKE
+    generation: Generation = NO_GENERATION
+
+
+CopyOrder = KeepCopy | DropCopy | Replicate
