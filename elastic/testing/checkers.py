@@ -13,6 +13,7 @@ from elastic.core.config import JobSpec
 from elastic.core.world import Assignment, Generation, JobId, NodeId, WorkerId
 from elastic.errors import ElasticError
 from elastic.testing.crowd_checks import CrowdChecks
+from elastic.testing.row_checks import RowChecks
 
 
 class CheckFailed(ElasticError):
@@ -44,6 +45,7 @@ class Checkers:
         leaders: who led under each term.
         obeyed_terms: the newest term that each life of an agent took orders under.
         crowd: what users did with several jobs, for the properties of queue, pause and cordon.
+        rows: the copies of sharded runs.
         copied: the newest copy of each job that a node ever took: generation and steps.
         is_gentle: nothing happens to this cluster but what was announced in good time.
         reached: the last step of each job's newest group.
@@ -62,6 +64,7 @@ class Checkers:
     obeyed_terms: dict[tuple[NodeId, int], int] = field(default_factory=dict)
     crowd: CrowdChecks = field(default_factory=CrowdChecks)
     copied: dict[JobId, dict[NodeId, tuple[Generation, int]]] = field(default_factory=dict)
+    rows: RowChecks = field(default_factory=RowChecks)
     is_gentle: bool = False
     reached: dict[JobId, int] = field(default_factory=dict)
     notices: int = 0

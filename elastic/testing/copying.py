@@ -6,13 +6,15 @@ workers make steps, and a way between the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic.core.copy_messages import CopyOrder, DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import AgentEvent, CopiesChanged, PushFailed
+from elastic.core.policy.replication import Bringing
 from elastic.core.world import Assignment, Generation, HeldCopy, JobId, NodeId
 from elastic.testing.checkers import Checkers
+from elastic.testing.shards import Shards, Snapshot
 from elastic.testing.world import MS, S, Timeline
 
 LOOK_NS = 200 * MS
@@ -47,6 +49,9 @@ class Copying:
         self.timeline, self.checkers = timeline, checkers
         self.trained = trained
         self.desks: dict[str, CopyDesk] = {}
+        self.shards = Shards(
+            timeline, checkers, lambda: tuple(d.node_id for d in self.desks.values() if d.is_up())
+        )
         self._uncopied_since: dict[JobId, tuple[Generation, int]] = {}
 
     def fetch(self, assignment: Assignment) -> int:
@@ -57,6 +62,22 @@ class Copying:
             found.append(held[1] if held is not None else 0)
         return max(found)
 
+    def go_on(self, assignment: Assignment, nodes: Sequence[NodeId], stored: int) -> int:
+        """Return the steps that a group of a sharded model on these nodes goes on from.
+
+        Args:
+            assignment: of one of its members.
+            nodes: of all.
+            stored: steps of the newest checkpoint in storage.
+        """
+        desks = [self.desks[address] for address in assignment.copies]
+        key, job_id = assignment.copies_key, assignment.job_id
+        holders = {desk.node_id for desk in desks if desk.may_give(job_id, key)}
+        steps = self.shards.forms(job_id, assignment.generation, nodes, holders)
+        if stored > steps:
+            self.shards.from_storage(job_id, stored)
+        return max(steps, stored)
+
     def held(self, job_id: JobId) -> dict[NodeId, Age]:
         """Return who holds a copy of a job."""
         return {d.node_id: d.held[job_id] for d in self.desks.values() if job_id in d.held}
@@ -66,13 +87,11 @@ class Copying:
         now_ns = self.timeline.now_ns
         for job_id in job_ids:
             trained = self.trained(job_id)
-            free = [
-                d for d in self.desks.values()
-                if trained is not None and d.node_id not in trained.nodes and d.is_up()
-            ]  # fmt: skip
-            is_late = trained is not None and trained.steps_done >= STEPS_MIN and bool(free)
-            generations = [age[0] for age in self.held(job_id).values()]
-            if trained is None or not is_late or trained.age[0] in generations:
+            if (
+                trained is None
+                or trained.steps_done < STEPS_MIN
+                or self._is_copied(job_id, trained)
+            ):
                 self._uncopied_since.pop(job_id, None)
                 continue
             generation, since_ns = self._uncopied_since.get(job_id, (0, 0))
@@ -80,6 +99,14 @@ class Copying:
                 self._uncopied_since[job_id] = (trained.age[0], now_ns)
             elif now_ns - since_ns > UNCOPIED_NS:
                 self.checkers.never_copied(job_id, trained.age[0])
+
+    def _is_copied(self, job_id: JobId, trained: Trained) -> bool:
+        """Return whether its newest group has the copies that it could have."""
+        up = [desk.node_id for desk in self.desks.values() if desk.is_up()]
+        if job_id in self.shards.runs:
+            return len(up) < 2 or self.shards.is_protected(job_id)
+        generations = [age[0] for age in self.held(job_id).values()]
+        return not set(up) - set(trained.nodes) or trained.age[0] in generations
 
 
 class CopyDesk:
@@ -120,6 +147,7 @@ class CopyDesk:
     def died(self) -> None:
         """The agent is gone, and its memory."""
         self.held, self._keys, self._orders = {}, {}, {}
+        self._copying.shards.died(self.node_id)
 
     def perform(self, order: CopyOrder) -> None:
         """Do what the agent's machine says."""
@@ -127,6 +155,10 @@ class CopyDesk:
         if isinstance(order, KeepCopy):
             self._keys[job_id] = order.key
         elif isinstance(order, DropCopy):
+            if self._copying.shards.freed(job_id, self.node_id, order.source):
+                self._post(CopiesChanged(self._all()))
+            if order.source:
+                return
             self._keys.pop(job_id, None)
             age = self.held.pop(job_id, None)
             if age is not None:
@@ -134,9 +166,12 @@ class CopyDesk:
                 self._post(CopiesChanged(self._all()))
         elif not order.address:
             self._orders.pop(job_id, None)
+            self._show(job_id, Bringing.OFF)
         elif self._orders.get(job_id) != order:
             self._orders[job_id] = order
-            self._copying.timeline.after(LOOK_NS, self._look, order, None, 0)
+            self._show(job_id, Bringing.ON)
+            look = self._look_at_rows if order.source else self._look
+            self._copying.timeline.after(LOOK_NS, look, order, None, 0)
 
     def take(self, job_id: JobId, key: str, age: Age, source: NodeId) -> bool:
         """A copy comes; returns whether it is taken."""
@@ -148,12 +183,63 @@ class CopyDesk:
         self._post(CopiesChanged(self._all()))
         return True
 
+    def take_rows(self, job_id: JobId, key: str, one: Snapshot, source: NodeId) -> bool:
+        """A copy of a node's rows comes; returns whether it is taken."""
+        if not self.may_give(job_id, key):
+            return False
+        run = self._copying.shards.runs[job_id]
+        known = run.copies.get((self.node_id, source), {}).values()
+        if any(other.generation > one.generation for other in known):
+            return False
+        if one not in known:
+            self._copying.shards.taken(job_id, self.node_id, source, one)
+            self._post(CopiesChanged(self._all()))
+        return True
+
+    def may_give(self, job_id: JobId, key: str) -> bool:
+        """Return whether this agent answers those who have the key."""
+        return self._keys.get(job_id) == key and self.is_up()
+
     def give(self, job_id: JobId, key: str) -> Age | None:
         """A worker fetches; returns what it gets."""
-        return self.held.get(job_id) if self._keys.get(job_id) == key and self.is_up() else None
+        return self.held.get(job_id) if self.may_give(job_id, key) else None
+
+    def jobs(self) -> set[JobId]:
+        """Return whose copies it holds."""
+        return {copy.job_id for copy in self._all()}
 
     def _all(self) -> tuple[HeldCopy, ...]:
-        return tuple(HeldCopy(job_id, *age) for job_id, age in self.held.items())
+        whole = tuple(HeldCopy(job_id, *age) for job_id, age in self.held.items())
+        return (*whole, *self._copying.shards.held(self.node_id))
+
+    def _show(self, job_id: JobId, bringing: Bringing) -> None:
+        """Let the workers see whether their rows are brought to another node."""
+        run = self._copying.shards.runs.get(job_id)
+        if run is not None:
+            run.bringing[self.node_id] = bringing
+
+    def _look_at_rows(self, order: Replicate, last: Snapshot | None, failing_ns: int) -> None:
+        """Push this node's newest rows, and look again; ends with its order."""
+        job_id, now_ns = order.job_id, self._copying.timeline.now_ns
+        if self._orders.get(job_id) is not order:
+            return
+        if not self._has_memory(job_id):
+            del self._orders[job_id]
+            return
+        one = self._copying.shards.to_push(job_id, self.node_id, order.generation)
+        if self.is_up() and one is not None and one != last:
+            holder = self._copying.desks[order.address]
+            if holder.take_rows(job_id, order.key, one, self.node_id):
+                self._copying.shards.runs[job_id].arrived[self.node_id] = one
+                self._show(job_id, Bringing.ON)
+                last, failing_ns = one, 0
+            elif not failing_ns:
+                failing_ns = now_ns
+            elif now_ns - failing_ns >= PATIENCE_NS:
+                failing_ns = now_ns
+                self._show(job_id, Bringing.OFF)
+                self._post(PushFailed(job_id, order.node_id, "no answer"))
+        self._copying.timeline.after(LOOK_NS, self._look_at_rows, order, last, failing_ns)
 
     def _look(self, order: Replicate, last: Age | None, failing_ns: int) -> None:
         """Push what is newer than what was pushed, and look again; ends with its order."""

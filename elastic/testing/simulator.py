@@ -285,6 +285,7 @@ class Simulation:
             # Of these runs all want copies, and last long enough for what must come about.
             every = rng.choice([1, 5, 20])
             script = replace(script, copies_every=every, steps=max(300, script.steps))
+            script = replace(script, is_sharded=self.seed % 8 == 6)
         self._enter(spec, script, self.timeline.between(0, 20 * S))
         if self.timeline.chance(0.15):
             moment = self.timeline.between(20 * S, 60 * S)
@@ -362,7 +363,7 @@ class Simulation:
                     return f"worker {process.worker_id} of an ended job still runs"
             if agent.machine is not None and self.told_to_leave.get(agent.node_id) == agent.life:
                 return f"node {agent.node_id}, which an operator wants to leave, is still there"
-            for job_id in agent.copies.held:
+            for job_id in sorted(agent.copies.jobs()):
                 if job_id in self.checkers.ended:
                     return f"node {agent.node_id} holds a copy of {job_id}, which has ended"
         return ""

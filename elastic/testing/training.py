@@ -68,6 +68,7 @@ class Script:
         raise_at: the step at which user code raises in rank 0, -1 for never.
         raises: how often it does so before it is "fixed".
         copies_every: steps between two copies on another node, 0 for none.
+        is_sharded: every node has rows of its own.
     """
 
     steps: int
@@ -76,6 +77,7 @@ class Script:
     raise_at: int = -1
     raises: int = 0
     copies_every: int = 0
+    is_sharded: bool = False
 
 
 @dataclass
@@ -85,7 +87,7 @@ class SimGroup:
     job_id: JobId
     generation: Generation
     world_size: int
-    leader_address: str
+    assignment: Assignment
     waiting: dict[int, SimProcess] = field(default_factory=dict)
     members: dict[int, SimProcess] = field(default_factory=dict)
     inside: set[int] = field(default_factory=set)
@@ -118,12 +120,11 @@ class DataPlane:
                 assignment.job_id,
                 assignment.generation,
                 assignment.world_size,
-                assignment.leader_address,
+                assignment,
             )
-            found = _step_of(assignment.checkpoint), self.copying.fetch(assignment)
-            group.step = group.first_step = max(found)
             self.groups[key] = group
-            self.checkers.begins(*key, group.step, assignment.cause)
+            if not self.scripts[group.job_id].is_sharded:
+                self._begin(group, self.copying.fetch(assignment))
         group.waiting[assignment.rank] = process
         self.try_form(group)
 
@@ -134,6 +135,10 @@ class DataPlane:
         if any(not p.moves() for p in group.waiting.values()):
             return
         group.members = dict(sorted(group.waiting.items()))
+        if self.scripts[group.job_id].is_sharded:
+            nodes = [process.node_id for process in group.members.values()]
+            stored = _step_of(group.assignment.checkpoint)
+            self._begin(group, self.copying.go_on(group.assignment, nodes, stored))
         self.checkers.group_formed(
             group.job_id,
             group.generation,
@@ -142,6 +147,12 @@ class DataPlane:
         for process in group.members.values():
             delay = self.timeline.between(MS, 15 * MS)
             self.timeline.after(delay, process.answer_main, GroupFormed(group.generation))
+
+    def _begin(self, group: SimGroup, copied: int) -> None:
+        """Go on from storage, or from memory that has so many steps."""
+        group.step = group.first_step = max(_step_of(group.assignment.checkpoint), copied)
+        cause = group.assignment.cause
+        self.checkers.begins(group.job_id, group.generation, group.step, cause)
 
     def group_of(self, process: SimProcess) -> SimGroup | None:
         """Return the group that a process trains in, None if it is in none that still stands."""
@@ -164,8 +175,9 @@ class DataPlane:
         """A main thread is inside the train function."""
         group = self.groups[(assignment.job_id, assignment.generation)]
         group.inside.add(assignment.rank)
-        if self.scripts[group.job_id].copies_every:
-            process.tell_machine(CopiesWanted(self.scripts[group.job_id].copies_every))
+        script = self.scripts[group.job_id]
+        if script.copies_every:
+            process.tell_machine(CopiesWanted(script.copies_every, script.is_sharded))
         if group.is_over:
             process.break_out(assignment.generation)
         else:
@@ -196,6 +208,11 @@ class DataPlane:
         script = self.scripts[group.job_id]
         group.step += 1
         self.checkers.stepped(group.job_id, group.generation, group.step)
+        if script.is_sharded:
+            nodes = [process.node_id for process in group.members.values()]
+            self.copying.shards.stepped(
+                group.job_id, script.copies_every, nodes, step=group.step, first=group.first_step
+            )
         self._save_if_wished(group)
         if group.step == script.raise_at and self.raised.get(group.job_id, 0) < script.raises:
             self.raised[group.job_id] = self.raised.get(group.job_id, 0) + 1

@@ -406,6 +406,43 @@ def frees_a_copy_when_another_node_is_chosen(patch: Patch) -> None:
 
 
 @bug
+def frees_rows_once_one_node_has_newer_ones(patch: Patch) -> None:
+    """The others of the group before are then worth nothing, and those of this not all there."""
+
+    def base(job: Any) -> Any:
+        newest = [job.copies.newest(at, source) for source, (at, _) in job.copies.holders.items()]
+        return max(newest, default=replication.NO_COPY)
+
+    patch.setattr(copies, "_base", base)
+
+
+@bug
+def takes_rows_of_the_group_before_for_newer_ones(patch: Patch) -> None:
+    """Those of a node that has died are then freed at the moment when they are needed."""
+
+    def base(job: Any) -> Any:
+        newest = [job.copies.newest(at, source) for source, (at, _) in job.copies.holders.items()]
+        return min(newest, default=replication.NO_COPY)
+
+    patch.setattr(copies, "_base", base)
+
+
+@bug
+def takes_the_next_snapshot_before_all_rows_have_arrived(patch: Patch) -> None:
+    """Nodes then have two of other steps than the copies of the one that dies."""
+    patch.setattr(replication, "is_awaited", lambda way: Decision(False, "why wait"))
+
+
+@bug
+def lets_a_node_hold_its_own_rows(patch: Patch) -> None:
+    """They go with it."""
+    honest = replication.is_fit
+    patch.setattr(
+        replication, "is_fit", lambda place, now_ns, source="": honest(place, now_ns, "x")
+    )
+
+
+@bug
 def keeps_copies_of_jobs_that_have_ended(patch: Patch) -> None:
     """Nobody tells the nodes."""
     patch.setattr(copies, "end", lambda cluster, job: None)
