@@ -48,8 +48,11 @@ def leave(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("harm", "epoch", "says"),
-    [(leave, 2, ""), (flip, 1, "changed: checksum"), (tear, 1, "truncated: 100 bytes")],
-)
+    [
+        (leave, 2, ""), (flip, 1, "changed: checksum"),
+        pytest.param(tear, 1, "truncated: 100 bytes", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_the_same_script_goes_on_at_the_newest_checkpoint_that_is_sound(
     start: Start, tmp_path: Path, harm: Callable[[Path], None], epoch: int, says: str
 ) -> None:
