@@ -55,6 +55,8 @@ UNANSWERED = {
     # "too many requests"; a full disk has the same code and is told apart by its text.
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+SIGNS_OF_TLS = ("Socket closed", "TSI_", "SSL_ERROR", "WRONG_VERSION_NUMBER")
+"""How gRPC puts it that one side spoke TLS and the other did not, or trusted somebody else."""
 NO_SPACE = "database space exceeded"
 # etcd reports these as invalid arguments.
 LOGIN_NEEDED = ("user name is empty", "authentication failed", "user name not found")
@@ -125,7 +127,7 @@ class Patience:
             raise StoreUnavailable(
                 f"etcd did not answer a {self._what} within {self._total_s:g} s and {self._tries} "
                 f"tries (last: {self._said}); whether it took effect is not known; see that a "
-                f"majority of its members runs and can be reached"
+                f"majority of its members runs and can be reached{_hint(self._said)}"
             )
         return min(TRY_S, left)
 
@@ -135,6 +137,16 @@ class Patience:
         self._said = str(error)
         left = self._until - time.monotonic()
         await asyncio.sleep(max(0.0, min(pause_s(self._tries, self._endpoints), left)))
+
+
+def _hint(said: str) -> str:
+    """Return what to do about a failure that looks like one of TLS, "" for others."""
+    if not any(sign in said for sign in SIGNS_OF_TLS):
+        return ""
+    return (
+        "; if they speak TLS, pass --store-ca, and --store-cert and --store-key where they ask for "
+        "a certificate, of the authority that they were set up with"
+    )
 
 
 def pause_s(tries: int, endpoints: int) -> float:
