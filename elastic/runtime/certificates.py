@@ -72,7 +72,7 @@ def read_shown(data: bytes) -> Shown:
             uris = ()
         until_ns = int(cert.not_valid_after_utc.timestamp()) * NS_PER_S
         return Shown(cert.issuer.public_bytes(), cert.serial_number, until_ns, uris)
-    except ValueError as error:
+    except Exception as error:  # Whatever the parser makes of strange bytes.
         raise ConfigError(f"a certificate that cannot be read: {error}") from error
 
 
@@ -137,7 +137,6 @@ def read_revoked(path: Path, ca: Path) -> dict[tuple[bytes, int], int]:
         ConfigError: it cannot be read, is damaged, or nobody in `ca` has signed it.
     """
     from cryptography import x509
-    from cryptography.exceptions import UnsupportedAlgorithm
 
     text = read_pem(path)
     try:
@@ -152,7 +151,7 @@ def read_revoked(path: Path, ca: Path) -> dict[tuple[bytes, int], int]:
                 found[one.issuer.public_bytes(), entry.serial_number] = moment_ns
         if not lists:
             raise ValueError("it holds no list")
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+    except Exception as error:  # Whatever the parser makes of strange bytes.
         raise ConfigError(
             f"list of revoked certificates {path}: {error}; expected what 'elastic-coord certs "
             f"revoke' wrote for the authority in {ca}"

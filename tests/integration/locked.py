@@ -29,8 +29,10 @@ def authority(folder: Path) -> Path:
     return folder
 
 
-def certificate(folder: Path, name: str, role: Role, days: float = 1) -> Access:
-    made = issue(folder, Wanted(name=name, role=role, days=days), NOW)
+def certificate(
+    folder: Path, name: str, role: Role, days: float = 1, hosts: tuple[str, ...] = ()
+) -> Access:
+    made = issue(folder, Wanted(name=name, role=role, days=days, hosts=hosts), NOW)
     return find_access(folder=str(made))
 
 
