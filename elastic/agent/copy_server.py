@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 16
 """Of those who have shown a job's secret."""
+ROOM_S = 3.0
+"""How long one of them waits for another to end; less than what it waits for an answer."""
 STRANGERS_MAX = 64
 """Of those who have not, yet. Who has something to show does so within some round trips."""
 CROWD_PAUSE_S = 0.005
@@ -175,7 +177,7 @@ class CopyServer:
         """Do what somebody asks who has the job's secret."""
         with self._lock:
             self._strangers.pop(sock, None)
-        if not self._room.acquire(blocking=False):
+        if not self._room.acquire(timeout=ROOM_S):
             line.answer(key, refused=f"{CONNECTIONS_MAX} copies are being brought or fetched here")
             return
         try:
