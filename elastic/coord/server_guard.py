@@ -242,7 +242,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 finally:
                     del self._calls[call]
             if call.over:
-                raise NotAuthorized(f"{call.over}, while a call went on")
+                raise NotAuthorized(f"a call was ended: {call.over}")
         except ElasticError as error:
             kind = type(error).__name__
             # Users ask again and again while nobody leads; that is said once, by who led.
