@@ -13,7 +13,9 @@ whether or not somebody waits for it already.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import secrets
 import select
 import socket
@@ -151,12 +153,8 @@ class Mesh:
         """
         deadline = time.monotonic() + limit_s
         for other in range(rank):
-            door = doors[other]
-            family = socket.AF_INET6 if ":" in door.address else socket.AF_INET
-            sock = self._tracked(socket.socket(family))
-            sock.settimeout(_left_s(deadline))
-            sock.connect((door.address, door.port))
-            sock.sendall(HELLO.pack(door.token, rank))
+            sock = self._connected(doors[other], deadline)
+            sock.sendall(HELLO.pack(doors[other].token, rank))
             self._peers[other] = _Peer(other, sock)
         while len(self._peers) < len(doors) - 1:
             self._listener.settimeout(_left_s(deadline))
@@ -170,6 +168,29 @@ class Mesh:
         for peer in self._peers.values():
             peer.sock.setblocking(False)
             peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _connected(self, door: Door, deadline: float) -> socket.socket:
+        """Return a connection that `cut` ends at any moment, also while it comes about.
+
+        Begun under the lock: a socket that has not begun to connect cannot be shut down, and
+        would wait for somebody who is gone when it did.
+        """
+        sock = socket.socket(socket.AF_INET6 if ":" in door.address else socket.AF_INET)
+        sock.setblocking(False)
+        with self._lock:
+            self._socks.append(sock)
+            is_cut = self._is_cut
+            code = errno.ECONNABORTED if is_cut else sock.connect_ex((door.address, door.port))
+        if code == errno.EINPROGRESS:
+            poll = select.poll()
+            poll.register(sock, select.POLLOUT)
+            code = errno.ETIMEDOUT
+            if poll.poll(_left_s(deadline) * 1e3):
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code or self._is_cut:
+            raise OSError(code or errno.ECONNABORTED, os.strerror(code or errno.ECONNABORTED))
+        sock.settimeout(_left_s(deadline))
+        return sock
 
     def _tracked(self, sock: socket.socket) -> socket.socket:
         """Let `cut` know of a socket."""

@@ -194,7 +194,7 @@ def test_a_cut_frees_whoever_connects(rank: int) -> None:
             began = time.monotonic()
             while len(mesh._socks) < 1 + rank:
                 assert time.monotonic() - began < DEADLINE_S
-            mesh.cut()
+            mesh.cut()  # Also between two lines of `join`: it must not connect after this.
             with pytest.raises(OSError, match=r"."):
                 joining.result(DEADLINE_S)
             assert time.monotonic() - began < DEADLINE_S / 2
