@@ -17,6 +17,7 @@ from elastic.core.config import check_name
 from elastic.errors import NameTaken, UsageError
 
 NS_PER_MS = 1_000_000
+WORDS_CHARS = 64
 
 
 @contextmanager
@@ -54,11 +55,22 @@ def hold_node(run_dir: Path, node_id: str, unix_ns: int) -> Iterator[int]:
             ) from error
         pid, last = read_words(fd)
         incarnation = max(unix_ns // NS_PER_MS, last + 1)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()} {incarnation}\n".encode(), 0)
+        try:
+            _write_words(fd, f"{os.getpid()} {incarnation}")
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error}; pass another --run-dir") from error
         yield incarnation
     finally:
         os.close(fd)
+
+
+def _write_words(fd: int, words: str) -> None:
+    """Replace what the file says, at no moment by nothing: a clock that was set back counts on it.
+
+    In place and of one length, so that a full disk does not hinder it either.
+    """
+    os.pwrite(fd, f"{words:<{WORDS_CHARS - 1}}\n".encode(), 0)
+    os.ftruncate(fd, WORDS_CHARS)
 
 
 def read_words(fd: int) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from elastic.agent import processes as processes_module
 from elastic.agent.follow import Followers
 from elastic.agent.kernel import process_state, session_members
 from elastic.agent.logs import LogLimits, Logs
-from elastic.agent.node_lock import hold_node
+from elastic.agent.node_lock import WORDS_CHARS, hold_node
 from elastic.agent.processes import ChildProcesses, Launch
 from elastic.core.config import JobSpec
 from elastic.core.events.agent import (
@@ -433,3 +433,8 @@ def test_a_later_life_has_a_greater_number_also_when_the_clock_falls(private: Pa
         assert first == 5
     with hold_node(private, "n1", 1_000_000) as second:
         assert second == 6
+    words = (private / "agent-n1.lock").read_text()
+    with hold_node(private, "n1", 1_000_000) as third:
+        assert third == 7
+    # Written in place: at no moment is it empty, whenever a kill or a full disk comes.
+    assert len((private / "agent-n1.lock").read_text()) == len(words) == WORDS_CHARS

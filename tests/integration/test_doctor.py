@@ -57,6 +57,14 @@ def test_a_machine_that_trains_is_fit_and_the_coordinator_lets_it_in(
     assert cluster.view().nodes == (), "asking registers nothing"
 
 
+def test_the_agents_own_tls_flags_are_the_doctors(cluster: LocalCluster, tmp_path: Path) -> None:
+    _, checks, _ = doctor(
+        tmp_path, "--coord", cluster.address, "--tls-ca", str(tmp_path / "none.crt"),
+        f"--token-file={cluster.token_file}",
+    )  # fmt: skip
+    assert "none.crt" in checks["credentials"]["found"]
+
+
 def test_wrong_credentials_and_silence_are_failures_with_what_to_do(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from email.utils import format_datetime
 from pathlib import Path
+from typing import Any, cast
 
 import anyio
 import anyio.lowlevel
@@ -289,3 +291,20 @@ async def test_the_end_of_a_slurm_job_is_told_in_good_time() -> None:
         (notice,) = await watched.wait_for(1)
     assert notice == Notice("the time of SLURM job 77 is nearly over", end_s)
     assert time.time() >= end_s - 60.05
+
+
+class Growing:
+    """A file that says more at each look, and then no more."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+
+    def open(self, **options: Any) -> io.StringIO:
+        return io.StringIO(self.texts.pop(0) if len(self.texts) > 1 else self.texts[0])
+
+
+async def test_a_notice_is_read_when_its_writer_is_done() -> None:
+    said = '{"deadline_s": 120, "reason": "upgrade"}'
+    file = Growing("old", "", said[:5], said)
+    async with watching(WatchedFile(cast("Path", file), poll_s=POLL_S)) as watched:
+        assert await watched.wait_for(1) == [Notice("upgrade", within_s=120.0)]

@@ -14,7 +14,7 @@ from elastic.core.config import CoordinatorConfig, ns
 from elastic.core.events.agent import HealthFound, SendCoordinator
 from elastic.core.messages import NodeHealth
 from elastic.core.policy.health import is_fault, judge_faults
-from elastic.core.world import ExitCause, ExitKind
+from elastic.core.world import ExitCause, ExitKind, NodePhase
 from tests.unit.agent_under_test import of, reconnect, registered
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
 
@@ -107,6 +107,19 @@ def test_a_node_whose_workers_crash_again_and_again_is_left_alone_for_a_while() 
     assert coordinator.node("n2").reason == ""
     assert {w.node_id for w in coordinator.job("a").workers} == {"n1", "n2"}
     assert len(coordinator.noted("node_healthy")) == 1
+
+
+def test_a_link_that_breaks_does_not_make_a_node_well() -> None:
+    coordinator = with_a_faulty_node()
+    said = coordinator.node("n2").reason
+    coordinator.disconnect("n2")
+    coordinator.advance(20)
+    assert coordinator.node("n2").phase is NodePhase.LOST
+    coordinator.agent("n2")
+    assert coordinator.node("n2").reason == said
+    assert not coordinator.noted("node_healthy")
+    coordinator.advance(61)
+    assert coordinator.node("n2").reason == ""
 
 
 def test_an_operator_may_say_that_a_node_is_well_again() -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -60,7 +60,8 @@ def doctor(context: click.Context, /, output: str, **own: str) -> None:
         raise click.UsageError(str(error)) from error
     checks = look(folders, flags["host"], endpoints)
     for endpoint in endpoints:
-        step = partial(ask, endpoint, flags["token_file"], flags["tls_dir"])
+        single = {name: str(agents.get(f"tls_{name}") or "") for name in ("cert", "key", "ca")}
+        step = partial(ask, endpoint, flags["token_file"], flags["tls_dir"], single)
         checks += guarded(f"coordinator {endpoint}", step)
     if output == "json":
         click.echo(json.dumps([as_dict(check) for check in checks], indent=2))
@@ -102,10 +103,10 @@ def guarded(name: str, step: Callable[[], Check | list[Check]]) -> list[Check]:
     return found if isinstance(found, list) else [found]
 
 
-def ask(endpoint: str, token_file: str, tls_dir: str) -> list[Check]:
-    """Ask the coordinator."""
+def ask(endpoint: str, token_file: str, tls_dir: str, single: Mapping[str, str]) -> list[Check]:
+    """Ask the coordinator, with what the agent would show; `single` are TLS files by kind."""
     try:
-        access = find_access(token_file, folder=tls_dir)
+        access = find_access(token_file, folder=tls_dir, **single)
     except ElasticError as error:
         return [fail("credentials", str(error), "see the text")]
     return asyncio.run(network.check_coordinator(endpoint, access))

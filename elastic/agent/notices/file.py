@@ -21,6 +21,8 @@ import anyio
 from elastic.agent.notices.source import Notice, Tell
 
 POLL_S = 0.5
+SETTLE_S = 0.05
+SETTLE_LOOKS_MAX = 20
 TEXT_CHARS_MAX = 4096
 ANNOTATION = "elastic-torch/drain"
 
@@ -50,12 +52,26 @@ class WatchedFile:
             before = None  # A drain that was asked for before this agent came is meant for it too.
         while True:
             text = await anyio.to_thread.run_sync(self._text, abandon_on_cancel=True)
+            if text != before:
+                text = await self._settled(text)
             if text is not None and text != before:
                 notice = read(text)
                 if notice is not None:
                     tell(notice)
             before = text
             await anyio.sleep(self.poll_s)
+
+    async def _settled(self, text: str | None) -> str | None:
+        """Return what the file says once that stays so: whoever writes it may not be done.
+
+        Half of what it will say may name no time, and the time of a notice never grows.
+        """
+        for _ in range(SETTLE_LOOKS_MAX):
+            await anyio.sleep(SETTLE_S)
+            before, text = text, await anyio.to_thread.run_sync(self._text, abandon_on_cancel=True)
+            if text == before:
+                break
+        return text
 
     def _text(self) -> str | None:
         """Return what the file says, None if there is none that can be read."""

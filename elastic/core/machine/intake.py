@@ -133,10 +133,17 @@ def _enter(cluster: Cluster, event: AgentConnected) -> NodeState:
     if state is None or state.phase in (NodePhase.LOST, NodePhase.LEFT):
         serial = state.last_serial if state is not None else cluster.first_serial
         copies_before = state.copies if state is not None else ()
-        state = NodeState(
-            node, NodePhase.READY, cluster.now_ns, last_serial=serial, copies=copies_before
+        before, state = (
+            state,
+            NodeState(
+                node, NodePhase.READY, cluster.now_ns, last_serial=serial, copies=copies_before
+            ),
         )
         book.nodes[node.node_id] = state
+        if before is not None and before.node.incarnation == node.incarnation:
+            # Only its link was gone: what is wrong with it is wrong with it still.
+            state.faults, state.faulty_why = before.faults, before.faulty_why
+            state.faulty_until_ns = before.faulty_until_ns
     elif not state.unconfirmed and state.node.incarnation != node.incarnation:
         lose_node_workers(cluster, state, "its agent was started anew")
         state.draining, state.released, state.leave_by_ns = False, False, None
