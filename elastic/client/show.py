@@ -24,6 +24,8 @@ from elastic.core.view import JobView, NodeView
 from elastic.wire.codec_jobs import ClusterStatus
 
 NS_PER_S = 1e9
+COPIES_SHOWN = 4
+"""Of a job, in a line; a sharded model has one for each of its nodes."""
 PHASE_COLOURS = {
     "ready": "green", "running": "green", "succeeded": "green", "training": "green",
     "finished": "green", "pending": "yellow", "draining": "yellow", "disconnected": "yellow",
@@ -118,6 +120,16 @@ def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
             }
             for worker in view.workers
         ],
+        "copies": [
+            {
+                "node": copy.node_id,
+                "source": copy.source,
+                "generation": copy.generation,
+                "step": copy.steps,
+                "since_s": _age_s(now_ns, copy.since_ns),
+            }
+            for copy in view.copies
+        ],
     }
 
 
@@ -142,6 +154,9 @@ def print_cluster(status: ClusterStatus, console: Console) -> None:
         told = (f"{each.node_id} ({each.reason or 'by an operator'})" for each in absent)
         console.print(escape(f"cordoned: {', '.join(told)}"))
     print_jobs(status.view.jobs, status.view.now_ns, console)
+    for job in status.view.jobs:
+        if line := copies_line(job, status.view.now_ns):
+            console.print(escape(f"copies of {job.record.spec.name}: {line}"))
 
 
 def print_nodes(nodes: tuple[NodeView, ...], now_ns: int, console: Console) -> None:
@@ -205,6 +220,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
         ("priority", _priority(view)),
         ("metrics", metrics_line(parsed_metrics(record.metrics))),
         ("checkpoint", record.checkpoints[-1].path if record.checkpoints else ""),
+        ("copies", copies_line(view, now_ns)),
         (
             "failures",
             f"{record.failures}, max_failures={spec.max_failures}" if record.failures else "",
@@ -231,6 +247,18 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
             str(report.pid or "-"),
         )
     console.print(table)
+
+
+def copies_line(view: JobView, now_ns: int) -> str:
+    """Return where copies of a job's state lie, "" for nowhere: "n1 → n2 step 400 (3.0 s ago)"."""
+    told = [
+        f"{copy.source} → {copy.node_id} step {copy.steps} ({duration(now_ns - copy.since_ns)} ago)"
+        if copy.source
+        else f"{copy.node_id} step {copy.steps} ({duration(now_ns - copy.since_ns)} ago)"
+        for copy in view.copies
+    ]
+    more = len(told) - COPIES_SHOWN
+    return ", ".join(told[:COPIES_SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
 def failure_text(view: JobView) -> str:

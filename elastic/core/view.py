@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.core.events.coordinator import Cordon, JobRecord
-from elastic.core.world import Node, NodeId, NodePhase, WorkerReport
+from elastic.core.world import Generation, Node, NodeId, NodePhase, WorkerReport
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,36 @@ class WorkerView:
 
 
 @dataclass(frozen=True)
+class CopyView:
+    """A copy of a job's state in the memory of another node.
+
+    Attributes:
+        node_id: where it lies.
+        source: the node that sends it now, or whose rows it has; "" if nobody does.
+        generation, steps: of the snapshot.
+        since_ns: when the node told of it.
+    """
+
+    node_id: NodeId
+    source: NodeId
+    generation: Generation
+    steps: int
+    since_ns: int
+
+
+@dataclass(frozen=True)
 class JobView:
-    """One job, with the current reason for waiting (or for how it ended) in one line."""
+    """One job, with the current reason for waiting (or for how it ended) in one line.
+
+    Attributes:
+        copies: of its state, by node and source.
+    """
 
     record: JobRecord
     reason: str
     since_ns: int
     workers: tuple[WorkerView, ...]
+    copies: tuple[CopyView, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -220,4 +220,5 @@ def _turned(job: JobView, now_ns: int) -> JobView:
         job,
         since_ns=now_ns - job.since_ns,
         workers=tuple(replace(worker, since_ns=now_ns - worker.since_ns) for worker in job.workers),
+        copies=tuple(replace(copy, since_ns=now_ns - copy.since_ns) for copy in job.copies),
     )

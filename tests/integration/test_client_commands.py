@@ -240,7 +240,7 @@ JOB_KEYS = {
     "job_id", "name", "phase", "since_s", "reason", "generation", "world_size",
     "min_workers", "max_workers", "priority", "project", "failures", "losses", "preemptions",
     "checkpoints", "latest_checkpoint", "run_path", "entry", "metrics", "failed_worker", "failure",
-    "workers",
+    "workers", "copies",
 }  # fmt: skip
 WORKER_KEYS = {"worker_id", "node", "rank", "phase", "generation", "pid", "steps", "since_s"}
 NODE_KEYS = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.client.show import copies_line
 from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import (
     Connected,
@@ -27,6 +29,7 @@ from elastic.core.machine.transitions import ConnectionPhase
 from elastic.core.messages import Hello, Welcome
 from elastic.core.policy import replication
 from elastic.core.policy.replication import NO_COPY, NO_NODE, Place, choose, is_fit
+from elastic.core.view import CopyView
 from elastic.core.world import HeldCopy, JobId, Node, NodeId, WorkerId, WorkerPhase
 from tests.unit.agent_under_test import Agent
 from tests.unit.coordinator_under_test import CONFIG, Coordinator
@@ -374,3 +377,34 @@ def greet(agent: Agent) -> Hello:
     assert isinstance(hello, Hello)
     agent.hear(Welcome("c"))
     return hello
+
+
+# ------------------------------------------------------------------- what status shows
+
+
+def test_status_shows_where_a_copy_lies_and_since_when() -> None:
+    cluster = Cluster()
+    assert cluster.played.job("j").copies == ()
+    cluster.holds("b", 5)
+    told_ns = cluster.played.now_ns
+    cluster.played.advance(3)
+    cluster.holds("b", 5)
+    shown = CopyView(NodeId("b"), NodeId("a"), 1, 5, told_ns)
+    assert cluster.played.job("j").copies == (shown,), "the same is no news"
+    cluster.holds("b", 10)
+    assert cluster.played.job("j").copies[0].since_ns == cluster.played.now_ns
+    cluster.played.says("b", CopiesHeld(()))
+    assert cluster.played.job("j").copies == ()
+
+
+def test_copies_are_one_line() -> None:
+    cluster = Cluster()
+    view = cluster.played.job("j")
+    assert copies_line(view, 0) == ""
+    lying = [CopyView(NodeId(f"n{n}"), NodeId("a"), 1, 400, 0) for n in range(6)]
+    one = dataclasses.replace(view, copies=(lying[0],))
+    assert copies_line(one, 3_000_000_000) == "a → n0 step 400 (3.0 s ago)"
+    all_of_them = dataclasses.replace(view, copies=tuple(lying))
+    assert copies_line(all_of_them, 0).endswith("n3 step 400 (0.0 s ago), and 2 more")
+    nobody = dataclasses.replace(lying[0], source=NodeId(""))
+    assert copies_line(dataclasses.replace(view, copies=(nobody,)), 0) == "n0 step 400 (0.0 s ago)"

@@ -60,6 +60,9 @@ def take_held(cluster: Cluster, state: NodeState, said: Sequence[HeldCopy]) -> N
         if known is None or known.has_ended():
             _send(cluster, state, DropCopy(job_id, "its job has ended, or is not known here"))
         else:
+            for source, age in by_source.items():
+                if known.copies.newest(node_id, source) != age:
+                    known.copies.heard_ns[node_id, source] = cluster.now_ns
             known.copies.held[node_id] = by_source
             cluster.touch(known)
 

@@ -21,7 +21,7 @@ from elastic.core.policy.hang import Sight
 from elastic.core.policy.membership import Candidate, Current
 from elastic.core.policy.ranks import Place, assign_ranks
 from elastic.core.policy.replication import NO_COPY
-from elastic.core.view import JobView, WorkerView
+from elastic.core.view import CopyView, JobView, WorkerView
 from elastic.core.world import (
     ENDED,
     NO_GENERATION,
@@ -75,6 +75,7 @@ class Copies:
         not_before_ns: no node is chosen earlier: one may hold it already, and is about to say so.
         holders: the node where a source's copy is to lie, "" for none, and why there.
         held: sources whose copies a node has, as it said last: generation and steps.
+        heard_ns: of node and source, when that was said first.
         granted: nodes that may take and give them, and the stream over which they were told so.
         ordered: what a member's node was told to do, over which stream, for which group.
         refused_until_ns: of source and node that could not take its copy: until when that node is
@@ -86,6 +87,7 @@ class Copies:
     not_before_ns: int = 0
     holders: dict[NodeId, tuple[NodeId, str]] = field(default_factory=dict)
     held: dict[NodeId, dict[NodeId, tuple[Generation, int]]] = field(default_factory=dict)
+    heard_ns: dict[tuple[NodeId, NodeId], int] = field(default_factory=dict)
     granted: dict[NodeId, SessionId] = field(default_factory=dict)
     ordered: dict[NodeId, tuple[SessionId, Generation, Replicate]] = field(default_factory=dict)
     refused_until_ns: dict[tuple[NodeId, NodeId], int] = field(default_factory=dict)
@@ -93,6 +95,14 @@ class Copies:
     def newest(self, node_id: NodeId, source: NodeId) -> tuple[Generation, int]:
         """Return generation and steps of the newest copy of a source that a node has."""
         return self.held.get(node_id, {}).get(source, NO_COPY)
+
+    def view(self, first: NodeId) -> tuple[CopyView, ...]:
+        """Return what status shows; `first` is the node of rank 0, which sends what all have."""
+        return tuple(
+            CopyView(node_id, source or first, *age, self.heard_ns.get((node_id, source), 0))
+            for node_id in sorted(self.held)
+            for source, age in sorted(self.held[node_id].items())
+        )
 
 
 @dataclass
@@ -318,7 +328,8 @@ class JobState:
             WorkerView(w.report, w.node_id, self.rank_of(worker_id), w.since_ns, w.steps)
             for worker_id, w in sorted(self.workers.items())
         )
-        return JobView(record, reason, self.since_ns, workers)
+        first = self.group.members[0].node_id if self.is_open and self.group else NodeId("")
+        return JobView(record, reason, self.since_ns, workers, self.copies.view(first))
 
 
 def restore(record: JobRecord, now_ns: int) -> JobState:

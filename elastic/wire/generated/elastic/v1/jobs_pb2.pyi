@@ -154,16 +154,32 @@ class LogChunk(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., rank: _Optional[int] = ..., generation: _Optional[int] = ..., node_id: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("record", "reason", "age_ns", "workers")
+    __slots__ = ("record", "reason", "age_ns", "workers", "copies")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     AGE_NS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     record: _records_pb2.JobRecord
     reason: str
     age_ns: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
-    def __init__(self, record: _Optional[_Union[_records_pb2.JobRecord, _Mapping]] = ..., reason: _Optional[str] = ..., age_ns: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ...) -> None: ...
+    copies: _containers.RepeatedCompositeFieldContainer[CopyView]
+    def __init__(self, record: _Optional[_Union[_records_pb2.JobRecord, _Mapping]] = ..., reason: _Optional[str] = ..., age_ns: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[CopyView, _Mapping]]] = ...) -> None: ...
+
+class CopyView(_message.Message):
+    __slots__ = ("node_id", "source", "generation", "steps", "age_ns")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    AGE_NS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    source: str
+    generation: int
+    steps: int
+    age_ns: int
+    def __init__(self, node_id: _Optional[str] = ..., source: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., age_ns: _Optional[int] = ...) -> None: ...
 
 class WorkerView(_message.Message):
     __slots__ = ("report", "node_id", "rank", "age_ns", "steps")
