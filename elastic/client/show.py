@@ -88,6 +88,7 @@ def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
         "max_workers": record.bounds[1],
         "priority": spec.priority,
         "project": spec.project,
+        "submitter": record.submitter,
         "failures": record.failures,
         "losses": record.losses,
         "preemptions": record.preemptions,
@@ -164,7 +165,9 @@ def print_nodes(nodes: tuple[NodeView, ...], now_ns: int, console: Console) -> N
     if not nodes:
         console.print("no nodes: start elastic-agent on a machine")
         return
-    table = new_table("node", "phase", "since", "free slots", "resources", "host", "reason")
+    labelled = ("labels",) if any(view.node.labels for view in nodes) else ()
+    columns = ("node", "phase", "since", "free slots", "resources", *labelled, "host", "reason")
+    table = new_table(*columns)
     for view in nodes:
         node = view.node
         amounts = [f"{name}={amount:g}" for name, amount in node.resources.as_dict().items()]
@@ -174,10 +177,15 @@ def print_nodes(nodes: tuple[NodeView, ...], now_ns: int, console: Console) -> N
             duration(now_ns - view.since_ns),
             f"{view.free_slots}/{node.num_slots}",
             " ".join([*amounts, node.accelerator_type]).strip() or "-",
+            *((_labels(view),) if labelled else ()),
             node.host or "-",
             escape(view.reason) or "-",
         )
     console.print(table)
+
+
+def _labels(view: NodeView) -> str:
+    return escape(" ".join(f"{name}={value}" for name, value in view.node.labels)) or "-"
 
 
 def print_jobs(jobs: tuple[JobView, ...], now_ns: int, console: Console) -> None:
@@ -217,6 +225,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
         ("entry", " ".join((spec.entry.target, *spec.entry.args))),
         ("run", spec.run_path),
         ("project", spec.project),
+        ("submitter", record.submitter),
         ("priority", _priority(view)),
         ("metrics", metrics_line(parsed_metrics(record.metrics))),
         ("checkpoint", record.checkpoints[-1].path if record.checkpoints else ""),

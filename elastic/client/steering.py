@@ -103,7 +103,8 @@ def resume(target: Target, job: str) -> None:
 def scale(target: Target, job: str, low: int | None, high: int | None) -> None:
     """Set how many workers JOB (id or name) may have; its group follows at a boundary.
 
-    At most as many as it was submitted with: its step is shared out in that many micro-batches.
+    At most as many as a step has micro-batches: the maximum that it was submitted with, or
+    global_batch_size / batch_size of its loader if that is more, and it trains.
     """
     if low is None and high is None:
         raise UsageError("scale: expected --min N, --max N, or both")

@@ -205,6 +205,15 @@ def main() -> None:
     "and no limit. Standbys need the same.",
 )  # fmt: skip
 @click.option(
+    "--max-jobs", type=click.IntRange(min=1), default=CoordinatorConfig.jobs_max, metavar="N",
+    show_default=True, help="Jobs that have not ended, at once.",
+)  # fmt: skip
+@click.option(
+    "--max-jobs-per-submitter", type=click.IntRange(min=1), metavar="N",
+    default=CoordinatorConfig.jobs_per_submitter_max, show_default=True,
+    help="The same of one name of token or certificate.",
+)  # fmt: skip
+@click.option(
     "--preemption", type=click.Choice(PREEMPTIONS), default=CoordinatorConfig.preemption,
     show_default=True,
     help="What jobs that train give to one of strictly higher priority: what is above their mins "
@@ -255,6 +264,8 @@ def serve_command(log_level: str, **settings: Any) -> None:
             config=CoordinatorConfig(
                 probe_timeout_s=settings["probe_timeout"],
                 projects=tuple(parse_project(text) for text in settings["projects"]),
+                jobs_max=settings["max_jobs"],
+                jobs_per_submitter_max=settings["max_jobs_per_submitter"],
                 preemption=settings["preemption"],
                 preemption_deadline_s=settings["preemption_deadline"],
                 preemption_min_run_s=settings["preemption_min_run"],

@@ -16,6 +16,7 @@ import anyio
 from elastic import __version__
 from elastic.coord.follows import Merged
 from elastic.coord.lookup import Origin, find_job, has_ended, origins_of
+from elastic.coord.roles import CALLER
 from elastic.coord.server_desk import Desk, answering, streaming
 from elastic.core.config import JobSpec, check_name, ns
 from elastic.core.events.coordinator import (
@@ -98,7 +99,8 @@ class JobsService:
         else:
             spec = replace(spec, job_id=new_job_id(self._desk.driver.view()))
         check_room(self._desk.driver.view(), spec)
-        job_id = await self._desk.ask(lambda request_id: SubmitRequested(request_id, spec))
+        who = CALLER.get().name
+        job_id = await self._desk.ask(lambda request_id: SubmitRequested(request_id, spec, who))
         return jobs_pb2.SubmitResponse(job_id=job_id)
 
     @answering

@@ -189,6 +189,8 @@ class CoordinatorConfig:
             within `fault_window_s`, and more than twice as many as on any other, keep new workers
             off it for `quarantine_s` from the last one.
         jobs_max: jobs that have not ended, at once.
+        jobs_per_submitter_max: of these, the ones that were submitted with one name of token or
+            certificate; users without a name have no limit of their own.
         ended_jobs_kept: ended jobs that are remembered.
         projects: shares and limits of projects; others have weight 1 and no limit.
         preemption: what is taken from jobs that train for one of strictly higher priority:
@@ -213,6 +215,7 @@ class CoordinatorConfig:
     fault_window_s: float = 600.0
     quarantine_s: float = 600.0
     jobs_max: int = 1000
+    jobs_per_submitter_max: int = 500
     ended_jobs_kept: int = 200
     projects: tuple[ProjectShare, ...] = ()
     preemption: str = PREEMPT_WHOLE
@@ -240,7 +243,10 @@ class CoordinatorConfig:
             raise ConfigError(
                 f"coordinator: probe_timeout_s={self.probe_timeout_s}: expected a finite number > 0"
             )
-        for name in ("crash_loop_limit", "node_faults_max", "jobs_max", "ended_jobs_kept"):
+        for name in (
+            "crash_loop_limit", "node_faults_max", "jobs_max", "jobs_per_submitter_max",
+            "ended_jobs_kept",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"coordinator: {name}={getattr(self, name)}: expected >= 1")
 

@@ -6,7 +6,7 @@ machine and in every process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -98,6 +98,17 @@ class Node:
     labels: tuple[tuple[str, str], ...] = ()
     accelerator_type: str = ""
     version: str = ""
+
+
+ZONE_LABELS = ("zone", "topology.kubernetes.io/zone")
+"""The labels that name what fails together with a node: a rack, a room, a cloud's zone."""
+NO_ZONE = ""
+
+
+def zone_of(labels: Sequence[tuple[str, str]]) -> str:
+    """Return the zone that a node's labels name, `NO_ZONE` for none."""
+    known = dict(labels)
+    return next((known[name] for name in ZONE_LABELS if known.get(name)), NO_ZONE)
 
 
 class NodePhase(Enum):
@@ -192,6 +203,8 @@ class WorkerReport:
         copies_every: a copy of the run's state is to lie on another node after each so many steps;
             0 for none.
         copies_sharded: of that state each node has rows alone, and a copy of each is wanted.
+        micro_batches: that its loop's steps are shared out in, and so the most workers that the
+            group can have; 0 while it is not known.
     """
 
     worker_id: WorkerId
@@ -206,6 +219,7 @@ class WorkerReport:
     in_place: bool = False
     copies_every: int = 0
     copies_sharded: bool = False
+    micro_batches: int = 0
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,9 @@ class Crowd:
         # Several of them have to end one after the other, within the liveness phase.
         script = replace(script, steps=min(script.steps, 100), step_ns=min(script.step_ns, 50 * MS))
         spec = replace(spec, priority=rng.choice([0, 0, 1, 5]), project=rng.choice(["", "a", "b"]))
+        if rng.random() < 0.5:
+            script = replace(script, micro_batches=spec.max_workers + rng.randint(0, 3))
+            self._checks.micro_batches[spec.job_id] = script.micro_batches
         self._jobs.append(spec.job_id)
         if rng.random() < 0.4:
             self._at(5, 50, self._pause, spec.job_id)
@@ -181,7 +184,7 @@ class Crowd:
         """Other bounds; now and then some that must be refused."""
         replica = spec.workers_per_replica
         low = self._rng.randint(1, spec.max_workers // replica) * replica
-        high = self._rng.randint(low // replica, spec.max_workers // replica + 1) * replica
+        high = self._rng.randint(low // replica, spec.max_workers // replica + 3) * replica
         self._checks.asked.setdefault(spec.job_id, []).append((low, high))
         self._post(ScaleRequested(self._request(), spec.job_id, low, high))
 

@@ -21,12 +21,14 @@ class CrowdChecks:
         resumes: jobs that some user wanted to go on.
         asked: (min, max) that users asked for, by job.
         bounds: (min, max) of each job, as it is durable.
+        micro_batches: that the steps of a job are shared out in, where that is more than max.
     """
 
     limits: dict[str, int] = field(default_factory=dict)
     resumes: dict[JobId, None] = field(default_factory=dict)
     asked: dict[JobId, list[tuple[int, int]]] = field(default_factory=dict)
     bounds: dict[JobId, tuple[int, int]] = field(default_factory=dict)
+    micro_batches: dict[JobId, int] = field(default_factory=dict)
     _records: dict[JobId, JobRecord] = field(default_factory=dict)
 
     def persisted(self, record: JobRecord) -> str:
@@ -42,7 +44,7 @@ class CrowdChecks:
         wishes = [(record.spec.min_workers, record.spec.max_workers), *self.asked.get(job_id, [])]
         if low not in [w[0] for w in wishes] or high not in [w[1] for w in wishes]:
             return "a job has the bounds that somebody asked for"
-        if high > record.spec.max_workers:
+        if high > max(record.spec.max_workers, self.micro_batches.get(job_id, 0)):
             return "no group is larger than a step has micro-batches"
         is_news = record.preempted_by and (before is None or not before.preempted_by)
         return (self._taken_down(record) if is_news else "") or self._above_limit(record, before)

@@ -28,6 +28,7 @@ from elastic.core.events.worker import (
     Setup,
     Started,
     StateSaved,
+    StepsCut,
     StoreOpened,
     TellPreemption,
     TrainLeft,
@@ -69,6 +70,7 @@ class Script:
         raises: how often it does so before it is "fixed".
         copies_every: steps between two copies on another node, 0 for none.
         is_sharded: every node has rows of its own.
+        micro_batches: that a step is shared out in, 0 for none that anybody hears of.
     """
 
     steps: int
@@ -78,6 +80,7 @@ class Script:
     raises: int = 0
     copies_every: int = 0
     is_sharded: bool = False
+    micro_batches: int = 0
 
 
 @dataclass
@@ -178,6 +181,8 @@ class DataPlane:
         script = self.scripts[group.job_id]
         if script.copies_every:
             process.tell_machine(CopiesWanted(script.copies_every, script.is_sharded))
+        if script.micro_batches:
+            process.tell_machine(StepsCut(script.micro_batches))
         if group.is_over:
             process.break_out(assignment.generation)
         else:

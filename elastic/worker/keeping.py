@@ -14,7 +14,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from elastic.core.events.worker import CopiesWanted
+from elastic.core.events.worker import CopiesWanted, StepsCut
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.streams import Data
 from elastic.errors import StorageError, UsageError, check
@@ -270,9 +270,13 @@ class Keeper:
     def check_data(self, epochs: Data, cursor: Cursor) -> None:
         """Refuse to go on in the middle of an epoch with data that is cut in another way.
 
+        The coordinator is told how many members can share a step.
+
         Raises:
             UsageError: naming what differs.
         """
+        if self._place is not None:
+            self._place.link.post(StepsCut(epochs.num_micro_batches))
         known, self._data = self._data, {}
         mine = _plain(epochs)
         wrong = [name for name, value in known.items() if mine.get(name) != value]

@@ -39,18 +39,21 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_bits(
     full: LocalCluster, tmp_path: Path
 ) -> None:
     low = job_of("low", tmp_path / "low", min_workers=4)
-    high = job_of("high", tmp_path / "high", min_workers=2, max_workers=2, priority=10)
+    high = job_of("high", tmp_path / "high", min_workers=1, max_workers=1, priority=10)
     low_id = full.submit(low.spec)
     full.wait(low_id, lambda v: train_with(4, v), "four workers")
     high_id = full.submit(high.spec)
     view = full.wait(low_id, lambda v: was_preempted(v, high_id), "its giving way")
     saved = [record for record in view.record.checkpoints if record.automatic]
     assert saved[-1].generation == view.record.generation, "it was saved before it went"
-    full.wait(high_id, lambda v: train_with(2, v), "the first one's turn")
+    full.wait(high_id, lambda v: train_with(1, v), "the first one's turn")
+    # More than it was submitted with: its steps are shared out in eight micro-batches.
+    full.client.scale(high_id, max_workers=2)
+    full.wait(high_id, lambda v: train_with(2, v), "one more")
     full.kill_coordinator()
     full.start_coordinator()
     full.wait_nodes(2)
-    full.wait(low_id, lambda v: was_preempted(v, high_id) and "2 can be had" in v.reason, "why")
+    full.wait(low_id, lambda v: was_preempted(v, high_id) and "3 can be had" in v.reason, "why")
     end(full, high, high_id)
     full.wait(low_id, lambda v: train_with(4, v), "four workers again")
     view = end(full, low, low_id)

@@ -301,9 +301,11 @@ class Coordinator:
 
     # ------------------------------------------------------------ users
 
-    def submit(self, job: str, low: int = 1, high: int | None = None, **changes: Any) -> Reply:
+    def submit(
+        self, job: str, low: int = 1, high: int | None = None, *, by: str = "", **changes: Any
+    ) -> Reply:
         """Submit a job; its name is its id."""
-        return self._ask(SubmitRequested(self._request(), spec(job, low, high, **changes)))
+        return self._ask(SubmitRequested(self._request(), spec(job, low, high, **changes), by))
 
     def stop(self, job: str, reason: str = "") -> Reply:
         """Stop a job."""

@@ -127,7 +127,9 @@ SECONDS = (
     "boundary_timeout_s", "stop_grace_s", "restart_delay_s_max", "healthy_after_s",
     "fault_window_s", "quarantine_s", "preemption_deadline_s", "preemption_min_run_s",
 )  # fmt: skip
-COUNTS = ("crash_loop_limit", "node_faults_max", "jobs_max", "ended_jobs_kept")
+COUNTS = (
+    "crash_loop_limit", "node_faults_max", "jobs_max", "jobs_per_submitter_max", "ended_jobs_kept",
+)  # fmt: skip
 NO_DURATIONS = (-0.001, -1, math.nan, math.inf)
 
 

@@ -277,9 +277,32 @@ def test_jobs_beyond_the_limit_are_refused_by_both_numbers() -> None:
     for name in "abcd":
         coordinator.submit(name)
     reply = coordinator.submit("e")
-    assert (reply.error, reply.text) == ("exhausted", "4 jobs have not ended, jobs_max=4")
+    assert (reply.error, reply.text) == (
+        "exhausted",
+        "4 jobs have not ended, at most 4 are taken (elastic-coord serve --max-jobs): wait for one "
+        "to end, or stop one",
+    )
     coordinator.stop("a")
     assert coordinator.submit("e").error == ""
+
+
+def test_one_submitter_cannot_fill_the_queue_for_others_nor_after_a_restart() -> None:
+    coordinator = Coordinator(replace(CONFIG, jobs_max=10, jobs_per_submitter_max=2))
+    for name in "ab":
+        assert coordinator.submit(name, by="bob").error == ""
+    coordinator.restart()
+    reply = coordinator.submit("c", by="bob")
+    assert (reply.error, reply.text) == (
+        "exhausted",
+        "bob has 2 jobs that have not ended, at most 2 of one submitter are taken (elastic-coord "
+        "serve --max-jobs-per-submitter): wait for one to end, or stop one",
+    )
+    assert coordinator.submit("c", by="eve").error == ""
+    for name in "def":
+        assert coordinator.submit(name).error == "", "who has no name has no limit of its own"
+    coordinator.stop("a")
+    assert coordinator.submit("g", by="bob").error == ""
+    assert coordinator.job("g").record.submitter == "bob"
 
 
 def test_a_stopped_job_is_durable_before_its_workers_are_told_and_stays_stopped() -> None:

@@ -44,6 +44,7 @@ class JobRecord:
         paused: a user wants it to hold no workers; the phase says whether it holds some still.
         preempted_by: the job that it gave all its workers to, and the priorities: "j-1 (priority
             10 over 0)"; "" once it trains again.
+        submitter: by which token or certificate, "" if users are not told from each other.
     """
 
     spec: JobSpec
@@ -64,6 +65,7 @@ class JobRecord:
     max_workers: int = 0
     paused: bool = False
     preempted_by: str = ""
+    submitter: str = ""
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -138,10 +140,15 @@ class AgentSaid:
 
 @dataclass(frozen=True)
 class SubmitRequested:
-    """A user submits a job; answered by `Reply`."""
+    """A user submits a job; answered by `Reply`.
+
+    Attributes:
+        submitter: by which token or certificate, "" if users are not told from each other.
+    """
 
     request_id: str
     spec: JobSpec
+    submitter: str = ""
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,13 @@ class CopiesWanted:
 
 
 @dataclass(frozen=True)
+class StepsCut:
+    """A step of the loop is shared out in so many micro-batches: no more workers can take part."""
+
+    num_micro_batches: int
+
+
+@dataclass(frozen=True)
 class TrainReturned:
     """The train function returned; `result` is JSON."""
 
@@ -203,6 +210,7 @@ WorkerEvent = (
     | GroupFailed
     | LoopMoved
     | CopiesWanted
+    | StepsCut
     | TrainReturned
     | TrainRaised
     | TrainLeft

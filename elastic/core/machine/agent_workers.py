@@ -175,6 +175,7 @@ class Workers:
             in_place=said.in_place,
             copies_every=said.copies_every,
             copies_sharded=said.copies_sharded,
+            micro_batches=said.micro_batches,
         )
         if worker.report != known:
             self.tell(worker)

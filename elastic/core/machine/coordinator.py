@@ -248,7 +248,6 @@ class CoordinatorMachine:
         same = [job for job in cluster.active() if job.spec.name == spec.name]
         types = [s.node.accelerator_type for s in cluster.book.ordered() if s.is_live()]
         refusal = placement.refuse_accelerator(spec, [t for t in types if t])
-        num_active = sum(1 for _ in cluster.active())
         if same:
             text = (
                 f"a job named {spec.name!r} is {same[0].phase.value} already "
@@ -260,13 +259,12 @@ class CoordinatorMachine:
             cluster.do(Reply(event.request_id, "already_exists", text))
         elif refusal:
             cluster.do(Reply(event.request_id, "invalid", refusal))
-        elif num_active >= cluster.config.jobs_max:
-            text = f"{num_active} jobs have not ended, jobs_max={cluster.config.jobs_max}"
-            cluster.do(Reply(event.request_id, "exhausted", text))
+        elif over := requests.too_many_jobs(cluster, event.submitter):
+            cluster.do(Reply(event.request_id, "exhausted", over))
         else:
             cluster.sequence += 1
             job = JobState(spec, cluster.sequence, JobPhase.PENDING, cluster.now_ns)
-            job.reason = "submitted"
+            job.reason, job.submitter = "submitted", event.submitter
             cluster.jobs[job.job_id] = job
             cluster.do(Persist((job.record(),)), Reply(event.request_id, "", job.job_id))
             cluster.note(

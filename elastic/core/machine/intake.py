@@ -398,6 +398,8 @@ def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> Non
     # A job whose loop has begun can be saved at any step, and may make room for others.
     cluster.replan = cluster.replan or report.in_place is not worker.report.in_place
     worker.update(report, cluster.now_ns)
+    if report.micro_batches > 0 and report.generation == job.generation:
+        job.micro_batches = report.micro_batches
     if report.phase is WorkerPhase.FINISHED and report.generation == job.generation:
         job.finished[report.worker_id] = report.result
         cluster.replan = True

@@ -41,10 +41,6 @@ def check_job(cluster: Cluster, job: JobState) -> None:
     check(len(set(members)) == len(members), f"{who}: a worker is a member twice: {members}")
     ranks = [member.rank for member in job.group.members]
     check(ranks == list(range(len(ranks))), f"{who}: ranks {ranks} are no permutation")
-    check(
-        len(members) <= job.spec.max_workers,
-        f"{who}: {len(members)} members, submitted with max_workers={job.spec.max_workers}",
-    )
 
 
 def check_bounds(job: JobState) -> None:

@@ -140,8 +140,11 @@ class JobState:
         rest_by_ns: if it gives way: until when it is waited for a checkpoint, and from then on
             for a boundary; None before.
         preempted_by: the job that it gave way to, "" once it trains again.
+        submitter: by which token or certificate, "" if users are not told from each other.
         is_fresh: it has not trained yet since it was submitted, resumed or preempted.
         protected_until_ns: it does not give way before, because it had just begun.
+        micro_batches: that its steps are shared out in, as its members said last in this
+            coordinator's life; 0 while it is not known.
         yields: workers that it gives back for another job, as the queue has it.
         copies: where a copy of its state lies, or is to lie.
     """
@@ -184,8 +187,10 @@ class JobState:
     gives_way_to: str = ""
     rest_by_ns: int | None = None
     preempted_by: str = ""
+    submitter: str = ""
     is_fresh: bool = True
     protected_until_ns: int = 0
+    micro_batches: int = 0
     yields: frozenset[WorkerId] = frozenset()
     copies: Copies = field(default_factory=Copies)
     has_news_of_leavers: bool = False
@@ -315,6 +320,7 @@ class JobState:
             max_workers=self.bounds[1] if self.bounds else 0,
             paused=self.paused,
             preempted_by=self.preempted_by,
+            submitter=self.submitter,
         )
 
     def view(self) -> JobView:
@@ -359,6 +365,7 @@ def restore(record: JobRecord, now_ns: int) -> JobState:
         bounds=record.bounds if record.min_workers or record.max_workers else None,
         paused=record.paused,
         preempted_by=record.preempted_by,
+        submitter=record.submitter,
         is_fresh=not is_open,
     )
 

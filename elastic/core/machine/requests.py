@@ -25,6 +25,24 @@ CORDONS_BYTES_MAX = 512 * 1024
 """They are one record, and a store takes no more than 1 MiB in a commit."""
 
 
+def too_many_jobs(cluster: Cluster, submitter: str) -> str:
+    """Return why no further job is taken of this submitter, "" if one is."""
+    config, active = cluster.config, list(cluster.active())
+    if len(active) >= config.jobs_max:
+        return (
+            f"{len(active)} jobs have not ended, at most {config.jobs_max} are taken "
+            f"(elastic-coord serve --max-jobs): wait for one to end, or stop one"
+        )
+    theirs = sum(1 for job in active if job.submitter == submitter)
+    if submitter and theirs >= config.jobs_per_submitter_max:
+        return (
+            f"{submitter} has {theirs} jobs that have not ended, at most "
+            f"{config.jobs_per_submitter_max} of one submitter are taken (elastic-coord serve "
+            f"--max-jobs-per-submitter): wait for one to end, or stop one"
+        )
+    return ""
+
+
 def on_pause(cluster: Cluster, event: PauseRequested) -> None:
     """Note that a job is to hold no workers."""
     job = _active(cluster, event)
@@ -84,17 +102,30 @@ def on_scale(cluster: Cluster, event: ScaleRequested) -> None:
 
 def _refuse_bounds(job: JobState, low: int, high: int) -> str:
     """Return why a job cannot have these bounds, "" if it can."""
-    if high > job.spec.max_workers:
-        return (
-            f"job {job.job_id}: max {high}: it was submitted with at most "
-            f"{job.spec.max_workers} workers, which fixed the number of micro-batches that a step "
-            f"is shared out in; submit it again with a greater maximum to go beyond"
-        )
+    most = max(job.spec.max_workers, job.micro_batches)
+    if high > most and high > job.limits.max_workers:
+        return f"job {job.job_id}: max {high}: {_why_no_more(job, most)}"
     try:
         replace(job.spec, min_workers=low, max_workers=high)
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def _why_no_more(job: JobState, most: int) -> str:
+    """Say what bounds a job's groups, and what to do."""
+    if not job.micro_batches:
+        return (
+            f"it was submitted with max_workers={most}; whether its steps can be shared by "
+            f"more is known once it trains in a loop over train.epochs() "
+            f"(prepare_data_loader(global_batch_size=...) decides); scale it then, or submit it "
+            f"again with a greater maximum"
+        )
+    return (
+        f"a step of this run is shared out in {job.micro_batches} micro-batches, so that no more "
+        f"than {most} workers have one, and their number is fixed for the run; for more, submit it "
+        f"again with a greater maximum or prepare_data_loader(global_batch_size=...), as a new run"
+    )
 
 
 def on_cordon(cluster: Cluster, event: NodeCordonRequested) -> None:

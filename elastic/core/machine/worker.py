@@ -25,6 +25,7 @@ from elastic.core.events.worker import (
     SetupFailed,
     Started,
     StateSaved,
+    StepsCut,
     StoreOpened,
     TellPreemption,
     TrainLeft,
@@ -39,6 +40,7 @@ from elastic.core.events.worker import (
 )
 from elastic.core.machine.story import Story, note
 from elastic.core.machine.transitions import MAIN, WORKER, MainPhase, check_move
+from elastic.core.machine.worker_loop import Loop
 from elastic.core.machine.worker_pulse import PulseWatch
 from elastic.core.machine.worker_reports import ReportBook, unheard
 from elastic.core.messages import (
@@ -107,7 +109,7 @@ class WorkerMachine:
         self._failure: Failure | None = None
         self._result = ""
         self._pulses = PulseWatch()
-        self._in_place, self._copies = False, CopiesWanted(0)
+        self._loop = Loop()
 
     def step(self, event: WorkerEvent, now_ns: int) -> tuple[WorkerEffect, ...]:
         """Take one event.
@@ -153,7 +155,7 @@ class WorkerMachine:
             self._opened(event)
         elif isinstance(event, SetupFailed):
             self._setup_failed(event)
-        elif isinstance(event, (LoopMoved, CopiesWanted)):
+        elif isinstance(event, (LoopMoved, CopiesWanted, StepsCut)):
             self._loop_told(event)
         elif isinstance(event, (GroupFormed, GroupFailed)):
             if self._is_at(MainPhase.FORMING, event.generation):
@@ -279,14 +281,10 @@ class WorkerMachine:
         if self._main is MainPhase.SETTING_UP:
             self._fail(event.failure, EXIT_FAILED)
 
-    def _loop_told(self, event: LoopMoved | CopiesWanted) -> None:
+    def _loop_told(self, event: LoopMoved | CopiesWanted | StepsCut) -> None:
         """Remember, and tell, how the next group is to be entered, and what is to be copied."""
-        before = self._in_place, self._copies
-        if isinstance(event, LoopMoved):
-            self._in_place = event.inside
-        else:
-            self._copies = event
-        if before != (self._in_place, self._copies) and self._main is MainPhase.TRAINING:
+        before, self._loop = self._loop, self._loop.told(event)
+        if before != self._loop and self._main is MainPhase.TRAINING:
             self._update()
 
     def _formed(self, event: GroupFormed | GroupFailed) -> None:
@@ -479,9 +477,10 @@ class WorkerMachine:
             pid=self._pid,
             failure=self._failure,
             result=self._result,
-            in_place=self._in_place,
-            copies_every=self._copies.every_n_steps,
-            copies_sharded=self._copies.is_sharded,
+            in_place=self._loop.in_place,
+            copies_every=self._loop.copies.every_n_steps,
+            copies_sharded=self._loop.copies.is_sharded,
+            micro_batches=self._loop.micro_batches,
         )
         self._out.append(SendPipe(WorkerUpdate(report)))
 

@@ -1,0 +1,36 @@
+"""What a worker's training loop says of itself, for those who decide about its group.
+
+Rule: it holds across groups, because the loop does; a process that never enters one says nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elastic.core.events.worker import CopiesWanted, LoopMoved, StepsCut
+
+NO_COPIES = CopiesWanted(0)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What is known of the loop of this process.
+
+    Attributes:
+        in_place: the train function is inside it, and it goes on when the group changes.
+        copies: of the state that are wanted on other nodes.
+        micro_batches: of a step, the fewest that any of its loaders has; 0 before one was read.
+    """
+
+    in_place: bool = False
+    copies: CopiesWanted = NO_COPIES
+    micro_batches: int = 0
+
+    def told(self, event: LoopMoved | CopiesWanted | StepsCut) -> Loop:
+        """Return what is known after this event."""
+        if isinstance(event, LoopMoved):
+            return replace(self, in_place=event.inside)
+        if isinstance(event, CopiesWanted):
+            return replace(self, copies=event)
+        fewest = min(event.num_micro_batches, self.micro_batches or event.num_micro_batches)
+        return replace(self, micro_batches=fewest)
