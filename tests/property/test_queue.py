@@ -45,7 +45,10 @@ def room_lists(draw: st.DrawFn, *, plain: bool) -> list[Room]:
         gpus = 0 if plain else draw(st.integers(0, slots))
         kind = "" if plain else draw(st.sampled_from(["", "H100"]))
         found.append(
-            Room(NodeId(f"n{number}"), slots, Resources.of({"GPU": gpus}), slots, kind)
+            Room(
+                NodeId(f"n{number}"), slots, Resources.of({"GPU": gpus}), slots, kind,
+                draw(st.sampled_from([(), (("zone", "a"),), (("zone", "b"),)])),
+            )
         )  # fmt: skip
     return found
 

@@ -57,6 +57,16 @@ CASES = {
     "the same machine, if there is no other": (
         [place("a", host="h"), place("c", host="h", has_members=True)], "a",
     ),
+    "another zone, though the machine is another one anyway": (
+        [place("a", zone="x"), place("b", zone="y", num_copies=1),
+         place("c", zone="x", has_members=True)], "b",
+    ),
+    "a zone that is known to be another": (
+        [place("a"), place("b", zone="y"), place("c", zone="x", has_members=True)], "b",
+    ),
+    "the same zone, if there is no other": (
+        [place("a", zone="x"), place("c", zone="x", has_members=True)], "a",
+    ),
     "of equals the first": ([place("b"), place("a")], "a"),
     "not one that leaves": ([place("a", is_leaving=True), place("b")], "b"),
     "not one that is away": ([place("a", is_live=False), place("b")], "b"),
@@ -90,6 +100,7 @@ PLACES = st.lists(
         Place,
         node_id=st.sampled_from([NodeId(name) for name in "abcdef"]),
         host=st.sampled_from("xyz"),
+        zone=st.sampled_from(["", "r", "s"]),
         is_live=st.booleans(),
         is_leaving=st.booleans(),
         has_members=st.booleans(),

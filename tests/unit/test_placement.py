@@ -38,6 +38,8 @@ def reason(job: JobSpec, *offers: Offer, have: int = 0) -> str:
     return decision.reason
 
 
+Z1, Z2 = (("zone", "1"),), (("topology.kubernetes.io/zone", "2"),)
+Z2_ROOM, B9_IN_Z1 = offer("c", 4, labels=Z2), offer("b", 9, labels=Z1)
 A4, B2, C1 = offer("a", 4), offer("b", 2), offer("c", 1)
 
 
@@ -54,6 +56,12 @@ A4, B2, C1 = offer("a", 4), offer("b", 2), offer("c", 1)
         (1, 3, "SPREAD", (A4, B2, C1), "a b c"),
         (1, 5, "SPREAD", (A4, B2, C1), "a a b b c"),
         (1, 4, "SPREAD", (offer("a", 8, hosting=2), offer("b", 8)), "b b"),
+        # Over zones first, where nodes say which they are in, and over nodes within a zone.
+        (1, 3, "SPREAD", (offer("a", 4, labels=Z1), offer("b", 4, labels=Z1), Z2_ROOM), "a b c"),
+        (1, 4, "SPREAD", (offer("a", 4, labels=Z1), offer("b", 4, labels=Z1), Z2_ROOM), "a b c c"),
+        (1, 3, "SPREAD", (offer("a", 4, 1, labels=Z1), offer("b", 4, labels=Z1), Z2_ROOM), "b c"),
+        (2, 2, "STRICT_SPREAD", (offer("a", 4, labels=Z1), B9_IN_Z1, Z2_ROOM), "a c"),
+        (2, 2, "PACK", (offer("a", 1, labels=Z1), offer("b", 2, labels=Z1), Z2_ROOM), "c c"),
         # SPREAD still fits two on a node if there are too few nodes.
         (2, 2, "SPREAD", (A4,), "a a"),
         # STRICT_SPREAD does not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,6 +188,16 @@ def test_a_cordoned_node_keeps_its_workers_and_gets_no_others() -> None:
 def test_a_plan_keeps_the_strategy(strategy: Strategy, starts: tuple[tuple[str, int], ...]) -> None:
     found = grants(claim("a", 3, strategy=strategy), rooms=[room("n1", 3), room("n2", 2)])
     assert found["a"].starts == starts
+
+
+def test_a_plan_spreads_over_zones_first() -> None:
+    zones = {"n1": "a", "n2": "a", "n3": "a", "n4": "b"}
+    rooms = [room(name, 2, labels=(("zone", zone),)) for name, zone in zones.items()]
+    found = grants(claim("a", 4, strategy=Strategy.SPREAD), rooms=rooms)
+    assert found["a"].starts == (("n1", 1), ("n2", 1), ("n4", 2))
+    running = claim("a", 1, 3, seats="n4", strategy=Strategy.SPREAD)
+    rooms[3] = replace(rooms[3], free_slots=1)
+    assert grants(running, rooms=rooms)["a"].starts == (("n1", 1), ("n2", 1))
 
 
 def test_a_limit_is_named_with_what_the_project_has() -> None:

@@ -20,7 +20,7 @@ from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import replication
 from elastic.core.policy.replication import NO_NODE, Place
-from elastic.core.world import ALL_ALIKE, HeldCopy, JobId, NodeId
+from elastic.core.world import ALL_ALIKE, HeldCopy, JobId, NodeId, zone_of
 
 REFUSED_S = 30.0
 """How long a node is not asked again that could not take a copy."""
@@ -272,6 +272,7 @@ def _place(
     return Place(
         node_id=node_id,
         host=state.node.host,
+        zone=zone_of(state.node.labels),
         is_present=state.is_present(),
         is_live=state.is_live(),
         is_leaving=state.draining,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.core.config import JobSpec
-from elastic.core.world import NodeId, Resources, Strategy
+from elastic.core.world import NO_ZONE, NodeId, Resources, Strategy, zone_of
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,18 @@ class Space:
             free[name] = free.get(name, 0) + sign * amount
 
 
+Key = tuple[int, int, int]
+Ranked = tuple[int, int, int, int, NodeId]
+
+
 class Dealer:
     """Says where the next worker of one job goes, by its strategy.
 
-    Rule of the heap: while others take room a node only becomes a worse choice, so an entry that is
-    out of date stands too early, never too late, and is put back where it belongs.
+    SPREAD goes over zones first, where nodes have that label, and over nodes within a zone.
+
+    Rule of the heaps, one for the nodes of each zone and one for the zones: while others take room
+    a node only becomes a worse choice, so an entry that is out of date stands too early, never too
+    late, and is put back where it belongs.
     """
 
     def __init__(
@@ -154,35 +161,74 @@ class Dealer:
         rooms = [r for r in space.shape(spec).rooms if r.node_id not in barred]
         if spec.strategy is Strategy.STRICT_PACK:
             rooms = self._one_room(rooms, pinned=pinned)
-        self._heap = [(self._key(r.node_id), r.node_id) for r in rooms]
-        heapq.heapify(self._heap)
+        self._spreads = spec.strategy in (Strategy.SPREAD, Strategy.STRICT_SPREAD)
+        self._loads: dict[str, int] = {}
+        for node_id, count in self.hosting.items():
+            zone = self._zone(node_id)
+            self._loads[zone] = self._loads.get(zone, 0) + count
+        self._heaps: dict[str, list[tuple[Key, NodeId]]] = {}
+        for r in rooms:
+            self._heaps.setdefault(self._zone(r.node_id), []).append(
+                (self._key(r.node_id), r.node_id)
+            )
+        self._zones: list[tuple[Ranked, str]] = []
+        for zone, heap in self._heaps.items():
+            heapq.heapify(heap)
+            self._zones.append((self._ranked(zone, *heap[0]), zone))
+        heapq.heapify(self._zones)
 
     def next(self) -> NodeId | None:
         """Return the node for one more worker, None when there is none; takes nothing."""
+        while self._zones:
+            before, zone = self._zones[0]
+            first = self._first(self._heaps[zone])
+            if first is None:
+                heapq.heappop(self._zones)
+                continue
+            now = self._ranked(zone, *first)
+            if now == before:
+                return first[1]
+            heapq.heapreplace(self._zones, (now, zone))
+        return None
+
+    def _first(self, heap: list[tuple[Key, NodeId]]) -> tuple[Key, NodeId] | None:
+        """Return the best node of a zone, None if it is full."""
         need = self._spec.resources_per_worker
-        while self._heap:
-            key, node_id = self._heap[0]
+        while heap:
+            key, node_id = heap[0]
             full = self._spec.strategy is Strategy.STRICT_SPREAD and self.hosting.get(node_id, 0)
             if full or not self._space.capacity(node_id, need):
-                heapq.heappop(self._heap)
+                heapq.heappop(heap)
                 continue
             now = self._key(node_id)
             if now == key:
-                return node_id
-            heapq.heapreplace(self._heap, (now, node_id))
+                return key, node_id
+            heapq.heapreplace(heap, (now, node_id))
         return None
 
     def host(self, node_id: NodeId, count: int) -> None:
-        """One worker of the job more (or less) is counted on the node."""
+        """One worker of the job more is counted on the node."""
         self.hosting[node_id] = self.hosting.get(node_id, 0) + count
-        if count > 0:
-            # For PACK that makes the node a better choice, which the heap cannot find by itself.
-            heapq.heappush(self._heap, (self._key(node_id), node_id))
+        zone = self._zone(node_id)
+        self._loads[zone] = self._loads.get(zone, 0) + count
+        # For PACK that makes the node a better choice, which the heaps cannot find by themselves.
+        key = self._key(node_id)
+        heap = self._heaps.setdefault(zone, [])
+        heapq.heappush(heap, (key, node_id))
+        heapq.heappush(self._zones, (self._ranked(zone, *heap[0]), zone))
 
-    def _key(self, node_id: NodeId) -> tuple[int, int, int]:
+    def _zone(self, node_id: NodeId) -> str:
+        """Return what counts as the node's zone; for PACK all nodes are in one."""
+        room = self._space.rooms.get(node_id)
+        return zone_of(room.labels) if self._spreads and room is not None else NO_ZONE
+
+    def _key(self, node_id: NodeId) -> Key:
         load, room = self.hosting.get(node_id, 0), self._space.slots[node_id]
-        spreads = self._spec.strategy in (Strategy.SPREAD, Strategy.STRICT_SPREAD)
-        return int(self._space.idle[node_id] <= 0), load if spreads else -load, -room
+        return int(self._space.idle[node_id] <= 0), load if self._spreads else -load, -room
+
+    def _ranked(self, zone: str, key: Key, node_id: NodeId) -> Ranked:
+        is_taken, load, room = key
+        return is_taken, self._loads.get(zone, 0) if self._spreads else 0, load, room, node_id
 
     def _one_room(self, rooms: Sequence[Room], *, pinned: bool) -> list[Room]:
         """The node that hosts the job already, else the one that can take most of it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from elastic.core.config import KNOWN_ACCELERATORS, JobSpec
 from elastic.core.policy.decision import Decision
-from elastic.core.world import NodeId, Resources, Strategy
+from elastic.core.world import NO_ZONE, NodeId, Resources, Strategy, zone_of
 
 
 @dataclass(frozen=True)
@@ -102,21 +102,37 @@ def _one_node(offers: Sequence[Offer], capacity: Mapping[NodeId, int]) -> dict[N
 def _spread_out(
     offers: Sequence[Offer], capacity: Mapping[NodeId, int], want: int, *, spread: bool
 ) -> list[NodeId]:
-    """Deal `want` workers: SPREAD to the emptiest node each time, PACK to the fullest that fits."""
+    """Deal `want` workers: SPREAD to the emptiest node each time, PACK to the fullest that fits.
+
+    The emptiest node is one of the emptiest zone, where nodes have that label.
+    """
     sign = 1 if spread else -1
     room = dict(capacity)
-    # The best node is on top; taking a place there changes nobody else's standing.
-    heap = [(sign * o.hosting, -room[o.node_id], o.node_id) for o in offers if room[o.node_id] > 0]
-    heapq.heapify(heap)
+    loads: dict[str, int] = {}
+    heaps: dict[str, list[tuple[int, int, NodeId]]] = {}
+    for o in offers:
+        zone = zone_of(o.labels) if spread else NO_ZONE
+        loads[zone] = loads.get(zone, 0) + (o.hosting if spread else 0)
+        if room[o.node_id] > 0:
+            heaps.setdefault(zone, []).append((sign * o.hosting, -room[o.node_id], o.node_id))
+    for heap in heaps.values():
+        heapq.heapify(heap)
+    # The best node of the best zone is on top; taking a place changes no other zone's standing.
+    zones = [(loads[zone], heap[0], zone) for zone, heap in heaps.items()]
+    heapq.heapify(zones)
     chosen: list[NodeId] = []
-    while heap and len(chosen) < want:
-        load, _, node_id = heap[0]
+    while zones and len(chosen) < want:
+        _, (load, _, node_id), zone = heapq.heappop(zones)
+        heap = heaps[zone]
         room[node_id] -= 1
+        loads[zone] += int(spread)
         chosen.append(node_id)
         if room[node_id]:
             heapq.heapreplace(heap, (load + sign, -room[node_id], node_id))
         else:
             heapq.heappop(heap)
+        if heap:
+            heapq.heappush(zones, (loads[zone], heap[0], zone))
     return chosen
 
 

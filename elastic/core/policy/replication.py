@@ -62,6 +62,7 @@ class Place:
 
     Attributes:
         host: its address: two agents under one address are likely to fail together.
+        zone: what fails together with it, "" if nobody said so.
         is_present: it is not lost.
         is_live: its stream stands.
         is_leaving: it drains.
@@ -74,6 +75,7 @@ class Place:
 
     node_id: NodeId
     host: str = ""
+    zone: str = ""
     is_present: bool = True
     is_live: bool = True
     is_leaving: bool = False
@@ -111,11 +113,13 @@ def choose(places: Sequence[Place], now_ns: int, source: NodeId = ALL_ALIKE) -> 
     if fit:
         newest = max(place.copy for place in fit)
         is_whole = source == ALL_ALIKE
-        hosts = {p.host for p in places if (p.has_members if is_whole else p.node_id == source)}
+        having = [p for p in places if (p.has_members if is_whole else p.node_id == source)]
+        hosts, zones = {p.host for p in having}, {p.zone for p in having}
         best = min(
             fit,
             key=lambda p: (
                 p.copy < newest,
+                not p.zone or p.zone in zones,
                 p.host in hosts,
                 p.num_copies + TRAINING_COUNTS * p.has_members,
                 p.node_id <= source,  # Each to the next one, all round, so that nobody holds many.
