@@ -103,6 +103,15 @@ def test_who_has_just_begun_is_left_alone_until_its_time_is_over() -> None:
     assert later.value[0].gives_way_to == "b (priority 5 over 0)"
 
 
+def test_a_job_that_has_too_few_nodes_gives_way_as_well() -> None:
+    low = job("a", 3, "n1 n1")  # Its third worker is on a node that drains.
+    found = grants(
+        low, job("b", 1, priority=5), rooms=[room("n1", 2), room("n2", 1, cordoned=True)]
+    )
+    assert victims(found) == "a"
+    assert found["b"].starts == (("n1", 1),)
+
+
 def test_who_is_about_to_finish_is_left_alone() -> None:
     low = job("a", 1, "n1", is_ending=True)
     assert victims(grants(low, job("b", 1, priority=5), rooms=[room("n1", 1)])) == ""

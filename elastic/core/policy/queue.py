@@ -148,7 +148,7 @@ class _Plan:
         for other in sorted(self.drafts, key=lambda d: rank(d.claim), reverse=True):
             claim = other.claim
             is_lower = claim.spec.priority < draft.claim.spec.priority
-            if not (is_lower and other.is_admitted and claim.trains) or claim.is_ending:
+            if not (is_lower and claim.trains) or claim.is_ending:
                 continue
             if claim.stays or not other.kept:
                 continue
@@ -164,9 +164,11 @@ class _Plan:
         if not victims or not self._place_without(draft, need, victims, keep=True):
             return False
         for victim in victims:
-            victim.is_admitted, victim.gives_way_to = False, draft
-            waiting.append(victim)
-            heapq.heappush(self._turns, (self._turn(victim), len(waiting) - 1))
+            victim.gives_way_to = draft
+            if victim.is_admitted:  # One that has too few nodes waits already.
+                victim.is_admitted = False
+                waiting.append(victim)
+                heapq.heappush(self._turns, (self._turn(victim), len(waiting) - 1))
         return True
 
     def _place_without(

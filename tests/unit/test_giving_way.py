@@ -1,0 +1,182 @@
+"""A job on its way out for another one, and what may come between: users, losses, restarts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.core.messages import LeaveGroup, SaveState, StartWorker, StopWorker
+from elastic.core.world import FIRST_AUTOMATIC, JobId, JobPhase, WorkerPhase
+from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
+
+AT_ONCE = replace(CONFIG, preemption_min_run_s=0, preemption_deadline_s=10)
+TO_B = "b (priority 5 over 0)"
+
+
+def trains(coordinator: Coordinator, *workers: str) -> None:
+    """Let workers train in a loop that goes on in place."""
+    for worker in workers:
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
+
+
+def asked(*, low: int = 3, in_place: bool = True) -> Coordinator:
+    """Job a trains on n1, n2 and n3; job b comes, and is more urgent."""
+    coordinator = running(nodes=3, low=low, run_path="/runs/a", config=AT_ONCE)
+    if in_place:
+        trains(coordinator, "n1/1", "n2/1", "n3/1")
+    coordinator.submit("b", priority=5)
+    return coordinator
+
+
+def saved(coordinator: Coordinator, number: int = 1, worker: str = "n1/1") -> None:
+    """Let a checkpoint be recorded that was taken after this wish."""
+    index = FIRST_AUTOMATIC + number
+    coordinator.reports(worker, index, checkpoint=f"/runs/a/auto-{number}", request=number)
+
+
+def gone(coordinator: Coordinator, *workers: str) -> None:
+    for worker in workers:
+        coordinator.exits(worker, STOPPED)
+
+
+def test_it_is_saved_then_asked_then_ended_and_nothing_is_charged() -> None:
+    coordinator = asked()
+    assert coordinator.job("a").reason == f"gives way to {TO_B} as soon as a checkpoint is written"
+    saved(coordinator)
+    assert {m.worker_id for m in coordinator.sent(LeaveGroup)} == {"n1/1", "n2/1", "n3/1"}
+    coordinator.ready("n1/1", "n2/1", "n3/1")
+    record = coordinator.job("a").record
+    assert (record.phase, record.preempted_by) == (JobPhase.PENDING, TO_B)
+    assert coordinator.store[record.spec.job_id].preempted_by == TO_B
+    gone(coordinator, "n1/1", "n2/1", "n3/1")
+    assert [m.spec.job_id for m in coordinator.sent(StartWorker)] == []
+    record = coordinator.job("a").record
+    assert (record.failures, record.losses, record.preemptions) == (0, 0, 0)
+    assert coordinator.job("b").workers
+
+
+def test_a_user_who_pauses_it_meanwhile_has_it_paused_and_it_waits_when_it_is_resumed() -> None:
+    for is_asked in (False, True):
+        coordinator = asked()
+        if is_asked:
+            saved(coordinator)
+        coordinator.pause("a")
+        assert coordinator.job("a").reason == "pauses as soon as a checkpoint is written"
+        coordinator.ready("n1/1", "n2/1", "n3/1")  # They were asked, or come for another reason.
+        trains(coordinator, "n1/1", "n2/1", "n3/1")
+        saved(coordinator, 2)
+        coordinator.ready("n1/1", "n2/1", "n3/1")
+        assert coordinator.job("a").record.phase is JobPhase.PAUSED
+        gone(coordinator, "n1/1", "n2/1", "n3/1")
+        coordinator.resume("a")
+        record = coordinator.job("a").record
+        assert (record.phase, record.preempted_by) == (JobPhase.PENDING, "")
+        assert "b (priority 5) keeps 1" in coordinator.job("a").reason
+
+
+def test_a_member_that_is_lost_before_the_checkpoint_is_replaced_if_the_others_are_enough() -> None:
+    coordinator = running(nodes=3, low=2, run_path="/runs/a", config=AT_ONCE)
+    trains(coordinator, "n1/1", "n2/1", "n3/1")
+    coordinator.submit("b", 2, priority=5)
+    assert coordinator.job("a").reason.startswith("gives way")
+    coordinator.exits("n3/1")
+    assert coordinator.members("a") == "g2: n1/1 n2/1"
+    trains(coordinator, "n1/1", "n2/1")
+    assert coordinator.job("a").reason == f"gives way to {TO_B} as soon as a checkpoint is written"
+    saved(coordinator)
+    coordinator.ready("n1/1", "n2/1")
+    assert coordinator.job("a").record.preempted_by == TO_B
+
+
+def test_each_life_of_the_coordinator_comes_to_the_same_end() -> None:
+    for lives in ("wished", "saved", "left", "ended"):
+        coordinator = asked()
+        number = 1
+        for stage in ("wished", "saved", "left", "ended"):
+            if stage == "saved":
+                saved(coordinator, number)
+            elif stage == "left":
+                coordinator.ready("n1/1", "n2/1", "n3/1")
+            elif stage == "ended":
+                gone(coordinator, "n1/1", "n2/1", "n3/1")
+            if stage == lives:
+                coordinator.restart()
+                for name in ("n1", "n2", "n3"):
+                    coordinator.agent(name)
+                coordinator.advance(5)
+                if stage == "saved":
+                    # How far it was is not known any more: it is saved once more.
+                    assert "as soon as a checkpoint is written" in coordinator.job("a").reason
+                    saved(coordinator, 1_000_001)
+                number = 1_000_001
+        coordinator.advance(10)
+        assert coordinator.job("a").record.phase is JobPhase.PENDING, lives
+        assert coordinator.job("b").workers, lives
+        assert not coordinator.job("a").workers, lives
+
+
+def test_it_is_cut_off_in_the_end_but_never_without_anything_to_go_on_from() -> None:
+    coordinator = asked()
+    coordinator.advance(100)
+    assert coordinator.job("a").record.phase is JobPhase.RUNNING
+    assert "as soon as a checkpoint is written" in coordinator.job("a").reason
+    saved(coordinator)
+    coordinator.advance(9.9)
+    assert coordinator.job("a").record.phase is JobPhase.RUNNING
+    coordinator.advance(0.2)
+    record = coordinator.job("a").record
+    assert (record.phase, record.preempted_by) == (JobPhase.PENDING, TO_B)
+    assert {m.worker_id for m in coordinator.sent(StopWorker)} == {"n1/1", "n2/1", "n3/1"}
+
+
+def test_storage_that_is_away_is_waited_for_once_if_there_is_an_older_checkpoint() -> None:
+    coordinator = running(nodes=3, low=3, run_path="/runs/a", config=AT_ONCE)
+    trains(coordinator, "n1/1", "n2/1", "n3/1")
+    saved(coordinator, 0)
+    coordinator.submit("b", priority=5)
+    assert coordinator.sent(SaveState)
+    coordinator.advance(9.9)
+    assert not coordinator.sent(LeaveGroup)
+    coordinator.advance(0.2)
+    assert coordinator.job("a").reason == f"gives way to {TO_B} at the next boundary"
+    coordinator.ready("n1/1", "n2/1", "n3/1")
+    assert coordinator.job("a").record.preempted_by == TO_B
+
+
+def test_code_without_a_loop_stays_until_it_has_reported_a_checkpoint() -> None:
+    coordinator = asked(in_place=False)
+    assert "has no checkpoint to go on from yet" in coordinator.job("b").reason
+    coordinator.reports("n1/1", 0, checkpoint="/runs/a/checkpoint_0")
+    assert coordinator.job("a").reason == f"gives way to {TO_B} at the next boundary"
+    coordinator.ready("n1/1", "n2/1", "n3/1")
+    assert coordinator.job("a").record.preempted_by == TO_B
+
+
+def test_a_lower_min_lets_it_stay() -> None:
+    coordinator = asked()
+    saved(coordinator)
+    coordinator.scale("a", 2)
+    assert coordinator.noted("gives_way_no_more") == [{"to": TO_B}]
+    coordinator.ready("n1/1", "n2/1", "n3/1")
+    assert coordinator.members("a") == "g2: n1/1 n2/1"
+    gone(coordinator, "n3/1")
+    assert coordinator.job("b").workers
+
+
+def test_a_node_that_drains_meanwhile_takes_nothing_more() -> None:
+    coordinator = asked()
+    coordinator.drain("n1", 30)
+    saved(coordinator, 2)
+    coordinator.ready("n1/1", "n2/1", "n3/1")
+    gone(coordinator, "n1/1", "n2/1", "n3/1")
+    record = coordinator.job("a").record
+    assert (record.phase, record.preempted_by) == (JobPhase.PENDING, TO_B)
+    assert [w.node_id for w in coordinator.job("b").workers] in (["n2"], ["n3"])
+
+
+def test_a_job_that_is_about_to_finish_is_let_finish() -> None:
+    coordinator = asked()
+    coordinator.finished("n1/1")
+    assert coordinator.noted("gives_way_no_more") == [{"to": TO_B}]
+    coordinator.finished("n2/1")
+    coordinator.finished("n3/1")
+    assert coordinator.store[JobId("a")].phase is JobPhase.SUCCEEDED
