@@ -12,12 +12,12 @@ from elastic.testing.chaos_jobs import ChaosJob, chaos_job
 from elastic.testing.local_cluster import LocalCluster
 
 
-def job_of(name: str, directory: Path, **changes: Any) -> ChaosJob:
-    """Return a job of 1 to 4 workers, changed in its specification."""
+def job_of(name: str, directory: Path, *, pace_s: float = 0.1, **changes: Any) -> ChaosJob:
+    """Return a job of 1 to 4 workers, changed in its specification; a step takes 8 paces of one."""
     directory.mkdir()
     job = chaos_job("steps", name, workers=4, directory=directory, save_every=50)
     # Slow on the cluster only: the undisturbed run has all of it to do alone.
-    entry = replace(job.spec.entry, args=(*job.spec.entry.args, "--pace", "0.1"))
+    entry = replace(job.spec.entry, args=(*job.spec.entry.args, "--pace", str(pace_s)))
     return replace(job, spec=replace(job.spec, entry=entry, **changes))
 
 

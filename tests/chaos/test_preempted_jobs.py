@@ -38,8 +38,10 @@ def was_preempted(view: JobView, by: str) -> bool:
 def test_a_preempted_job_comes_back_and_ends_with_the_same_bits(
     full: LocalCluster, tmp_path: Path
 ) -> None:
-    low = job_of("low", tmp_path / "low", min_workers=4)
-    high = job_of("high", tmp_path / "high", min_workers=1, max_workers=1, priority=10)
+    low = job_of("low", tmp_path / "low", pace_s=0.02, min_workers=4)
+    high = job_of(
+        "high", tmp_path / "high", pace_s=0.02, min_workers=1, max_workers=1, priority=10
+    )  # fmt: skip
     low_id = full.submit(low.spec)
     full.wait(low_id, lambda v: train_with(4, v), "four workers")
     high_id = full.submit(high.spec)
