@@ -125,7 +125,8 @@ class Keeper:
             if self._is_sharded:
                 saver.await_copies()
             place.link.post(CopiesWanted(saver.copies.every_n_steps, self._is_sharded))
-        if self._is_sharded and self._steps_here == FIRST_COPY_AT:
+        is_first = saver.last_generation != place.generation
+        if self._is_sharded and is_first and self._steps_here >= FIRST_COPY_AT:
             return True  # Until then a loss would be the second of what the group has gone on from.
         return saver.wants_copy(self.steps)
 
