@@ -28,6 +28,7 @@ from elastic.core.machine import (
     requests,
     settle,
     suspicion,
+    waves,
 )
 from elastic.core.messages import Announce, WorkerUpdate
 from elastic.core.policy import (
@@ -490,3 +491,14 @@ def keeps_a_preempted_job_out_for_ever(patch: Patch) -> None:
         honest(cluster, job, for_whom or job.gives_way_to)
 
     patch.setattr(queueing, "_make_room", make_room)
+
+
+@bug
+def waits_for_others_after_the_last_of_a_wave(patch: Patch) -> None:
+    """Who speaks last is told what the first ones are: that the others will say more."""
+    honest = waves.may_wait
+
+    def may_wait(*args: Any) -> bool:
+        return honest(*args) or args[1].wave is None
+
+    patch.setattr(waves, "may_wait", may_wait)

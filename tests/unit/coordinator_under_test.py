@@ -165,7 +165,8 @@ class Coordinator:
 
     def at(self, session: SessionId) -> PlayedAgent | None:
         """Return the agent that listens at this session."""
-        return next((a for a in self.agents.values() if a.session == session), None)
+        agent = self.agents.get(self.names.get(session, ""))
+        return agent if agent is not None and agent.session == session else None
 
     def restart(self) -> None:
         """Begin another life of the coordinator with what the store holds; all streams break."""

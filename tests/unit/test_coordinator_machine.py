@@ -149,6 +149,7 @@ def test_a_first_group_waits_for_those_that_start_but_not_for_ever() -> None:
         coordinator.agent(name)
     coordinator.submit("a", 1, 3)
     coordinator.ready("n1/1", "n2/1")
+    coordinator.advance(0.1)
     assert coordinator.members("a") == ""
     assert coordinator.job("a").reason == "waiting: 2 of 3 workers ready, 1 starting"
     coordinator.advance(CONFIG.start_patience_s)

@@ -18,11 +18,11 @@ from elastic.core.events.coordinator import (
     Persist,
     SendAgent,
 )
-from elastic.core.machine import copies, health, reports, suspicion
+from elastic.core.machine import copies, health, reports, suspicion, waves
+from elastic.core.machine.announcing import announcement
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.settle import (
-    announcement,
     end_job,
     remind_of_leavers,
     remind_of_save,
@@ -395,15 +395,18 @@ def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> Non
         cluster.add_worker(job, state, report)
         cluster.note("worker_adopted", job.job_id, worker=report.worker_id)
     worker = job.workers[report.worker_id]
-    # A job whose loop has begun can be saved at any step, and may make room for others.
-    cluster.replan = cluster.replan or report.in_place is not worker.report.in_place
+    before = worker.report
+    was_in_place = job.is_in_place() if report.in_place is not before.in_place else None
     worker.update(report, cluster.now_ns)
     if report.micro_batches > 0 and report.generation == job.generation:
         job.micro_batches = report.micro_batches
+    if was_in_place is not None and job.is_in_place() is not was_in_place:
+        cluster.replan = True  # It can be saved at any step, and may make room for others.
     if report.phase is WorkerPhase.FINISHED and report.generation == job.generation:
         job.finished[report.worker_id] = report.result
         cluster.replan = True
-    cluster.touch(job)
+    if not waves.may_wait(cluster, job, worker, before):
+        cluster.touch(job)
     if _is_broken(job, worker) and job.is_open:
         _blame_silent_nodes(cluster, job)
 

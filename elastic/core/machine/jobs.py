@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from elastic.core.config import CoordinatorConfig, JobSpec
 from elastic.core.copy_messages import Replicate
 from elastic.core.events.coordinator import CoordinatorEffect, JobRecord
-from elastic.core.machine.nodes import NodeBook, NodeState
+from elastic.core.machine.nodes import LIVE, PRESENT, NodeBook, NodeState
 from elastic.core.machine.story import note
 from elastic.core.machine.transitions import JOB, check_move
 from elastic.core.policy.claims import Grant
@@ -62,6 +63,30 @@ class WorkerState:
             self.since_ns = now_ns
         # An exception once told stays told: the agent knows only how the process ended.
         self.report = replace(report, failure=report.failure or self.report.failure)
+
+
+class WaveKind(Enum):
+    """What the workers do one after the other."""
+
+    COME_UP = "come up"
+    """Members of a new group begin to train."""
+    LEAVE = "leave"
+    """Members stop at a boundary."""
+    START = "start"
+    """Workers of a job without a group become ready."""
+
+
+@dataclass
+class Wave:
+    """Who has not said it yet.
+
+    Attributes:
+        left: workers that may hold back; the last of them does, as far as is known.
+    """
+
+    kind: WaveKind
+    generation: Generation
+    left: list[WorkerId] = field(default_factory=list)
 
 
 @dataclass
@@ -147,6 +172,7 @@ class JobState:
             coordinator's life; 0 while it is not known.
         yields: workers that it gives back for another job, as the queue has it.
         copies: where a copy of its state lies, or is to lie.
+        wave: what its workers say one after the other at the moment, None for nothing.
     """
 
     spec: JobSpec
@@ -194,6 +220,7 @@ class JobState:
     yields: frozenset[WorkerId] = frozenset()
     copies: Copies = field(default_factory=Copies)
     has_news_of_leavers: bool = False
+    wave: Wave | None = None
 
     @property
     def limits(self) -> JobSpec:
@@ -247,25 +274,31 @@ class JobState:
 
     def is_in_place(self) -> bool:
         """Return whether its group trains in a loop that newcomers can enter."""
-        members = [self.workers.get(worker_id) for worker_id in self.member_ids()]
-        return self.is_open and any(w is not None and w.report.in_place for w in members)
+        if not self.is_open:
+            return False
+        members = (self.workers.get(worker_id) for worker_id in self.member_ids())
+        return any(w is not None and w.report.in_place for w in members)
 
-    def candidate(self, worker_id: WorkerId, book: NodeBook) -> Candidate:
-        """Return one worker as the membership policy sees it."""
-        worker = self.workers[worker_id]
-        node = book.nodes[worker.node_id]
-        return Candidate(
-            worker_id=worker_id,
-            node_id=worker.node_id,
-            phase=worker.report.phase,
-            generation=worker.report.generation,
-            since_ns=worker.since_ns,
-            present=node.is_present() and worker.stop_cause is None,
-            reachable=node.is_live(),
-            awaited=node.is_awaited(),
-            leaving=node.draining or self.gives_back(worker_id),
-            leave_by_ns=node.leave_by_ns if node.draining else self._leave_by_ns(),
-        )
+    def candidates(self, book: NodeBook) -> dict[WorkerId, Candidate]:
+        """Return all workers as the membership policy sees them."""
+        found, nodes = {}, book.nodes
+        gives_some, by_ns = self.must_rest() or bool(self.yields), self._leave_by_ns()
+        for worker_id, worker in self.workers.items():
+            node, report = nodes[worker.node_id], worker.report
+            leaves = node.draining or (gives_some and self.gives_back(worker_id))
+            found[worker_id] = Candidate(
+                worker_id,
+                worker.node_id,
+                report.phase,
+                report.generation,
+                worker.since_ns,
+                present=worker.stop_cause is None and node.phase in PRESENT,
+                reachable=node.phase in LIVE,
+                awaited=node.unconfirmed or node.reports_due > 0,
+                leaving=leaves,
+                leave_by_ns=node.leave_by_ns if node.draining else by_ns,
+            )
+        return found
 
     def gives_back(self, worker_id: WorkerId) -> bool:
         """Return whether the worker is to leave for another job, or because the job pauses."""

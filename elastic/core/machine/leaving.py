@@ -76,7 +76,8 @@ def save_is_due(cluster: Cluster, job: JobState) -> Decision[bool]:
     if not nodes or not job.spec.run_path:
         job.saved_before_ns = None
         return Decision(False, "no node of the group leaves")
-    candidates = {w: job.candidate(w, cluster.book) for w in sorted(job.workers)}
+    found = job.candidates(cluster.book)
+    candidates = {worker_id: found[worker_id] for worker_id in sorted(found)}
     can_go_on = bool(membership.choose(job.limits, job.current(), candidates, interrupting=True))
     leave_by_ns = min(state.leave_by_ns or 0 for state in nodes)
     return policy.save_before(

@@ -14,6 +14,7 @@ from elastic.core.view import NodeView
 from elastic.core.world import JobId, Node, NodeId, NodePhase, Resources, SessionId, WorkerId
 
 LIVE = (NodePhase.READY, NodePhase.DRAINING)
+PRESENT = (*LIVE, NodePhase.DISCONNECTED)
 SERIAL_DIGITS_MAX = 15
 
 
@@ -96,10 +97,12 @@ class NodeState:
 
     def is_present(self) -> bool:
         """Return whether its workers still count as living."""
-        return self.phase in (*LIVE, NodePhase.DISCONNECTED)
+        return self.phase in PRESENT
 
     def quarantine(self, now_ns: int) -> str:
         """Return why no new workers may start here, "" if they may."""
+        if not self.problems and now_ns >= self.faulty_until_ns:
+            return ""
         reasons = [*self.problems]
         if now_ns < self.faulty_until_ns:
             reasons.append(self.faulty_why)
@@ -224,6 +227,8 @@ class NodeBook:
 
     def drop_gone(self, limit: int) -> None:
         """Forget the nodes that are longest gone, so that at most `limit` of them are kept."""
+        if len(self.nodes) - len(self.sessions) <= limit:
+            return  # Who has a session is not gone.
         gone = [s for s in self.nodes.values() if s.phase in (NodePhase.LOST, NodePhase.LEFT)]
         gone.sort(key=lambda s: (s.since_ns, s.node.node_id))
         for state in gone[: max(0, len(gone) - limit)]:

@@ -16,8 +16,7 @@ from elastic.core.policy import eviction, placement, queue
 from elastic.core.policy.claims import NAMED_MAX, Claim, Grant
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.packing import Room
-from elastic.core.policy.placement import Offer
-from elastic.core.world import JobId, NodeId, Resources, WorkerId, WorkerPhase
+from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId, WorkerPhase
 
 
 def plan(cluster: Cluster) -> None:
@@ -142,7 +141,7 @@ def _has_finished(job: JobState, worker: WorkerState | None) -> bool:
 
 def place(
     cluster: Cluster, job: JobState, hosting: Mapping[NodeId, int], have: int
-) -> Decision[tuple[NodeId, ...]]:
+) -> tuple[NodeId, ...]:
     """Choose nodes for further workers of a job: what its plan says and is free by now.
 
     Args:
@@ -152,23 +151,44 @@ def place(
         have: how many of them it will keep.
 
     Returns:
-        Nothing when nothing can or need be started, with the reason.
+        Nothing when nothing can or need be started; `explain` says why.
     """
-    grant = cluster.grants.get(job.job_id)
-    planned = None if grant is None else dict(grant.starts)
-    decision = placement.place(job.limits, _offers(cluster, hosting, planned), have)
-    if not decision.value and grant is not None:
-        reason = grant.reason
-        if not reason:
-            reason = placement.place(job.limits, _offers(cluster, hosting, None), have).reason
-        return Decision((), _with_cordons(cluster, reason))
-    if not decision.value:
-        return Decision((), _with_cordons(cluster, decision.reason))
-    chosen = _within_project(cluster, job, decision.value, have)
-    if decision.value and not chosen:
+    return _within_project(cluster, job, _place(cluster, job, hosting, have).value, have)
+
+
+def explain(cluster: Cluster, job: JobState, hosting: Mapping[NodeId, int], have: int) -> str:
+    """Return why `place` chooses nothing, and what would let workers start."""
+    if _place(cluster, job, hosting, have).value:
         project = job.spec.project or "(none)"
-        return Decision((), f"project {project} is at its limit until workers of it have ended")
-    return Decision(chosen, decision.reason)
+        return f"project {project} is at its limit until workers of it have ended"
+    grant = cluster.grants.get(job.job_id)
+    reason = grant.reason if grant is not None else ""
+    if not reason:
+        offers = [state.offer(hosting.get(state.node.node_id, 0)) for state in _open(cluster)]
+        reason = placement.place(job.limits, offers, have).reason
+    return _with_cordons(cluster, reason)
+
+
+def _place(
+    cluster: Cluster, job: JobState, hosting: Mapping[NodeId, int], have: int
+) -> Decision[tuple[NodeId, ...]]:
+    """Place what the plan says by what is free; its reason knows only of nodes with room."""
+    grant = cluster.grants.get(job.job_id)
+    if grant is not None and not grant.starts:
+        return Decision((), "the plan has no new workers for it")
+    planned = None if grant is None else dict(grant.starts)
+    # Full nodes matter where a job is bound to one, or is spread over them and their zones.
+    counts_full = job.spec.strategy is not Strategy.PACK
+    offers = []
+    for state in _open(cluster):
+        node_id = state.node.node_id
+        if not state.free_slots() and not (counts_full and node_id in hosting):
+            continue
+        offer = state.offer(hosting.get(node_id, 0))
+        if planned is not None:
+            offer = replace(offer, free_slots=min(offer.free_slots, planned.get(node_id, 0)))
+        offers.append(offer)
+    return placement.place(job.limits, offers, have)
 
 
 def _with_cordons(cluster: Cluster, reason: str) -> str:
@@ -187,20 +207,11 @@ def _with_cordons(cluster: Cluster, reason: str) -> str:
     return f"{reason}; cordoned: {names}"
 
 
-def _offers(
-    cluster: Cluster, hosting: Mapping[NodeId, int], planned: Mapping[NodeId, int] | None
-) -> list[Offer]:
-    """Return what nodes could take now, and no more than planned if there is a plan."""
-    found = []
-    for state in cluster.book.ordered():
-        node_id = state.node.node_id
-        if not may_host(state) or cluster.book.closed(state, cluster.now_ns):
-            continue
-        offer = state.offer(hosting.get(node_id, 0))
-        if planned is not None:
-            offer = replace(offer, free_slots=min(offer.free_slots, planned.get(node_id, 0)))
-        found.append(offer)
-    return found
+def _open(cluster: Cluster) -> list[NodeState]:
+    """Return the nodes on which new workers may start, by id."""
+    now_ns = cluster.now_ns
+    states = cluster.book.ordered()
+    return [s for s in states if may_host(s) and not cluster.book.closed(s, now_ns)]
 
 
 def _within_project(
@@ -214,22 +225,19 @@ def _within_project(
     share = next((s for s in cluster.config.projects if s.project == job.spec.project), None)
     if share is None or not nodes:
         return nodes
-    held = [
-        other.spec.resources_per_worker
-        for other in cluster.jobs.values()
-        if other.spec.project == job.spec.project
-        for _ in other.workers
-    ]
-    count = len(nodes)
-    need = job.spec.resources_per_worker
-    while count and share.excess(len(held) + count, _sum([*held, *[need] * count])):
+    fellows = [other for other in cluster.jobs.values() if other.spec.project == job.spec.project]
+    held = sum(len(other.workers) for other in fellows)
+    parts = [(other.spec.resources_per_worker, len(other.workers)) for other in fellows]
+    need, count = job.spec.resources_per_worker, len(nodes)
+    while count and share.excess(held + count, _sum([*parts, (need, count)])):
         count -= 1
     return nodes[:count] if have + count >= job.limits.min_workers else ()
 
 
-def _sum(parts: Iterable[Resources]) -> Resources:
+def _sum(parts: Iterable[tuple[Resources, int]]) -> Resources:
+    """Return what so many workers with such needs take together."""
     total: dict[str, int] = {}
-    for part in parts:
-        for name, amount in part.milli:
-            total[name] = total.get(name, 0) + amount
+    for part, count in parts:
+        for name, amount in part.milli if count else ():
+            total[name] = total.get(name, 0) + count * amount
     return Resources(tuple((name, total[name]) for name in sorted(total)))

@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist, SendAgent
-from elastic.core.machine import copies, invariants, leaving, queueing
+from elastic.core.machine import announcing, copies, invariants, leaving, queueing
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.messages import (
-    Announce,
     CoordinatorMessage,
     LeaveGroup,
     SaveState,
@@ -27,7 +26,6 @@ from elastic.core.policy.membership import Act, Plan
 from elastic.core.policy.ranks import assign_ranks
 from elastic.core.world import (
     NO_GENERATION,
-    Assignment,
     ExitCause,
     ExitKind,
     Group,
@@ -38,7 +36,7 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
-from elastic.errors import InvariantViolation, check
+from elastic.errors import check
 
 ROUNDS_MAX = 8
 """A job comes to rest in two or three rounds; more mean that two policies contradict."""
@@ -129,39 +127,12 @@ def remind_of_leavers(cluster: Cluster, job: JobState, workers: Iterable[WorkerI
             tell(cluster, worker, replace(news, worker_id=worker_id))
 
 
-def announcement(cluster: Cluster, job: JobState, worker_id: WorkerId) -> Announce:
-    """Return what this member must know of the newest group."""
-    group = job.group
-    if group is None:
-        raise InvariantViolation(f"job {job.job_id} has no group to announce")
-    places = job.places()
-    place = places[job.rank_of(worker_id)]
-    return Announce(
-        Assignment(
-            job_id=job.job_id,
-            worker_id=worker_id,
-            generation=group.generation,
-            rank=place.rank,
-            world_size=len(places),
-            local_rank=place.local_rank,
-            local_world_size=place.local_world_size,
-            node_rank=place.node_rank,
-            num_nodes=places[-1].node_rank + 1,
-            leader_address=group.members[0].store_address,
-            checkpoint=job.latest_checkpoint(),
-            cause=group.reason,
-            copies=copies.addresses(cluster, job),
-            copies_key=copies.key_of(cluster, job.job_id) if job.copies.held else "",
-        )
-    )
-
-
 # ---------------------------------------------------------------- the group
 
 
 def _settle_group(cluster: Cluster, job: JobState) -> bool:
     """Ask the membership policy and do what it says; True if that may change its next answer."""
-    candidates = [job.candidate(worker_id, cluster.book) for worker_id in job.workers]
+    candidates = [*job.candidates(cluster.book).values()]
     decision = membership.decide(
         job.limits, job.current(), candidates, cluster.now_ns, cluster.config
     )
@@ -218,6 +189,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
         ),
         reason=plan.cause,
     )
+    job.seated = job.group, places
     job.is_open, job.asked = True, False
     job.announced_ns, job.training_since_ns = cluster.now_ns, None
     job.first_steps, job.finished = {}, {}
@@ -230,10 +202,11 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     invariants.check_bounds(job)
     job.move(JobPhase.RUNNING, cluster.now_ns)
     cluster.do(Persist((job.record(),)))
+    announce = announcing.announcer(cluster, job)
     for place in places:
         worker = job.workers[place.worker_id]
         worker.steps = 0
-        tell(cluster, worker, announcement(cluster, job, place.worker_id))
+        tell(cluster, worker, announce(place))
         remind_of_save(cluster, job, worker)
     for worker_id in sorted(before - set(plan.members)):
         if worker_id in job.workers:
@@ -304,13 +277,18 @@ def _is_complete(job: JobState) -> bool:
 def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
     """Kill members that never came to train, and others that were told to leave and did not."""
     members = job.member_ids() if job.is_open else ()
-    for worker_id in [*members, *sorted(set(job.workers) - set(members))]:
+    for worker_id in [*members, *sorted(set(job.workers).difference(members))]:
         worker = job.workers.get(worker_id)
-        if worker is None or worker.stop_cause is not None or not cluster.node_of(worker).is_live():
+        if worker is None or worker.stop_cause is not None:
             continue
         report, since_ns = worker.report, job.announced_ns
+        is_member = job.is_open and job.is_member(worker_id)
         behind = report.generation < job.generation
-        if job.is_open and job.is_member(worker_id):
+        if is_member and not behind and report.phase is not WorkerPhase.FORMING:
+            continue
+        if not cluster.node_of(worker).is_live():
+            continue
+        if is_member:
             is_stuck = behind or report.phase is WorkerPhase.FORMING
             what = f"join generation {job.generation}"
         else:
@@ -382,25 +360,27 @@ def _start_workers(cluster: Cluster, job: JobState) -> bool:
     hosting: dict[NodeId, int] = {}
     for worker in alive:
         hosting[worker.node_id] = hosting.get(worker.node_id, 0) + 1
-    decision = queueing.place(cluster, job, hosting, have)
-    for node_id in decision.value:
+    nodes, in_place = queueing.place(cluster, job, hosting, have), job.is_in_place()
+    for node_id in nodes:
         state = cluster.book.nodes[node_id]
         worker_id = state.next_worker_id()
         report = WorkerReport(worker_id, job.job_id, WorkerPhase.STARTING, NO_GENERATION)
         worker = cluster.add_worker(job, state, report)
-        tell(cluster, worker, StartWorker(worker_id, job.spec, ahead=job.is_in_place()))
+        tell(cluster, worker, StartWorker(worker_id, job.spec, ahead=in_place))
         cluster.note("worker_starting", job.job_id, worker=worker_id, node=node_id)
     if (
-        not decision.value
+        not nodes
         and not job.is_open
         and not any(w.report.phase is WorkerPhase.STARTING for w in alive)
     ):
-        job.waits_for = decision.reason
-    return bool(decision.value)
+        job.waits_for = queueing.explain(cluster, job, hosting, have)
+    return bool(nodes)
 
 
 def _stop_leavers(cluster: Cluster, job: JobState) -> None:
     """End workers on draining nodes, and those given back, as soon as no group needs them."""
+    if not cluster.book.leaving and not job.yields:
+        return
     for worker_id in sorted(job.workers):
         node = cluster.node_of(job.workers[worker_id])
         if job.is_open and job.is_member(worker_id):
@@ -412,6 +392,8 @@ def _stop_leavers(cluster: Cluster, job: JobState) -> None:
 
 def _stop_surplus(cluster: Cluster, job: JobState) -> None:
     """End workers above max that no group needs, newest first."""
+    if len(job.workers) <= job.limits.max_workers:
+        return
     alive = [
         worker_id
         for worker_id, worker in sorted(job.workers.items())
@@ -435,6 +417,8 @@ def _stop_all(cluster: Cluster, job: JobState) -> None:
 def _watch_health(cluster: Cluster, job: JobState) -> None:
     """Note when the whole group trains, and forgive losses once it has trained long enough."""
     if not job.is_open or job.group is None:
+        return
+    if job.training_since_ns is not None and not job.history.losses:
         return
     members = [job.workers.get(w) for w in job.member_ids()]
     training = (WorkerPhase.TRAINING, WorkerPhase.FINISHED)

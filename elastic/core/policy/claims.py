@@ -70,11 +70,20 @@ class Grant:
 
 @dataclass
 class Draft:
-    """A grant in the making."""
+    """A grant in the making.
+
+    Attributes:
+        kept: its seats that are counted.
+        tried: so many of its seats need not be looked at again. What was found full or barred stays
+            so while the plan grows; whoever takes something back sets this to 0.
+        starts, num_starts: new workers by node, and in all.
+    """
 
     claim: Claim
-    kept: list[Seat] = field(default_factory=list)
+    kept: dict[WorkerId, NodeId] = field(default_factory=dict)
+    tried: int = 0
     starts: dict[NodeId, int] = field(default_factory=dict)
+    num_starts: int = 0
     is_admitted: bool = False
     reason: str = ""
     dealer: Dealer | None = None
@@ -83,19 +92,18 @@ class Draft:
     @property
     def size(self) -> int:
         """Return how many workers it has in the plan so far."""
-        return len(self.kept) + self.claim.away + sum(self.starts.values())
+        return len(self.kept) + self.claim.away + self.num_starts
 
     def hosting(self) -> dict[NodeId, int]:
         """Return how many of its workers are counted on each node."""
         found = dict(self.starts)
-        for _, node_id in self.kept:
+        for node_id in self.kept.values():
             found[node_id] = found.get(node_id, 0) + 1
         return found
 
     def unkept(self) -> list[Seat]:
         """Return its seats that are not counted yet."""
-        kept = {worker_id for worker_id, _ in self.kept}
-        return [seat for seat in self.claim.seats if seat[0] not in kept]
+        return [seat for seat in self.claim.seats if seat[0] not in self.kept]
 
 
 def rank(claim: Claim) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.policy.decision import Decision
@@ -46,9 +47,8 @@ class Plan:
     cause: str = ""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One worker of the job.
+class Candidate(NamedTuple):
+    """One worker of the job; a tuple, because there are ten thousand of them at each look.
 
     Attributes:
         phase, generation: as it reported last.

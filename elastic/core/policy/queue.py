@@ -175,11 +175,13 @@ class _Plan:
         self, draft: Draft, need: int, victims: Sequence[Draft], *, keep: bool
     ) -> bool:
         """Try to give a job its workers with these out of the way; `keep`: and leave it so."""
-        seats = [list(victim.kept) for victim in victims]
-        kept, starts = len(draft.kept), dict(draft.starts)
+        seats = [dict(victim.kept) for victim in victims]
+        kept, starts, num_starts = len(draft.kept), dict(draft.starts), draft.num_starts
         for victim in victims:
             self._release(victim, 0)
         fits = not self._excess(draft.claim.spec, need) and self._place(draft, need)
+        for other in self.drafts:
+            other.tried = 0  # There was more room, or there is now.
         if fits and keep:
             return True
         if fits:
@@ -188,9 +190,9 @@ class _Plan:
                 for _ in range(count - starts.get(node_id, 0)):
                     self.space.give(node_id, draft.claim.spec.resources_per_worker, is_new=True)
                     self._count(draft.claim.spec, -1)
-            draft.starts = starts
+            draft.starts, draft.num_starts = starts, num_starts
         for victim, before in zip(victims, seats, strict=True):
-            for _, node_id in before:
+            for node_id in before.values():
                 self.space.take(node_id, victim.claim.spec.resources_per_worker, is_new=False)
             victim.kept = before
             self._count(victim.claim.spec, len(before))
@@ -198,10 +200,10 @@ class _Plan:
 
     def _release(self, draft: Draft, count: int) -> None:
         """Give back all but the first `count` seats that were kept."""
-        over = draft.kept[count:]
-        for _, node_id in over:
+        over = list(draft.kept)[count:]
+        for worker_id in over:
+            node_id = draft.kept.pop(worker_id)
             self.space.give(node_id, draft.claim.spec.resources_per_worker, is_new=False)
-        del draft.kept[count:]
         self._count(draft.claim.spec, -len(over))
         draft.dealer = None
 
@@ -212,6 +214,7 @@ class _Plan:
         """Workers that wait with state keep their slots as long as nobody can start on them."""
         self._barred = {}
         for draft in self.drafts:
+            draft.tried = 0
             if draft.is_admitted or draft.claim.trains or not draft.claim.keeps_state:
                 continue
             count = len(draft.claim.seats)
@@ -264,16 +267,18 @@ class _Plan:
 
     def _keep_seats(self, draft: Draft, limit: int) -> int:
         """Count up to `limit` of its workers where they are; return how many."""
-        need, count = draft.claim.spec.resources_per_worker, 0
-        for seat in draft.unkept():
-            if count >= limit:
-                break
-            if seat[1] in self._barred or not self.space.capacity(seat[1], need):
+        need, seats, count = draft.claim.spec.resources_per_worker, draft.claim.seats, 0
+        while count < limit and draft.tried < len(seats):
+            worker_id, node_id = seats[draft.tried]
+            draft.tried += 1
+            if worker_id in draft.kept or node_id in self._barred:
                 continue
-            self.space.take(seat[1], need, is_new=False)
-            draft.kept.append(seat)
+            if not self.space.capacity(node_id, need):
+                continue
+            self.space.take(node_id, need, is_new=False)
+            draft.kept[worker_id] = node_id
             if draft.dealer is not None:
-                draft.dealer.host(seat[1], 1)
+                draft.dealer.host(node_id, 1)
             count += 1
         self._count(draft.claim.spec, count)
         return count
@@ -282,22 +287,23 @@ class _Plan:
         """Give `count` more workers, its own seats first; all of them or none."""
         spec = draft.claim.spec
         need = spec.resources_per_worker
-        seats_before = len(draft.kept)
+        seats_before, tried_before = len(draft.kept), draft.tried
         missing = count - self._keep_seats(draft, count)
         chosen = self._choose(draft, missing) if missing else []
         if len(chosen) == missing:
             for node_id in chosen:
                 draft.starts[node_id] = draft.starts.get(node_id, 0) + 1
+            draft.num_starts += missing
             self._count(spec, missing)
             if self._barred:
                 draft.dealer = None  # It knows only the nodes that are not kept for others.
             return True
         for node_id in chosen:
             self.space.give(node_id, need, is_new=True)
-        undone = draft.kept[seats_before:]
-        for _, node_id in undone:
-            self.space.give(node_id, need, is_new=False)
-        del draft.kept[seats_before:]
+        undone = list(draft.kept)[seats_before:]
+        for worker_id in undone:
+            self.space.give(draft.kept.pop(worker_id), need, is_new=False)
+        draft.tried = tried_before
         self._count(spec, -len(undone))
         draft.dealer = None
         return False
@@ -381,7 +387,7 @@ class _Plan:
             [self.space.capacity(n, spec.resources_per_worker) for n in shape.capacity],
         )
         holders = [
-            f"{named(d.claim)} keeps {len(d.kept) + sum(d.starts.values())}"
+            f"{named(d.claim)} keeps {len(d.kept) + d.num_starts}"
             for d in self.drafts
             if d.is_admitted and any(n in shape.capacity for n in d.hosting())
         ]

@@ -1,0 +1,93 @@
+"""Waves: what all workers of a job say one after the other, and only the last changes anything.
+
+Rule: a report may wait only if no decision follows from it as long as somebody holds back, and only
+for a bounded time: whoever is wrong here is late by that, and never silent. In a group of ten
+thousand each look costs tens of milliseconds, and each of its members reports twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from elastic.core.config import NS_PER_S
+from elastic.core.machine.jobs import Cluster, JobState, Wave, WaveKind, WorkerState
+from elastic.core.policy.membership import WAITING_PHASES
+from elastic.core.world import NO_GENERATION, WorkerId, WorkerPhase, WorkerReport
+
+LOOK_NS, LOOK_NS_PER_WORKER = NS_PER_S // 10, 50_000
+"""What users see of a wave is not older than the larger one: half a second with ten thousand."""
+UNDER_WAY = (WorkerPhase.FORMING, WorkerPhase.TRAINING)
+
+
+def may_wait(cluster: Cluster, job: JobState, worker: WorkerState, before: WorkerReport) -> bool:
+    """Return whether a report can wait for those of others, and remember to look in time.
+
+    Args:
+        cluster: all there is.
+        job: of the worker.
+        worker: with the report.
+        before: what was known of it.
+    """
+    kind = _kind(cluster, job, worker, before)
+    if kind is None:
+        return False
+    wave = job.wave
+    if wave is None or (wave.kind, wave.generation) != (kind, job.generation):
+        ids: Iterable[WorkerId] = job.workers if kind is WaveKind.START else job.member_ids()
+        wave = job.wave = Wave(kind, job.generation, list(ids))
+        if kind is not WaveKind.COME_UP:
+            return False  # Time counts from the first one.
+    holds_back = _HOLDS_BACK[kind]
+    while wave.left:
+        other = job.workers.get(wave.left[-1])
+        if other is not None and holds_back(job, other):
+            pause_ns = max(LOOK_NS, LOOK_NS_PER_WORKER * len(job.workers))
+            look_ns = cluster.now_ns + pause_ns
+            job.wake_ns = look_ns if job.wake_ns is None else min(job.wake_ns, look_ns)
+            return True
+        wave.left.pop()
+    job.wave = None
+    return False
+
+
+def _kind(
+    cluster: Cluster, job: JobState, worker: WorkerState, before: WorkerReport
+) -> WaveKind | None:
+    """Return the wave that a report belongs to, None for one from which something may follow."""
+    report, generation = worker.report, job.generation
+    if worker.stop_cause is not None or job.must_rest() or cluster.node_of(worker).draining:
+        return None
+    if not job.is_open:
+        is_first = generation == NO_GENERATION and before.phase is WorkerPhase.STARTING
+        return WaveKind.START if is_first and report.phase is WorkerPhase.READY else None
+    if report.generation != generation or not job.is_member(report.worker_id):
+        return None
+    is_fresh = before.generation < generation or before.phase in UNDER_WAY
+    if not is_fresh or report.copies_every != job.copies.every_n_steps:
+        return None
+    if report.phase in UNDER_WAY and job.training_since_ns is None:
+        return WaveKind.COME_UP
+    return WaveKind.LEAVE if report.phase is WorkerPhase.READY and job.asked else None
+
+
+def _is_behind(job: JobState, worker: WorkerState) -> bool:
+    return worker.report.generation != job.generation or worker.report.phase in (
+        WorkerPhase.FORMING,
+        WorkerPhase.READY,
+    )
+
+
+def _is_inside(job: JobState, worker: WorkerState) -> bool:
+    report = worker.report
+    return report.generation != job.generation or report.phase not in WAITING_PHASES
+
+
+def _is_starting(_: JobState, worker: WorkerState) -> bool:
+    return worker.report.phase is WorkerPhase.STARTING and worker.stop_cause is None
+
+
+_HOLDS_BACK: dict[WaveKind, Callable[[JobState, WorkerState], bool]] = {
+    WaveKind.COME_UP: _is_behind,
+    WaveKind.LEAVE: _is_inside,
+    WaveKind.START: _is_starting,
+}
