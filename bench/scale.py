@@ -5,15 +5,21 @@
 The coordinator is the real one, a process with a SQLite store. An agent here is a gRPC channel and
 stream of its own, with the options and messages of real ones; its one worker is played: it is ready
 at once and trains as soon as it is announced. Several hundred agents share a process, and all of
-them share the machine with the coordinator, so that what is measured as seconds is both: the
-columns of the coordinator's processor time are what it needed itself.
+them share the machine with the coordinator: hearing a message costs an agent as much as saying it
+costs the coordinator, so that on two cores about half of the seconds are the agents'. The processor
+time beside them, of the coordinator and of all agents together, tells the one from the other; on a
+machine where agents are elsewhere, the coordinator's own is what is left.
 
-    rest       processor and memory of the coordinator with all agents connected and nothing to do
+    rest       processor of the coordinator, and of the agents, connected and with nothing to do
+    MiB        memory of the coordinator then
     submit     from the call until the last worker has been told to start, and of its group
     death      from a worker's exit, as its agent tells it, until the last one knows the next group
     node       the same from the end of an agent's stream; the grace for its return is in it
     storm      the coordinator is killed and started anew: until the last agent is welcome again
-    writes     commits of the store for each of these
+    bytes      of an announcement
+
+In brackets: processor seconds of the coordinator and of the agents until then (in a storm without
+the agents'), and commits of the store until all is quiet again.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import asyncio
 import json
 import os
 import platform
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -65,22 +72,43 @@ AGENTS_PER_PROCESS = 500
 CONNECTING_AT_ONCE = 50
 """In one process; a real agent is alone in its own."""
 WAIT_S = 300.0
-LOOK_S = 0.02
+LOOK_S = 0.05
 SETTLE_S = 3.0
 REST_S = 10.0
+OWN_FILES = 256
+"""That a coordinator needs beside its connections."""
 
 
 # ------------------------------------------------------------------------------------- the agents
 
 
+class Tally:
+    """What the agents of one process have been told.
+
+    Attributes:
+        told: how many know of each generation.
+        last_ns: when the last one heard of a generation.
+        bytes_in: of the newest announcement.
+    """
+
+    def __init__(self) -> None:
+        self.told: dict[int, int] = {}
+        self.last_ns = self.bytes_in = 0
+
+    def hears(self, generation: int, size: int) -> None:
+        """Count one that hears of a generation."""
+        self.told[generation] = self.told.get(generation, 0) + 1
+        self.last_ns, self.bytes_in = time.monotonic_ns(), size
+
+
 class PlayedAgent:
     """One agent with one worker."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, tally: Tally) -> None:
         self.node = Node(NodeId(f"n{number:05d}"), 1, "127.0.0.1", 1)
         self.report: WorkerReport | None = None
-        self.welcome_ns = self.announced_ns = self.generation = 0
-        self.bytes_in = 0
+        self.welcome_ns = self.generation = 0
+        self._tally = tally
         self._call: Any = None
         self._gone = asyncio.Event()
 
@@ -111,10 +139,9 @@ class PlayedAgent:
                 raise click.ClickException(f"not welcome: {decode_coordinator_message(data)}")
             self.welcome_ns = time.monotonic_ns()
         while isinstance(data := await call.read(), bytes):
-            self.bytes_in = len(data)
-            await self._take(decode_coordinator_message(data))
+            await self._take(decode_coordinator_message(data), len(data))
 
-    async def _take(self, message: Any) -> None:
+    async def _take(self, message: Any, size: int) -> None:
         if isinstance(message, StartWorker):
             self.report = WorkerReport(
                 message.worker_id,
@@ -125,8 +152,9 @@ class PlayedAgent:
             )
             await self._tell()
         elif isinstance(message, Announce) and self.report is not None:
-            self.announced_ns = time.monotonic_ns()
-            self.generation = message.assignment.generation
+            if self.generation != message.assignment.generation:
+                self.generation = message.assignment.generation
+                self._tally.hears(self.generation, size)
             self.report = replace(
                 self.report, phase=WorkerPhase.TRAINING, generation=self.generation, in_place=True
             )
@@ -147,6 +175,10 @@ class PlayedAgent:
             await self._tell()
             self.report = None
 
+    def is_gone(self) -> bool:
+        """Return whether the node is dead."""
+        return self._gone.is_set()
+
     def die(self) -> None:
         """Let the node be gone."""
         self._gone.set()
@@ -156,7 +188,8 @@ class PlayedAgent:
 async def hold(address: str, first: int, number: int) -> None:
     """Hold agents, and answer commands on stdin with JSON on stdout."""
     gate = asyncio.Semaphore(CONNECTING_AT_ONCE)
-    agents = [PlayedAgent(first + index) for index in range(number)]
+    tally = Tally()
+    agents = [PlayedAgent(first + index, tally) for index in range(number)]
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -168,16 +201,16 @@ async def hold(address: str, first: int, number: int) -> None:
     tasks = [asyncio.create_task(agent.live(address, gate)) for agent in agents]
     tasks.append(asyncio.create_task(read()))
     while (command := (await lines.get()).split())[0] != "end":
-        living = [agent for agent in agents if not agent._gone.is_set()]
+        living = [agent for agent in agents if not agent.is_gone()]
         if command[0] == "state":
-            with_group = [a for a in living if a.generation]
             answer: Any = {
-                "welcome": sum(a.welcome_ns > int(command[1]) for a in living),
-                "last_welcome_ns": max(a.welcome_ns for a in living),
-                "generations": [a.generation for a in living if a.report is not None],
-                "last_announced_ns": max((a.announced_ns for a in with_group), default=0),
-                "bytes": max(a.bytes_in for a in living),
+                "told": max(tally.told.items(), default=(0, 0)),
+                "last_ns": tally.last_ns,
+                "bytes": tally.bytes_in,
             }
+        elif command[0] == "welcome":
+            welcome = [agent.welcome_ns for agent in living]
+            answer = (sum(moment > int(command[1]) for moment in welcome), max(welcome))
         else:
             answer = time.monotonic_ns()
             if command[0] == "lose":
@@ -214,9 +247,9 @@ class Crowd:
         """Wait until so many agents were welcome; return when the last was."""
         until = time.monotonic() + WAIT_S
         while time.monotonic() < until:
-            states = self.ask(f"state {since_ns}")
-            if sum(one["welcome"] for one in states) >= agents:
-                return max(one["last_welcome_ns"] for one in states)
+            states = self.ask(f"welcome {since_ns}")
+            if sum(count for count, _ in states) >= agents:
+                return int(max(last_ns for _, last_ns in states))
             time.sleep(LOOK_S)
         raise click.ClickException("agents did not connect")
 
@@ -224,17 +257,22 @@ class Crowd:
         """Wait until so many are in one group above a generation; return when, and its number."""
         until = time.monotonic() + WAIT_S
         while time.monotonic() < until:
-            states = self.ask("state 0")
-            known = [number for one in states for number in one["generations"]]
-            newest = max(known, default=0)
-            if newest > above and known.count(newest) >= workers:
-                return max(one["last_announced_ns"] for one in states), newest
+            states = self.ask("state")
+            newest = max(one["told"][0] for one in states)
+            knowing = sum(one["told"][1] for one in states if one["told"][0] == newest)
+            if newest > above and knowing >= workers:
+                return int(max(one["last_ns"] for one in states)), int(newest)
             time.sleep(LOOK_S)
         raise click.ClickException(f"{workers} workers did not come into one group above {above}")
 
     def largest_message(self) -> int:
         """Return the bytes of the largest of the newest messages to an agent."""
-        return max(one["bytes"] for one in self.ask("state 0"))
+        return int(max(one["bytes"] for one in self.ask("state")))
+
+    def cpu_s(self) -> float:
+        """Return the processor time that all agents have used."""
+        times = [psutil.Process(holder.pid).cpu_times() for holder in self._holders]
+        return float(sum(one.user + one.system for one in times))
 
     def close(self) -> None:
         """End all processes."""
@@ -293,23 +331,31 @@ class Coordinator:
 
 
 class Phase:
-    """What one part cost: seconds until all knew, processor seconds, and commits."""
+    """What one part cost: seconds until all knew, processor seconds until then, and commits."""
 
-    seconds = cpu_s = 0.0
-    commits = 0
+    def __init__(self, coordinator: Coordinator, crowd: Crowd) -> None:
+        self._both = (coordinator, crowd)
+        self._before = [one.cpu_s() for one in self._both]
+        self.cpu_s: list[float] = []
+        self.seconds, self.commits = 0.0, 0
+
+    def ends(self, began_ns: int, last_ns: int) -> None:
+        """All know."""
+        self.seconds = (last_ns - began_ns) / 1e9
+        self.cpu_s = [one.cpu_s() - s for one, s in zip(self._both, self._before, strict=True)]
 
     def __str__(self) -> str:
         """Return the table's cell."""
-        return f"{self.seconds:.2f} s ({self.cpu_s:.2f} s, {self.commits})"
+        own, agents = self.cpu_s
+        return f"{self.seconds:.2f} s ({own:.2f} + {agents:.2f} s, {self.commits})"
 
 
 @contextmanager
-def phase(coordinator: Coordinator) -> Iterator[Phase]:
-    """Measure the processor time and commits of a part."""
-    found, cpu_s, revision = Phase(), coordinator.cpu_s(), coordinator.revision()
+def phase(coordinator: Coordinator, crowd: Crowd) -> Iterator[Phase]:
+    """Measure one part; what follows from it, such as reports of those that were told, too."""
+    revision, found = coordinator.revision(), Phase(coordinator, crowd)
     yield found
-    time.sleep(SETTLE_S)  # What follows from it belongs to it: reports of those that were told.
-    found.cpu_s = coordinator.cpu_s() - cpu_s
+    time.sleep(SETTLE_S)
     found.commits = coordinator.revision() - revision
 
 
@@ -325,14 +371,20 @@ def measure(agents: int) -> list[str]:
             coordinator.kill()
 
 
+def _rest(coordinator: Coordinator, crowd: Crowd) -> list[str]:
+    time.sleep(SETTLE_S)
+    before, began = (coordinator.cpu_s(), crowd.cpu_s()), time.monotonic()
+    time.sleep(REST_S)
+    took_s = time.monotonic() - began
+    own, agents = coordinator.cpu_s() - before[0], crowd.cpu_s() - before[1]
+    memory = coordinator.usage.memory_info().rss / 2**20
+    return [f"{100 * own / took_s:.0f} + {100 * agents / took_s:.0f} %", f"{memory:.0f}"]
+
+
 def _cells(coordinator: Coordinator, crowd: Crowd, agents: int) -> list[str]:
     crowd.wait_welcome(agents)
-    time.sleep(SETTLE_S)
-    before, began = coordinator.cpu_s(), time.monotonic()
-    time.sleep(REST_S)
-    rest = 100 * (coordinator.cpu_s() - before) / (time.monotonic() - began)
-    memory = coordinator.usage.memory_info().rss / 2**20
-    with phase(coordinator) as submit, Client(coordinator.address) as client:
+    rest = _rest(coordinator, crowd)
+    with phase(coordinator, crowd) as submit, Client(coordinator.address) as client:
         began_ns = time.monotonic_ns()
         entry = Entry(EntryKind.SCRIPT, "train.py")
         spec = JobSpec(
@@ -344,41 +396,52 @@ def _cells(coordinator: Coordinator, crowd: Crowd, agents: int) -> list[str]:
         )
         client.submit(spec)
         last_ns, generation = crowd.wait_generation(agents)
-        submit.seconds = (last_ns - began_ns) / 1e9
+        submit.ends(began_ns, last_ns)
     size = crowd.largest_message()
-    with phase(coordinator) as death:
+    with phase(coordinator, crowd) as death:
         (began_ns,) = crowd.ask("lose 3", 0)
         last_ns, generation = crowd.wait_generation(agents - 1, generation)
-        death.seconds = (last_ns - began_ns) / 1e9
-    # The one that was lost has been started again, and has come in.
-    _, generation = crowd.wait_generation(agents, generation - 1)
-    time.sleep(SETTLE_S)
-    with phase(coordinator) as node:
+        death.ends(began_ns, last_ns)
+        # The one that was lost is started again, and comes in.
+        _, generation = crowd.wait_generation(agents, generation - 1)
+    with phase(coordinator, crowd) as node:
         (began_ns,) = crowd.ask("die 5", 0)
         last_ns, _ = crowd.wait_generation(agents - 1, generation)
-        node.seconds = (last_ns - began_ns) / 1e9
+        node.ends(began_ns, last_ns)
     revision = coordinator.revision()
     coordinator.kill()
     began_ns = time.monotonic_ns()
     coordinator.start()
-    storm = (crowd.wait_welcome(agents - 1, began_ns) - began_ns) / 1e9
+    storm_s = (crowd.wait_welcome(agents - 1, began_ns) - began_ns) / 1e9
+    cpu_s = coordinator.cpu_s()
     time.sleep(SETTLE_S)
-    after = f"{storm:.1f} s ({coordinator.cpu_s():.1f} s, {coordinator.revision() - revision})"
-    return [f"{rest:.1f} %", f"{memory:.0f}", f"{submit}", f"{death}", f"{node}", after, f"{size}"]
+    storm = f"{storm_s:.1f} s ({cpu_s:.1f} s, {coordinator.revision() - revision})"
+    return [*rest, f"{submit}", f"{death}", f"{node}", storm, f"{size}"]
+
+
+def check_files(agents: int) -> None:
+    """Refuse to begin when the coordinator could not hold so many connections."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < agents + OWN_FILES:
+        raise click.ClickException(
+            f"{agents} agents need {agents + OWN_FILES} open files in the coordinator, the hard "
+            f"limit is {hard}: raise it (ulimit -Hn), or measure fewer"
+        )
 
 
 @click.command()
 @click.option("--agents", "counts", type=int, multiple=True, help="Default: 1000.")
 def main(counts: tuple[int, ...]) -> None:
     """Measure a coordinator with many agents."""
+    check_files(max(counts, default=0))
     table = Table("agents", "rest", "MiB", "submit", "death", "node", "storm", "bytes")
     for agents in counts or (1000,):
         table.add_row(*measure(agents))
-    console = Console(width=140)
+    console = Console(width=150)
     grace = CoordinatorConfig.node_grace_s
     console.print(
         f"Python {platform.python_version()}, {os.cpu_count()} cores for coordinator and agents; "
-        f"in brackets the coordinator's processor time and commits; node grace {grace:g} s"
+        f"in brackets processor time of coordinator + agents, commits; node grace {grace:g} s"
     )
     console.print(table)
 

@@ -151,7 +151,7 @@ def raise_file_limit() -> int:
     """Let this process open as many files as it may; returns the connections that leaves room for.
 
     The usual limit of 1,024 would let a thousand idle connections keep the coordinator from
-    opening its own files.
+    opening its own files. A hard limit that is too low for `CONNECTIONS_MAX` is told in the log.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = CONNECTIONS_MAX + OWN_FILES
@@ -162,5 +162,10 @@ def raise_file_limit() -> int:
         soft = wanted
     if soft == resource.RLIM_INFINITY or soft >= CONNECTIONS_MAX + OWN_FILES:
         return CONNECTIONS_MAX
-    log.info("open_files_limited limit=%d connections=%d", soft, max(64, soft - OWN_FILES))
-    return max(64, soft - OWN_FILES)
+    connections = max(64, soft - OWN_FILES)
+    log.warning(
+        "open_files_limited limit=%d needed=%d connections=%d advice=%r",
+        soft, CONNECTIONS_MAX + OWN_FILES, connections,
+        "for a cluster of more nodes raise the hard limit (ulimit -Hn, LimitNOFILE= of systemd)",
+    )  # fmt: skip
+    return connections

@@ -6,6 +6,7 @@ not wait for it; it comes back and is told all it needs by what its Hello is ans
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 
@@ -37,7 +38,8 @@ class Session:
         self.reason = ""
         self._limit = limit
         self._out: deque[CoordinatorMessage] = deque()
-        self._arrived = anyio.Event()
+        # Kept, not made anew for each message: there may be ten thousand at one moment.
+        self._arrived = asyncio.Event()
         self._closing = False
         self._cut = anyio.Event()
 
@@ -68,7 +70,7 @@ class Session:
         while not self._out:
             if self._closing:
                 return None
-            self._arrived = anyio.Event()
+            self._arrived.clear()
             await self._arrived.wait()
         return self._out.popleft()
 

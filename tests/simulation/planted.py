@@ -497,8 +497,4 @@ def keeps_a_preempted_job_out_for_ever(patch: Patch) -> None:
 def waits_for_others_after_the_last_of_a_wave(patch: Patch) -> None:
     """Who speaks last is told what the first ones are: that the others will say more."""
     honest = waves.may_wait
-
-    def may_wait(*args: Any) -> bool:
-        return honest(*args) or args[1].wave is None
-
-    patch.setattr(waves, "may_wait", may_wait)
+    patch.setattr(waves, "may_wait", lambda *args: honest(*args) or args[1].wave is None)

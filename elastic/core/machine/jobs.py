@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from typing import TYPE_CHECKING
 
 from elastic.core.config import CoordinatorConfig, JobSpec
 from elastic.core.copy_messages import Replicate
@@ -39,6 +39,9 @@ from elastic.core.world import (
     WorkerReport,
 )
 
+if TYPE_CHECKING:
+    from elastic.core.machine.waves import Wave
+
 
 @dataclass
 class WorkerState:
@@ -63,30 +66,6 @@ class WorkerState:
             self.since_ns = now_ns
         # An exception once told stays told: the agent knows only how the process ended.
         self.report = replace(report, failure=report.failure or self.report.failure)
-
-
-class WaveKind(Enum):
-    """What the workers do one after the other."""
-
-    COME_UP = "come up"
-    """Members of a new group begin to train."""
-    LEAVE = "leave"
-    """Members stop at a boundary."""
-    START = "start"
-    """Workers of a job without a group become ready."""
-
-
-@dataclass
-class Wave:
-    """Who has not said it yet.
-
-    Attributes:
-        left: workers that may hold back; the last of them does, as far as is known.
-    """
-
-    kind: WaveKind
-    generation: Generation
-    left: list[WorkerId] = field(default_factory=list)
 
 
 @dataclass

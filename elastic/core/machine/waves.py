@@ -8,15 +8,41 @@ thousand each look costs tens of milliseconds, and each of its members reports t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
 
 from elastic.core.config import NS_PER_S
-from elastic.core.machine.jobs import Cluster, JobState, Wave, WaveKind, WorkerState
+from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.policy.membership import WAITING_PHASES
-from elastic.core.world import NO_GENERATION, WorkerId, WorkerPhase, WorkerReport
+from elastic.core.world import NO_GENERATION, Generation, WorkerId, WorkerPhase, WorkerReport
 
 LOOK_NS, LOOK_NS_PER_WORKER = NS_PER_S // 10, 50_000
 """What users see of a wave is not older than the larger one: half a second with ten thousand."""
 UNDER_WAY = (WorkerPhase.FORMING, WorkerPhase.TRAINING)
+
+
+class WaveKind(Enum):
+    """What the workers do one after the other."""
+
+    COME_UP = "come up"
+    """Members of a new group begin to train."""
+    LEAVE = "leave"
+    """Members stop at a boundary."""
+    START = "start"
+    """Workers of a job without a group become ready."""
+
+
+@dataclass
+class Wave:
+    """Who has not said it yet.
+
+    Attributes:
+        left: workers that may hold back; the last of them does, as far as is known.
+    """
+
+    kind: WaveKind
+    generation: Generation
+    left: list[WorkerId] = field(default_factory=list)
 
 
 def may_wait(cluster: Cluster, job: JobState, worker: WorkerState, before: WorkerReport) -> bool:
