@@ -171,23 +171,30 @@ class Dealer:
             self._heaps.setdefault(self._zone(r.node_id), []).append(
                 (self._key(r.node_id), r.node_id)
             )
-        self._zones: list[tuple[Ranked, str]] = []
+        # Of several entries of a zone only the listed one counts.
+        self._listed: dict[str, Ranked] = {}
         for zone, heap in self._heaps.items():
             heapq.heapify(heap)
-            self._zones.append((self._ranked(zone, *heap[0]), zone))
+            self._listed[zone] = self._ranked(zone, *heap[0])
+        self._zones = [(ranked, zone) for zone, ranked in self._listed.items()]
         heapq.heapify(self._zones)
 
     def next(self) -> NodeId | None:
         """Return the node for one more worker, None when there is none; takes nothing."""
         while self._zones:
             before, zone = self._zones[0]
+            if self._listed.get(zone) != before:
+                heapq.heappop(self._zones)
+                continue
             first = self._first(self._heaps[zone])
             if first is None:
                 heapq.heappop(self._zones)
+                del self._listed[zone]
                 continue
             now = self._ranked(zone, *first)
             if now == before:
                 return first[1]
+            self._listed[zone] = now
             heapq.heapreplace(self._zones, (now, zone))
         return None
 
@@ -215,7 +222,10 @@ class Dealer:
         key = self._key(node_id)
         heap = self._heaps.setdefault(zone, [])
         heapq.heappush(heap, (key, node_id))
-        heapq.heappush(self._zones, (self._ranked(zone, *heap[0]), zone))
+        ranked = self._ranked(zone, *heap[0])
+        if zone not in self._listed or ranked < self._listed[zone]:
+            self._listed[zone] = ranked
+            heapq.heappush(self._zones, (ranked, zone))
 
     def _zone(self, node_id: NodeId) -> str:
         """Return what counts as the node's zone; for PACK all nodes are in one."""
