@@ -46,7 +46,7 @@ class CopyDesk:
             self._store.grant(order.job_id, order.key)
             self._server.start()
         else:
-            self._store.drop(order.job_id, order.source)
+            self._store.drop(order)
 
     def close(self) -> None:
         """Free everything."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from elastic.core.copy_messages import DropCopy
 from elastic.core.world import HeldCopy, JobId, NodeId
 from elastic.errors import Refused
 from elastic.runtime.snapshot_memory import Mark, check_room
@@ -119,16 +120,20 @@ class CopyStore:
             else:
                 log.warning("copy_refused job=%s: copies of %d jobs are held", job_id, JOBS_MAX)
 
-    def drop(self, job_id: JobId, source: str = "") -> bool:
+    def drop(self, order: DropCopy) -> bool:
         """Free what is held for a job, or of one of its sources; returns whether anything was."""
+        job_id, source = order.job_id, order.source
         with self._lock:
             known = self._jobs.get(job_id)
             if known is None:
                 return False
-            if source:
-                freed = [known.by_source.pop(source)] if source in known.by_source else []
-            else:
-                freed = list(self._jobs.pop(job_id).by_source.values())
+            named = {source} & known.by_source.keys() if source else known.by_source.keys()
+            marks = [mark for one in named if (mark := known.by_source[one].mark()) is not None]
+            if any(order.spares(mark.generation, mark.steps) for mark in marks):
+                return False
+            freed = [known.by_source.pop(one) for one in list(named)]
+            if not source:
+                del self._jobs[job_id]
             for holding in freed:
                 holding.end()
         if all(holding.mark() is None for holding in freed):

@@ -49,11 +49,19 @@ class DropCopy:
 
     Attributes:
         source: free what this node has brought, and go on taking; "" for all.
+        generation, steps: of the newest copy that may be freed: if a newer one has come meanwhile,
+            all stays, and the coordinator hears of it; generation 0 for whatever is held.
     """
 
     job_id: JobId
     reason: str
     source: NodeId = ALL_ALIKE
+    generation: Generation = NO_GENERATION
+    steps: int = 0
+
+    def spares(self, generation: Generation, steps: int) -> bool:
+        """Return whether a copy is newer than those that may be freed."""
+        return bool(self.generation) and (generation, steps) > (self.generation, self.steps)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from elastic.core.copy_messages import CopyOrder, DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import AgentEvent, CopiesChanged, PushFailed
 from elastic.core.policy.replication import Bringing
-from elastic.core.world import Assignment, Generation, HeldCopy, JobId, NodeId
+from elastic.core.world import ALL_ALIKE, Assignment, Generation, HeldCopy, JobId, NodeId
 from elastic.testing.checkers import Checkers
 from elastic.testing.shards import Shards, Snapshot
 from elastic.testing.world import MS, S, Timeline
@@ -155,6 +155,11 @@ class CopyDesk:
         if isinstance(order, KeepCopy):
             self._keys[job_id] = order.key
         elif isinstance(order, DropCopy):
+            known = [one for one in self._all() if order.source in (ALL_ALIKE, one.source)]
+            if any(
+                one.job_id == job_id and order.spares(one.generation, one.steps) for one in known
+            ):
+                return
             if self._copying.shards.freed(job_id, self.node_id, order.source):
                 self._post(CopiesChanged(self._all()))
             if order.source:

@@ -19,7 +19,7 @@ from elastic.agent.arenas import Arenas
 from elastic.agent.copy_server import CONNECTIONS_MAX, CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.agent.pushing import Pushing
-from elastic.core.copy_messages import Replicate
+from elastic.core.copy_messages import DropCopy, Replicate
 from elastic.core.events.agent import PushFailed
 from elastic.core.world import HeldCopy, JobId, NodeId
 from elastic.errors import NotAuthorized, PeerError, Refused
@@ -323,12 +323,24 @@ def test_a_node_holds_so_many_jobs_at_most(monkeypatch: pytest.MonkeyPatch) -> N
 def test_dropping_ends_what_comes_and_frees_what_is_there(store: CopyStore) -> None:
     ended = []
     with store.writing(JOB, mark_of(), lambda: ended.append(1)) as (_, commit):
-        store.drop(JOB)
+        store.drop(DropCopy(JOB, "over"))
         commit(0)
     assert ended
     assert store.held() == ()
     with pytest.raises(Refused, match="nothing is held"):
         store.mark_of(JOB)
+
+
+def test_a_copy_that_came_after_it_was_decided_to_free_an_older_one_stays(
+    server: CopyServer, store: CopyStore
+) -> None:
+    push(server.address, mark_of(2))
+    newest = store.mark_of(JOB)
+    assert not store.drop(DropCopy(JOB, "over", NodeId(""), newest.generation, newest.steps - 1))
+    assert fetch(server.address) == BODY
+    assert store.key_of(JOB) == KEY
+    assert store.drop(DropCopy(JOB, "over", NodeId(""), newest.generation, newest.steps))
+    assert store.held() == ()
 
 
 # ------------------------------------------------------------------- pushing

@@ -225,10 +225,10 @@ def test_what_a_new_group_goes_on_from_is_not_written_over_by_its_first_copy(
 def test_rows_of_one_node_are_freed_alone(store: CopyStore) -> None:
     bring(store, mark(1), "a")
     bring(store, mark(1), "b")
-    assert store.drop(JOB, "a")
-    assert not store.drop(JOB, "a")
+    assert store.drop(DropCopy(JOB, "over", NodeId("a")))
+    assert not store.drop(DropCopy(JOB, "over", NodeId("a")))
     assert store.list(JOB) == (("b", mark(1)),)
-    assert store.drop(JOB)
+    assert store.drop(DropCopy(JOB, "over"))
     assert store.key_of(JOB) == ""
 
 

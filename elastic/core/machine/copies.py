@@ -20,7 +20,7 @@ from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import replication
 from elastic.core.policy.replication import NO_NODE, Place
-from elastic.core.world import ALL_ALIKE, HeldCopy, JobId, NodeId, zone_of
+from elastic.core.world import ALL_ALIKE, NO_GENERATION, HeldCopy, JobId, NodeId, zone_of
 
 REFUSED_S = 30.0
 """How long a node is not asked again that could not take a copy."""
@@ -207,7 +207,7 @@ def _drop_superfluous(cluster: Cluster, job: JobState) -> None:
         for source, age in sorted(copies.held[node_id].items()):
             is_wanted = copies.holders.get(source, (NO_NODE, ""))[0] == node_id
             if not is_wanted and replication.is_superfluous(age, base):
-                _drop(cluster, job, node_id, source, "other nodes have newer ones")
+                _drop(cluster, job, node_id, source, "other nodes have newer ones", age)
 
 
 def _base(job: JobState) -> replication.Age:
@@ -222,8 +222,19 @@ def _base(job: JobState) -> replication.Age:
     return min(ages, default=replication.NO_COPY)
 
 
-def _drop(cluster: Cluster, job: JobState, node_id: NodeId, source: NodeId, reason: str) -> None:
-    """Tell a node to free its copy; one that missed this says in its hello that it has it."""
+def _drop(
+    cluster: Cluster,
+    job: JobState,
+    node_id: NodeId,
+    source: NodeId,
+    reason: str,
+    age: replication.Age = (NO_GENERATION, 0),
+) -> None:
+    """Tell a node to free its copy; one that missed this says in its hello that it has it.
+
+    Of the age that we know of, if one is given: a newer one, which we are about to hear of, may be
+    the newest anywhere. By default whatever is there is freed.
+    """
     job.copies.held.get(node_id, {}).pop(source, None)
     if source == ALL_ALIKE or not job.copies.held.get(node_id):
         job.copies.held.pop(node_id, None)
@@ -231,7 +242,7 @@ def _drop(cluster: Cluster, job: JobState, node_id: NodeId, source: NodeId, reas
         job.copies.granted.pop(node_id, None)
     state = cluster.book.nodes.get(node_id)
     if state is not None:
-        _send(cluster, state, DropCopy(job.job_id, reason, source))
+        _send(cluster, state, DropCopy(job.job_id, reason, source, *age))
 
 
 def _places(cluster: Cluster, job: JobState, source: NodeId) -> list[Place]:

@@ -250,14 +250,18 @@ class KeepCopy(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
 
 class DropCopy(_message.Message):
-    __slots__ = ("job_id", "reason", "source")
+    __slots__ = ("job_id", "reason", "source", "generation", "steps")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     reason: str
     source: str
-    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
+    generation: int
+    steps: int
+    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Replicate(_message.Message):
     __slots__ = ("job_id", "node_id", "address", "key", "every_n_steps", "source", "generation")
