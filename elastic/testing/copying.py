@@ -50,7 +50,7 @@ class Copying:
         self.trained = trained
         self.desks: dict[str, CopyDesk] = {}
         self.shards = Shards(
-            timeline, checkers, lambda: tuple(d.node_id for d in self.desks.values() if d.is_up())
+            timeline, checkers, lambda: tuple(desk.node_id for desk in self.desks.values())
         )
         self._uncopied_since: dict[JobId, tuple[Generation, int]] = {}
 

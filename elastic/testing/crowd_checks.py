@@ -6,10 +6,11 @@ durable, and what users asked for. A property that does not hold is returned by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from elastic.core.events.coordinator import JobRecord
-from elastic.core.world import JobId
+from elastic.core.world import JobId, WorkerId
 
 
 @dataclass
@@ -22,6 +23,7 @@ class CrowdChecks:
         asked: (min, max) that users asked for, by job.
         bounds: (min, max) of each job, as it is durable.
         micro_batches: that the steps of a job are shared out in, where that is more than max.
+        is_alive: whether a worker's process is there: a group is durable longer than its members.
     """
 
     limits: dict[str, int] = field(default_factory=dict)
@@ -29,6 +31,7 @@ class CrowdChecks:
     asked: dict[JobId, list[tuple[int, int]]] = field(default_factory=dict)
     bounds: dict[JobId, tuple[int, int]] = field(default_factory=dict)
     micro_batches: dict[JobId, int] = field(default_factory=dict)
+    is_alive: Callable[[WorkerId], bool] = lambda worker_id: True
     _records: dict[JobId, JobRecord] = field(default_factory=dict)
 
     def persisted(self, record: JobRecord) -> str:
@@ -70,7 +73,7 @@ class CrowdChecks:
             return ""
         project = record.spec.project
         sizes = [
-            len(other.group.members)
+            sum(self.is_alive(member.worker_id) for member in other.group.members)
             for other in self._records.values()
             if other.spec.project == project and other.group and other.phase.value == "running"
         ]

@@ -68,10 +68,10 @@ class Shards:
     """All sharded runs of one simulation."""
 
     def __init__(
-        self, timeline: Timeline, checkers: Checkers, living: Callable[[], tuple[NodeId, ...]]
+        self, timeline: Timeline, checkers: Checkers, nodes: Callable[[], tuple[NodeId, ...]]
     ) -> None:
-        """Begin without runs; `living` names the nodes whose agents run."""
-        self._timeline, self._checkers, self._living = timeline, checkers, living
+        """Begin without runs; `nodes` names them all: what a dead one had is forgotten."""
+        self._timeline, self._checkers, self._nodes = timeline, checkers, nodes
         self.runs: dict[JobId, Run] = {}
 
     # ------------------------------------------------------------ training
@@ -200,11 +200,14 @@ class Shards:
         return {one for one, sources in there.items() if sources >= set(one.sources)}
 
     def _worth(self, run: Run) -> dict[NodeId, int]:
-        """Return to which step the newest group could go back after the death of each node."""
-        living = set(self._living())
+        """Return to which step the newest group could go back after the death of each node.
+
+        A node that is frozen or cut off is not dead: what it has is there.
+        """
+        nodes = set(self._nodes())
         worth = {}
-        for node in sorted(living):
-            left = living - {node}
+        for node in sorted(nodes):
+            left = nodes - {node}
             found = self._complete(run, left, left)
             ours = [one for one in found if one.generation == run.generation or one == run.base]
             worth[node] = max((one.steps for one in ours), default=-1)

@@ -109,6 +109,9 @@ class Simulation:
             for i in range(rng.randint(1, 12))
         ]
         self.by_node = {agent.node_id: agent for agent in self.agents}
+        self.checkers.crowd.is_alive = lambda worker_id: any(
+            process.worker_id == worker_id for agent in self.agents for process in agent.workers()
+        )
         self.network.wire(
             lambda stream, message: self.host_of(stream).hears(stream.session, message),
             self._to_agent,
