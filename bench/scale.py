@@ -69,8 +69,11 @@ from elastic.wire.codec_stream import (
 )
 
 AGENTS_PER_PROCESS = 500
-CONNECTING_AT_ONCE = 50
-"""In one process; a real agent is alone in its own."""
+PROCESSES_MAX = 8
+"""More of them would only take turns."""
+CONNECTING_AT_ONCE = 400
+"""In all processes together: each connects as soon as it can, and here they share two cores with
+the pings of those that are connected, which must be answered within half a second."""
 WAIT_S = 300.0
 LOOK_S = 0.05
 SETTLE_S = 3.0
@@ -185,9 +188,9 @@ class PlayedAgent:
         self._call.cancel()
 
 
-async def hold(address: str, first: int, number: int) -> None:
+async def hold(address: str, first: int, number: int, at_once: int) -> None:
     """Hold agents, and answer commands on stdin with JSON on stdout."""
-    gate = asyncio.Semaphore(CONNECTING_AT_ONCE)
+    gate = asyncio.Semaphore(at_once)
     tally = Tally()
     agents = [PlayedAgent(first + index, tally) for index in range(number)]
     lines: asyncio.Queue[str] = asyncio.Queue()
@@ -227,9 +230,12 @@ class Crowd:
 
     def __init__(self, address: str, agents: int) -> None:
         self._holders = []
-        for first in range(0, agents, AGENTS_PER_PROCESS):
-            number = min(AGENTS_PER_PROCESS, agents - first)
-            command = [sys.executable, __file__, "--hold", address, str(first), str(number)]
+        each = max(AGENTS_PER_PROCESS, -(-agents // PROCESSES_MAX))
+        firsts = range(0, agents, each)
+        for first in firsts:
+            number, at_once = min(each, agents - first), CONNECTING_AT_ONCE // len(firsts)
+            numbers = [str(number) for number in (first, number, at_once)]
+            command = [sys.executable, __file__, "--hold", address, *numbers]
             self._holders.append(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             )
@@ -448,6 +454,6 @@ def main(counts: tuple[int, ...]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--hold"]:
-        anyio.run(hold, sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        anyio.run(hold, sys.argv[2], *(int(text) for text in sys.argv[3:]))
     else:
         main()

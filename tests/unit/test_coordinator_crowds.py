@@ -175,3 +175,19 @@ def test_what_a_member_is_told_does_not_grow_with_its_group() -> None:
 
     # Ranks and sizes are numbers of more digits, and no more than that.
     assert size(10_000) <= size(10) + 12
+
+
+def coming_back(nodes: int) -> int:
+    """Return the calls in which the agents of a group tell a new coordinator what they run."""
+    coordinator, workers = crowd(nodes)
+    coordinator.ready(*workers)
+    coordinator.training(*workers)
+    coordinator.restart()
+    coordinator.hold()
+    for worker in workers:
+        coordinator.agent(worker.partition("/")[0])
+    return calls_of(coordinator.let_go)
+
+
+def test_twice_as_many_that_come_back_cost_twice_as_much() -> None:
+    assert coming_back(400) < 2.5 * coming_back(200)

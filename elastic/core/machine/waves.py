@@ -66,7 +66,7 @@ def may_wait(cluster: Cluster, job: JobState, worker: WorkerState, before: Worke
     holds_back = _HOLDS_BACK[kind]
     while wave.left:
         other = job.workers.get(wave.left[-1])
-        if other is not None and holds_back(job, other):
+        if other is not None and holds_back(cluster, job, other):
             pause_ns = max(LOOK_NS, LOOK_NS_PER_WORKER * len(job.workers))
             look_ns = cluster.now_ns + pause_ns
             job.wake_ns = look_ns if job.wake_ns is None else min(job.wake_ns, look_ns)
@@ -96,23 +96,26 @@ def _kind(
     return WaveKind.LEAVE if report.phase is WorkerPhase.READY and job.asked else None
 
 
-def _is_behind(job: JobState, worker: WorkerState) -> bool:
-    return worker.report.generation != job.generation or worker.report.phase in (
-        WorkerPhase.FORMING,
-        WorkerPhase.READY,
+def _is_behind(cluster: Cluster, job: JobState, worker: WorkerState) -> bool:
+    report = worker.report
+    # What the journal believes of a member is no evidence that it trains.
+    return (
+        report.generation != job.generation
+        or report.phase in (WorkerPhase.FORMING, WorkerPhase.READY)
+        or cluster.node_of(worker).unconfirmed
     )
 
 
-def _is_inside(job: JobState, worker: WorkerState) -> bool:
+def _is_inside(_: Cluster, job: JobState, worker: WorkerState) -> bool:
     report = worker.report
     return report.generation != job.generation or report.phase not in WAITING_PHASES
 
 
-def _is_starting(_: JobState, worker: WorkerState) -> bool:
+def _is_starting(_: Cluster, job: JobState, worker: WorkerState) -> bool:
     return worker.report.phase is WorkerPhase.STARTING and worker.stop_cause is None
 
 
-_HOLDS_BACK: dict[WaveKind, Callable[[JobState, WorkerState], bool]] = {
+_HOLDS_BACK: dict[WaveKind, Callable[[Cluster, JobState, WorkerState], bool]] = {
     WaveKind.COME_UP: _is_behind,
     WaveKind.LEAVE: _is_inside,
     WaveKind.START: _is_starting,
