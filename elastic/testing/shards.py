@@ -215,7 +215,7 @@ class Shards:
 
     def _check(self, job_id: JobId, before: dict[NodeId, int], what: str) -> None:
         run = self.runs[job_id]
-        if run.is_exposed:
+        if run.is_exposed or job_id in self._checkers.ended:
             return
         after = self._worth(run)
         for node, steps in before.items():
