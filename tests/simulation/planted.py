@@ -18,6 +18,7 @@ from elastic.core.machine import (
     agent,
     agent_books,
     agent_connection,
+    announcing,
     coordinator,
     copies,
     intake,
@@ -30,7 +31,7 @@ from elastic.core.machine import (
     suspicion,
     waves,
 )
-from elastic.core.messages import Announce, WorkerUpdate
+from elastic.core.messages import WorkerUpdate
 from elastic.core.policy import (
     eviction,
     failure,
@@ -105,13 +106,13 @@ def forgets_the_generation_after_a_restart(patch: Patch) -> None:
 @bug
 def gives_two_workers_one_rank(patch: Patch) -> None:
     """Local ranks are announced as ranks."""
-    honest = settle.announcement
+    honest = announcing.announcer
 
-    def announcement(cluster: Any, job: Any, worker_id: Any) -> Announce:
-        told = honest(cluster, job, worker_id)
-        return Announce(dataclasses.replace(told.assignment, rank=told.assignment.local_rank))
+    def announcer(cluster: Any, job: Any) -> Any:
+        announce = honest(cluster, job)
+        return lambda place: announce(dataclasses.replace(place, rank=place.local_rank))
 
-    patch.setattr(settle, "announcement", announcement)
+    patch.setattr(announcing, "announcer", announcer)
 
 
 @bug
