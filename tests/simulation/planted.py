@@ -1,18 +1,10 @@
-"""Bugs to plant into the machines, each the kind that a tired engineer writes.
-
-A checker that never failed proves nothing; these prove that the checkers see. The machines' own
-invariants are switched off meanwhile, so that it is the independent checkers that find them.
-"""
+"""Bugs in how a group is formed, kept and replaced; see `planting`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from elastic.core import projects
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import (
     agent,
@@ -20,47 +12,24 @@ from elastic.core.machine import (
     agent_connection,
     announcing,
     coordinator,
-    copies,
     intake,
-    invariants,
     jobs,
     queueing,
     reports,
-    requests,
     settle,
     suspicion,
-    waves,
 )
 from elastic.core.messages import WorkerUpdate
 from elastic.core.policy import (
-    eviction,
     failure,
     hang,
     membership,
-    packing,
     placement,
-    replication,
 )
 from elastic.core.policy.decision import Decision
-from elastic.core.world import Group, JobPhase, RefusalCode
+from elastic.core.world import Group, RefusalCode
 from elastic.testing import hosts, terms
-
-Patch = pytest.MonkeyPatch
-BUGS: dict[str, Callable[[Patch], None]] = {}
-
-
-def bug(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-    """Enter a bug into the list under its function's name."""
-    BUGS[plant.__name__] = plant
-    return plant
-
-
-def plant(name: str, patch: Patch) -> None:
-    """Plant one bug, with the machines' own invariants switched off."""
-    patch.setattr(invariants, "check_cluster", lambda cluster: None)
-    patch.setattr(invariants, "check_job", lambda cluster, job: None)
-    patch.setattr(invariants, "check_bounds", lambda job: None)
-    BUGS[name](patch)
+from tests.simulation.planting import Patch, bug
 
 
 @bug
@@ -345,157 +314,3 @@ def leads_on_while_its_lease_is_not_renewed(patch: Patch) -> None:
 def writes_without_comparing_the_leader(patch: Patch) -> None:
     """A write is taken from whoever brings it."""
     patch.setattr(terms.LeaseStore, "fence", lambda self, name, term: True)
-
-
-@bug
-def forgets_the_limits_of_projects(patch: Patch) -> None:
-    """Every project may have all there is."""
-    patch.setattr(projects.ProjectShare, "excess", lambda self, count, taken: "")
-
-
-@bug
-def forgets_what_is_paused_after_a_restart(patch: Patch) -> None:
-    """What a user paused runs again when another coordinator takes over."""
-    honest = coordinator.restore
-
-    def restore(record: Any, now_ns: int) -> Any:
-        is_paused = record.phase is JobPhase.PAUSED
-        phase = JobPhase.PENDING if is_paused else record.phase
-        return honest(dataclasses.replace(record, phase=phase, paused=False), now_ns)
-
-    patch.setattr(coordinator, "restore", restore)
-
-
-@bug
-def starts_workers_on_cordoned_nodes(patch: Patch) -> None:
-    """A cordon is written down and not looked at."""
-    honest = requests.on_cordon
-
-    def on_cordon(cluster: Any, event: Any) -> None:
-        honest(cluster, event)
-        cluster.book.cordons.clear()
-
-    patch.setattr(requests, "on_cordon", on_cordon)
-
-
-@bug
-def lets_a_user_go_beyond_the_micro_batches(patch: Patch) -> None:
-    """Any bounds are taken."""
-    patch.setattr(requests, "_refuse_bounds", lambda job, low, high: "")
-
-
-@bug
-def keeps_free_slots_for_a_job_that_can_never_run(patch: Patch) -> None:
-    """The first job that does not fit is waited for, also if no end of another lets it fit."""
-    patch.setattr(packing.Shape, "fitting", lambda self, spec: 1_000_000)
-
-
-@bug
-def sends_copies_to_those_who_train(patch: Patch) -> None:
-    """Any node will do, also the one that would be lost."""
-    honest = copies._place
-
-    def place(*args: Any) -> Any:
-        return dataclasses.replace(honest(*args), has_members=False)
-
-    patch.setattr(copies, "_place", place)
-
-
-@bug
-def frees_a_copy_when_another_node_is_chosen(patch: Patch) -> None:
-    """And not when that one has it."""
-    patch.setattr(replication, "is_superfluous", lambda copy, holder: copy > replication.NO_COPY)
-
-
-@bug
-def frees_rows_once_one_node_has_newer_ones(patch: Patch) -> None:
-    """The others of the group before are then worth nothing, and those of this not all there."""
-
-    def base(job: Any) -> Any:
-        newest = [job.copies.newest(at, source) for source, (at, _) in job.copies.holders.items()]
-        return max(newest, default=replication.NO_COPY)
-
-    patch.setattr(copies, "_base", base)
-
-
-@bug
-def takes_rows_of_the_group_before_for_newer_ones(patch: Patch) -> None:
-    """Those of a node that has died are then freed at the moment when they are needed."""
-
-    def base(job: Any) -> Any:
-        newest = [job.copies.newest(at, source) for source, (at, _) in job.copies.holders.items()]
-        return min(newest, default=replication.NO_COPY)
-
-    patch.setattr(copies, "_base", base)
-
-
-@bug
-def takes_the_next_snapshot_before_all_rows_have_arrived(patch: Patch) -> None:
-    """Nodes then have two of other steps than the copies of the one that dies."""
-    patch.setattr(replication, "is_awaited", lambda way: Decision(False, "why wait"))
-
-
-@bug
-def lets_a_node_hold_its_own_rows(patch: Patch) -> None:
-    """They go with it."""
-    honest = replication.is_fit
-    patch.setattr(
-        replication, "is_fit", lambda place, now_ns, source="": honest(place, now_ns, "x")
-    )
-
-
-@bug
-def keeps_copies_of_jobs_that_have_ended(patch: Patch) -> None:
-    """Nobody tells the nodes."""
-    patch.setattr(copies, "end", lambda cluster, job: None)
-
-
-@bug
-def chooses_a_holder_and_tells_nobody_who_trains(patch: Patch) -> None:
-    """The node waits for copies that nobody sends."""
-    patch.setattr(copies, "_order", lambda cluster, job, holder: None)
-
-
-@bug
-def takes_no_job_down(patch: Patch) -> None:
-    """Whoever trains keeps its slots, whatever waits."""
-    patch.setattr(eviction, "fewest", lambda count, fits: ())
-
-
-@bug
-def takes_jobs_down_that_have_nothing_to_go_on_from(patch: Patch) -> None:
-    """A job is not asked whether it has a checkpoint, and is cut off without one."""
-    patch.setattr(eviction, "why_it_stays", lambda spec, mode, **facts: "")
-    patch.setattr(jobs.JobState, "_leave_by_ns", lambda self: self.rest_by_ns)
-
-
-@bug
-def takes_jobs_down_for_anybody(patch: Patch) -> None:
-    """All are treated as if they had the lowest priority."""
-    honest = queueing.claim_of
-
-    def claim_of(cluster: Any, job: Any) -> Any:
-        claim = honest(cluster, job)
-        if not claim.trains:
-            return claim
-        return dataclasses.replace(claim, spec=dataclasses.replace(claim.spec, priority=-1000))
-
-    patch.setattr(queueing, "claim_of", claim_of)
-
-
-@bug
-def keeps_a_preempted_job_out_for_ever(patch: Patch) -> None:
-    """Nobody takes back that it was to make room."""
-    honest = queueing._make_room
-
-    def make_room(cluster: Any, job: Any, for_whom: str) -> None:
-        honest(cluster, job, for_whom or job.gives_way_to)
-
-    patch.setattr(queueing, "_make_room", make_room)
-
-
-@bug
-def waits_for_others_after_the_last_of_a_wave(patch: Patch) -> None:
-    """Who speaks last is told what the first ones are: that the others will say more."""
-    honest = waves.may_wait
-    patch.setattr(waves, "may_wait", lambda *args: honest(*args) or args[1].wave is None)

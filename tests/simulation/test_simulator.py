@@ -11,10 +11,12 @@ import pytest
 
 from elastic.errors import ElasticError
 from elastic.testing.simulator import Simulation, run_seed
-from tests.simulation import planted
+from tests.simulation import planted, planted_crowds, planting
 
 SEEDS = 500
 SEEDS_PER_BUG = 300
+PLANTED_IN = (planted, planted_crowds)
+"""Modules that enter their bugs when they are imported."""
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 50))
@@ -56,9 +58,9 @@ def test_different_seeds_differ() -> None:
     assert run_seed(1, transcript=True)[1] != run_seed(2, transcript=True)[1]
 
 
-@pytest.mark.parametrize("name", sorted(planted.BUGS))
+@pytest.mark.parametrize("name", sorted(planting.BUGS))
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.plant(name, monkeypatch)
+    planting.plant(name, monkeypatch)
     for seed in range(SEEDS_PER_BUG):
         try:
             Simulation(seed, keep_log=False).run()
