@@ -40,7 +40,10 @@ def report(epoch: int, storage: Path) -> None:
     """Report an epoch's checkpoint in the background."""
     context = train.get_context()
     rank = context.get_world_rank()
-    (storage / f"pid-{rank}").write_text(str(os.getpid()))
+    # In each epoch: whoever reads it meanwhile finds it whole.
+    draft = storage / f"pid-{rank}.draft"
+    draft.write_text(str(os.getpid()))
+    draft.replace(storage / f"pid-{rank}")
 
     def upload(checkpoint: train.Checkpoint, name: str) -> train.Checkpoint:
         if epoch == SLOW_EPOCH:

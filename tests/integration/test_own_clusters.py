@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,15 @@ def test_a_driver_that_is_killed_leaves_no_cluster_behind(tmp_path: Path) -> Non
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture
+def listens_to_ctrl_c() -> Iterator[None]:
+    """Shells start what they run in the background deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listens_to_ctrl_c")
 def test_whoever_presses_ctrl_c_again_leaves_nothing_behind_either(tmp_path: Path) -> None:
     directory = tmp_path / "cluster"
     directory.mkdir()
