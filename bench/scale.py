@@ -365,13 +365,13 @@ def phase(coordinator: Coordinator, crowd: Crowd) -> Iterator[Phase]:
     found.commits = coordinator.revision() - revision
 
 
-def measure(agents: int) -> list[str]:
+def measure(agents: int, *, storm: bool) -> list[str]:
     """Return a row of the table."""
     with tempfile.TemporaryDirectory() as folder:
         coordinator = Coordinator(Path(folder))
         crowd = Crowd(coordinator.address, agents)
         try:
-            return [f"{agents}", *_cells(coordinator, crowd, agents)]
+            return [f"{agents}", *_cells(coordinator, crowd, agents, storm=storm)]
         finally:
             crowd.close()
             coordinator.kill()
@@ -387,7 +387,7 @@ def _rest(coordinator: Coordinator, crowd: Crowd) -> list[str]:
     return [f"{100 * own / took_s:.0f} + {100 * agents / took_s:.0f} %", f"{memory:.0f}"]
 
 
-def _cells(coordinator: Coordinator, crowd: Crowd, agents: int) -> list[str]:
+def _cells(coordinator: Coordinator, crowd: Crowd, agents: int, *, storm: bool) -> list[str]:
     crowd.wait_welcome(agents)
     rest = _rest(coordinator, crowd)
     with phase(coordinator, crowd) as submit, Client(coordinator.address) as client:
@@ -414,6 +414,12 @@ def _cells(coordinator: Coordinator, crowd: Crowd, agents: int) -> list[str]:
         (began_ns,) = crowd.ask("die 5", 0)
         last_ns, _ = crowd.wait_generation(agents - 1, generation)
         node.ends(began_ns, last_ns)
+    cells = [*rest, f"{submit}", f"{death}", f"{node}"]
+    return [*cells, _storm(coordinator, crowd, agents) if storm else "", f"{size}"]
+
+
+def _storm(coordinator: Coordinator, crowd: Crowd, agents: int) -> str:
+    """Start the coordinator anew, and let all come back but the one that died."""
     revision = coordinator.revision()
     coordinator.kill()
     began_ns = time.monotonic_ns()
@@ -421,8 +427,7 @@ def _cells(coordinator: Coordinator, crowd: Crowd, agents: int) -> list[str]:
     storm_s = (crowd.wait_welcome(agents - 1, began_ns) - began_ns) / 1e9
     cpu_s = coordinator.cpu_s()
     time.sleep(SETTLE_S)
-    storm = f"{storm_s:.1f} s ({cpu_s:.1f} s, {coordinator.revision() - revision})"
-    return [*rest, f"{submit}", f"{death}", f"{node}", storm, f"{size}"]
+    return f"{storm_s:.1f} s ({cpu_s:.1f} s, {coordinator.revision() - revision})"
 
 
 def check_files(agents: int) -> None:
@@ -437,12 +442,13 @@ def check_files(agents: int) -> None:
 
 @click.command()
 @click.option("--agents", "counts", type=int, multiple=True, help="Default: 1000.")
-def main(counts: tuple[int, ...]) -> None:
+@click.option("--storm/--no-storm", default=True, help="Restart the coordinator, too.")
+def main(counts: tuple[int, ...], storm: bool) -> None:
     """Measure a coordinator with many agents."""
     check_files(max(counts, default=0))
     table = Table("agents", "rest", "MiB", "submit", "death", "node", "storm", "bytes")
     for agents in counts or (1000,):
-        table.add_row(*measure(agents))
+        table.add_row(*measure(agents, storm=storm))
     console = Console(width=150)
     grace = CoordinatorConfig.node_grace_s
     console.print(
