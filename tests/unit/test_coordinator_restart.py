@@ -9,6 +9,7 @@ from elastic.core.events.coordinator import Persist, Recovered
 from elastic.core.machine.coordinator import HOLD_AFTER_RESTART_S, CoordinatorMachine
 from elastic.core.machine.intake import UNCONFIRMED_GRACE_S
 from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker, Welcome
+from elastic.core.projects import ProjectShare
 from elastic.core.world import (
     JobId,
     JobPhase,
@@ -276,3 +277,22 @@ def test_the_same_journal_and_events_give_the_same_effects() -> None:
     records = tuple(running().store.values())
     first = CoordinatorMachine(CONFIG).step(Recovered(records), ns(5))
     assert CoordinatorMachine(CONFIG).step(Recovered(records[::-1]), ns(5)) == first
+
+
+def test_workers_that_were_replaced_and_come_back_do_not_break_their_projects_limit() -> None:
+    shares = (ProjectShare(project="vision", max_workers=1),)
+    coordinator = Coordinator(replace(CONFIG, projects=shares))
+    coordinator.agent("a")
+    coordinator.agent("b")
+    coordinator.submit("j", 1, 2, project="vision")
+    coordinator.disconnect("a")
+    coordinator.advance(1)
+    assert list(coordinator.agents["b"].workers) == ["b/1"]
+    coordinator.restart()
+    coordinator.agent("a")
+    coordinator.agent("b")
+    coordinator.ready("a/1", "b/1")
+    coordinator.advance(0.5)
+    assert [told.assignment.world_size for told in coordinator.announced.values()] == [1]
+    coordinator.advance(10)
+    assert [told.assignment.world_size for told in coordinator.announced.values()] == [1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from elastic.core.config import JobSpec
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import eviction, placement, queue
@@ -232,6 +233,31 @@ def _within_project(
     while count and share.excess(held + count, _sum([*parts, (need, count)])):
         count -= 1
     return nodes[:count] if have + count >= job.limits.min_workers else ()
+
+
+def limits_now(cluster: Cluster, job: JobState) -> JobSpec:
+    """Return the bounds that a group may have at this moment.
+
+    After a restart no plan is made before agents had time to come back. Workers are adopted
+    meanwhile that had been given up and replaced: the project's limits hold all the same.
+    """
+    limits = job.limits
+    share = next((s for s in cluster.config.projects if s.project == job.spec.project), None)
+    if share is None or cluster.now_ns >= cluster.hold_until_ns:
+        return limits
+    fellows = [
+        other
+        for other in cluster.active()
+        if other is not job and other.is_open and other.spec.project == job.spec.project
+    ]
+    held = sum(len(other.member_ids()) for other in fellows)
+    parts = [(other.spec.resources_per_worker, len(other.member_ids())) for other in fellows]
+    need, step = limits.resources_per_worker, limits.workers_per_replica
+    have = min(limits.max_workers, len(job.workers)) // step * step
+    fit = have
+    while fit > limits.min_workers and share.excess(held + fit, _sum([*parts, (need, fit)])):
+        fit -= step
+    return limits if fit == have else replace(limits, max_workers=fit)
 
 
 def _sum(parts: Iterable[tuple[Resources, int]]) -> Resources:

@@ -134,7 +134,7 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
     """Ask the membership policy and do what it says; True if that may change its next answer."""
     candidates = [*job.candidates(cluster.book).values()]
     decision = membership.decide(
-        job.limits, job.current(), candidates, cluster.now_ns, cluster.config
+        queueing.limits_now(cluster, job), job.current(), candidates, cluster.now_ns, cluster.config
     )
     wake(job, decision.wake_ns)
     plan = decision.value
