@@ -183,7 +183,8 @@ class Simulation:
 
     def _to_agent(self, stream: Stream, message: CoordinatorMessage) -> None:
         agent = self.by_node[stream.node_id]
-        if isinstance(message, Drain) and stream.agent_side:
+        # One that is frozen may have given the stream up by the time it reads this.
+        if isinstance(message, Drain) and stream.agent_side and not agent.is_frozen:
             self.told_to_leave[stream.node_id] = agent.life
             if self.seed % 10 == REPLACED_SEED:
                 self.timeline.after(0, self._replace)

@@ -296,3 +296,30 @@ def test_workers_that_were_replaced_and_come_back_do_not_break_their_projects_li
     assert [told.assignment.world_size for told in coordinator.announced.values()] == [1]
     coordinator.advance(10)
     assert [told.assignment.world_size for told in coordinator.announced.values()] == [1]
+
+
+def test_a_worker_that_never_leaves_its_old_group_is_ended_though_new_groups_form() -> None:
+    coordinator = Coordinator()
+    for name in ("n1", "n2"):
+        coordinator.agent(name)
+    coordinator.submit("a", 1, 4)
+    coordinator.ready("n1/1", "n2/1")
+    coordinator.advance(3)
+    coordinator.training("n1/1", "n2/1")
+    coordinator.disconnect("n2")
+    coordinator.advance(1)
+    coordinator.training("n1/1")
+    coordinator.agent("n2")  # Its worker is adopted, and stays where it is.
+    coordinator.advance(CONFIG.form_timeout_s - 5)
+    coordinator.agent("n3")
+    coordinator.ready("n3/1")
+    coordinator.ready("n1/1")
+    assert coordinator.members("a") == "g3: n1/1 n3/1"
+    coordinator.training("n1/1", "n3/1")
+    assert stopped(coordinator) == []
+    coordinator.advance(6)
+    assert stopped(coordinator) == ["n2/1"]
+
+
+def stopped(coordinator: Coordinator) -> list[str]:
+    return [message.worker_id for message in coordinator.sent(StopWorker)]

@@ -50,6 +50,7 @@ class WorkerState:
     Attributes:
         stop_cause: set once it was told to end; what its exit will then count as.
         sight: what it said of its main thread last, None if it never had anything to say.
+        lingers_since_ns: it is still in a group that goes on without it; None if it is not.
     """
 
     report: WorkerReport
@@ -58,6 +59,7 @@ class WorkerState:
     steps: int = 0
     stop_cause: ExitCause | None = None
     sight: Sight | None = None
+    lingers_since_ns: int | None = None
 
     def update(self, report: WorkerReport, now_ns: int) -> None:
         """Take over a newer report."""

@@ -284,18 +284,19 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
         report, since_ns = worker.report, job.announced_ns
         is_member = job.is_open and job.is_member(worker_id)
         behind = report.generation < job.generation
+        lingers_since_ns, worker.lingers_since_ns = worker.lingers_since_ns, None
         if is_member and not behind and report.phase is not WorkerPhase.FORMING:
             continue
         if not cluster.node_of(worker).is_live():
             continue
         if is_member:
-            is_stuck = behind or report.phase is WorkerPhase.FORMING
             what = f"join generation {job.generation}"
-        else:
-            is_stuck = report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)
-            since_ns = max(since_ns, worker.since_ns)
+        elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
+            # From the first group without it: those that follow are no reason to wait longer.
+            since_ns = lingers_since_ns or max(since_ns, worker.since_ns)
+            worker.lingers_since_ns = since_ns
             what = f"leave generation {report.generation}"
-        if not is_stuck:
+        else:
             continue
         limit_s = _patience_s(cluster, job, worker)
         until = since_ns + ns(limit_s)
