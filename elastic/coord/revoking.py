@@ -116,9 +116,8 @@ def revoke(
         )
         if not taken:
             if text := current_list(folder):
-                hand_out(
-                    folder, text
-                )  # Whoever did this before may have been killed in the middle.
+                # Whoever did this before may have been killed in the middle.
+                hand_out(folder, text)
             raise NotFound(
                 f"no certificate that holds has the serial number or name {wanted!r} in {folder}; "
                 f"see 'elastic-coord certs list {folder}'"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import re
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,38 +20,12 @@ from elastic.core.view import JobView
 from elastic.core.world import ENDED, WorkerPhase
 from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster
+from tests.chaos.scripts import until
+from tests.chaos.three_nodes import NEVER, NODES, STOPPED_S, cluster, members, running
 
-NODES = ("n1", "n2", "n3")
+__all__ = ["cluster", "running"]
+
 COPY_EVERY = 5
-NEVER = 1_000_000
-DEADLINE_S = 60.0
-STOPPED_S = 0.5
-"""Long enough for a push to fill the sockets, shorter than what takes a node for lost."""
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Give three nodes with a slot each, whose workers say what they go on from."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ELASTIC_LOG_LEVEL", "info")
-        with LocalCluster(nodes=3, directory=tmp_path_factory.mktemp("copies")) as cluster:
-            yield cluster
-
-
-@pytest.fixture
-def cluster(running: LocalCluster) -> Iterator[LocalCluster]:
-    """Give it with all of its nodes, and end what a test leaves."""
-    yield running
-    running.stop_jobs()
-    running.wait_nodes(3, restart=True)
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for a condition, a minute at most."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
-        time.sleep(0.02)
 
 
 @dataclass
@@ -78,12 +51,12 @@ class Story:
     def wait_copy(self, node: str, more: int = 1) -> int:
         """Wait until this node has taken so many more copies; returns the newest one's steps."""
         count = len(self.logged(node, "copy_taken")) + more
-        wait_until(lambda: len(self.logged(node, "copy_taken")) >= count, f"a copy on {node}")
+        until(lambda: len(self.logged(node, "copy_taken")) >= count, f"a copy on {node}")
         return self.logged(node, "copy_taken")[-1]
 
     def wait_holder(self, *among: str) -> str:
         """Wait until one of these nodes has taken a copy, and return it."""
-        wait_until(lambda: any(self.logged(n, "copy_taken") for n in among), "a copy")
+        until(lambda: any(self.logged(n, "copy_taken") for n in among), "a copy")
         return next(name for name in among if self.logged(name, "copy_taken"))
 
     def wait_trains_without(self, *dead: str) -> None:
@@ -110,11 +83,6 @@ class Story:
         self.job.finish.touch()
         view = self.cluster.wait(self.job_id, lambda v: v.record.phase in ENDED, "the end")
         assert self.job.check(view)
-
-
-def members(view: JobView) -> list[str]:
-    """Return the nodes of the newest group, by rank."""
-    return [str(m.node_id) for m in view.record.group.members] if view.record.group else []
 
 
 def story_of(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,46 +18,19 @@ from typing import Any
 import pytest
 
 from elastic.core.config import JobSpec
-from elastic.core.view import JobView
 from elastic.core.world import ENDED, Entry, EntryKind, JobId, JobPhase
 from elastic.testing.chaos_jobs import JOBS
 from elastic.testing.local_cluster import LocalCluster
+from tests.chaos.scripts import until
+from tests.chaos.three_nodes import NEVER, NODES, STOPPED_S, cluster, members, running
+
+__all__ = ["cluster", "running"]
 
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = JOBS / "sharded_job.py"
-NODES = ("n1", "n2", "n3")
 EPOCHS = 8
 COPY_EVERY = 4
-NEVER = 1_000_000
-DEADLINE_S = 60.0
-STOPPED_S = 0.5
-"""Long enough for a push to fill the sockets, shorter than what takes a node for lost."""
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Give three nodes with a slot each, whose workers say what they go on from."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ELASTIC_LOG_LEVEL", "info")
-        with LocalCluster(nodes=3, directory=tmp_path_factory.mktemp("shards")) as cluster:
-            yield cluster
-
-
-@pytest.fixture
-def cluster(running: LocalCluster) -> Iterator[LocalCluster]:
-    """Give it with all of its nodes, and end what a test leaves."""
-    yield running
-    running.stop_jobs()
-    running.wait_nodes(3, restart=True)
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for a condition, a minute at most."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
-        time.sleep(0.02)
 
 
 @dataclass
@@ -107,7 +79,7 @@ class Story:
         def newest() -> int:
             return min(max(sum(self.taken(s).values(), [0])) for s in sources)
 
-        wait_until(lambda: newest() > after, f"copies of {sources} after step {after}")
+        until(lambda: newest() > after, f"copies of {sources} after step {after}")
         return newest()
 
     def holder(self, source: str) -> str:
@@ -130,11 +102,6 @@ class Story:
         report: dict[str, Any] = json.loads(view.record.metrics)
         assert report["epochs"] == EPOCHS
         return report
-
-
-def members(view: JobView) -> list[str]:
-    """Return the nodes of the newest group, by rank."""
-    return [str(m.node_id) for m in view.record.group.members] if view.record.group else []
 
 
 def assert_same_bits(found: dict[str, Any], calm: dict[str, Any]) -> None:

@@ -7,37 +7,29 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic.client.embedded import Cluster, stop_cluster
 from elastic.testing.local_cluster import is_running
+from tests.integration.played_jobs import wait_until
 
-DEADLINE_S = 30.0
 DRIVER = """
-import sys, time
+import signal, sys
 from elastic.testing.local_cluster import LocalCluster
 with LocalCluster(nodes=1, spares=1, directory=sys.argv[1]) as cluster:
     print(cluster.coordinator.pid, cluster.agents["n1"].pid, flush=True)
-    time.sleep(600)
+    signal.pause()
 """
 DEAF = """
-import signal, sys, time
+import signal, sys
 signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
 print("ready", flush=True)
 while True:
-    time.sleep(1)
+    signal.pause()
 """
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < until, what
-        time.sleep(0.01)
 
 
 def test_a_driver_that_is_killed_leaves_no_cluster_behind(tmp_path: Path) -> None:

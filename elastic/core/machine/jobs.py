@@ -275,7 +275,7 @@ class JobState:
                 worker.since_ns,
                 present=worker.stop_cause is None and node.phase in PRESENT,
                 reachable=node.phase in LIVE,
-                awaited=node.unconfirmed or node.reports_due > 0,
+                awaited=node.is_awaited(),
                 leaving=leaves,
                 leave_by_ns=node.leave_by_ns if node.draining else by_ns,
             )

@@ -38,7 +38,7 @@ def advance(cluster: Cluster, job: JobState) -> None:
         job.gives_all = True
         job.rest_by_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
         job.reason = _leaves(job)
-        # Who does not leave by then is cut off, if that is due at all: see `JobState.candidate`.
+        # Who does not leave by then is cut off, if that is due at all: see `JobState.candidates`.
         settle.wake(job, job.rest_by_ns)
         settle.ask(
             cluster, job, Plan(Act.ASK, cause="pause" if job.paused else "preempt"), job.reason

@@ -7,7 +7,7 @@ draining node does: at a boundary, and nothing is done twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic.core.config import JobSpec
@@ -17,6 +17,7 @@ from elastic.core.policy import eviction, placement, queue
 from elastic.core.policy.claims import NAMED_MAX, Claim, Grant
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.packing import Room
+from elastic.core.projects import ProjectShare
 from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId, WorkerPhase
 
 
@@ -223,14 +224,13 @@ def _within_project(
     The plan counts what will be; workers that were told to end may still run. Gang: none if the
     job would stay below min.
     """
-    share = next((s for s in cluster.config.projects if s.project == job.spec.project), None)
+    share = _share_of(cluster, job)
     if share is None or not nodes:
         return nodes
     fellows = [other for other in cluster.jobs.values() if other.spec.project == job.spec.project]
-    held = sum(len(other.workers) for other in fellows)
-    parts = [(other.spec.resources_per_worker, len(other.workers)) for other in fellows]
+    taken = [(other.spec.resources_per_worker, len(other.workers)) for other in fellows]
     need, count = job.spec.resources_per_worker, len(nodes)
-    while count and share.excess(held + count, _sum([*parts, (need, count)])):
+    while count and _exceeds(share, [*taken, (need, count)]):
         count -= 1
     return nodes[:count] if have + count >= job.limits.min_workers else ()
 
@@ -242,22 +242,30 @@ def limits_now(cluster: Cluster, job: JobState) -> JobSpec:
     meanwhile that had been given up and replaced: the project's limits hold all the same.
     """
     limits = job.limits
-    share = next((s for s in cluster.config.projects if s.project == job.spec.project), None)
-    if share is None or cluster.now_ns >= cluster.hold_until_ns:
+    share = _share_of(cluster, job) if cluster.now_ns < cluster.hold_until_ns else None
+    if share is None:
         return limits
-    fellows = [
-        other
+    taken = [
+        (other.spec.resources_per_worker, len(other.member_ids()))
         for other in cluster.active()
         if other is not job and other.is_open and other.spec.project == job.spec.project
     ]
-    held = sum(len(other.member_ids()) for other in fellows)
-    parts = [(other.spec.resources_per_worker, len(other.member_ids())) for other in fellows]
     need, step = limits.resources_per_worker, limits.workers_per_replica
     have = min(limits.max_workers, len(job.workers)) // step * step
     fit = have
-    while fit > limits.min_workers and share.excess(held + fit, _sum([*parts, (need, fit)])):
+    while fit > limits.min_workers and _exceeds(share, [*taken, (need, fit)]):
         fit -= step
     return limits if fit == have else replace(limits, max_workers=fit)
+
+
+def _share_of(cluster: Cluster, job: JobState) -> ProjectShare | None:
+    """Return what the job's project may have, None if nothing is said of it."""
+    return next((s for s in cluster.config.projects if s.project == job.spec.project), None)
+
+
+def _exceeds(share: ProjectShare, parts: Sequence[tuple[Resources, int]]) -> bool:
+    """Return whether so many workers with such needs are more than a project may have."""
+    return bool(share.excess(sum(count for _, count in parts), _sum(parts)))
 
 
 def _sum(parts: Iterable[tuple[Resources, int]]) -> Resources:
