@@ -65,8 +65,9 @@ class JobSpec:
         backend: "gloo", "nccl" or "auto" (nccl with GPUs).
         collective_timeout_s: torch.distributed's own timeout; a backstop, not the detector.
         hang_timeout_s: a member that has not moved this long, while all others wait for it in a
-            reduction, is killed; 0 for never. Longer than anything that one rank does alone while
-            the others train on (an evaluation, a checkpoint written by hand).
+            reduction or a collective of a sharded model, is killed; 0 for never. Longer than
+            anything that one rank does alone while the others train on (an evaluation, a
+            checkpoint written by hand).
         max_failures: how often user code may raise before the job fails; -1 for ever.
         preemption_limit: the job fails once so many nodes were taken from its groups by announced
             drains (a notice of the cloud, SIGTERM, an operator); 0 for never.

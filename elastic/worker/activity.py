@@ -24,9 +24,10 @@ class Activity:
         waiting_since_ns: `time.monotonic_ns()` at which it began to wait for its peers, 0 if it
             does not.
         epoch, step: where it is, for people.
+        is_sharded: the model is, so that it also waits where it cannot say so.
     """
 
-    __slots__ = ("beats", "epoch", "step", "waiting_since_ns")
+    __slots__ = ("beats", "epoch", "is_sharded", "step", "waiting_since_ns")
 
     def __init__(self) -> None:
         """Begin unseen."""
@@ -34,6 +35,7 @@ class Activity:
         self.waiting_since_ns = 0
         self.epoch = 0
         self.step = 0
+        self.is_sharded = False
 
     def reset(self) -> None:
         """The train function is called anew: unseen until it trains."""

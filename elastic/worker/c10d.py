@@ -125,6 +125,21 @@ def all_groups() -> list[Any]:
     return list(parts().world.pg_map)[::-1]
 
 
+def issued() -> tuple[int, ...]:
+    """Return how many collectives each group of this process has begun; any thread.
+
+    As torch counts them, -1 for a backend that does not count; other numbers, too, once groups are
+    made or forgotten.
+    """
+    numbers = []
+    for group in all_groups():
+        try:
+            numbers.append(int(group._get_sequence_number_for_group()))
+        except (AttributeError, RuntimeError):
+            numbers.append(-1)
+    return tuple(numbers)
+
+
 @contextmanager
 def same_excepthook() -> Iterator[None]:
     """Undo what init_process_group does to sys.excepthook: it wraps it once more each time."""

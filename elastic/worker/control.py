@@ -42,6 +42,7 @@ from elastic.errors import ElasticError, Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import note_text
 from elastic.wire.pipe import Pipe
+from elastic.worker.collective_watch import CollectiveWatch
 from elastic.worker.exchange import Exchange
 from elastic.worker.group import ProcessGroups
 from elastic.worker.interrupt import Interrupter
@@ -73,6 +74,7 @@ class ControlThread:
         self._interrupter = interrupter
         self._clock = clock
         self._machine = WorkerMachine()
+        self._collectives = CollectiveWatch()
         self._closed = False
 
     def start(self) -> None:
@@ -114,8 +116,11 @@ class ControlThread:
         """Return what can be seen of the main thread."""
         seen = self._exchange.activity
         # The beats last: a wait that ends meanwhile is then seen as a movement, not as standing.
-        waiting_ns = seen.waiting_ns(self._clock.monotonic_ns())
-        return Looked(seen.beats, waiting_ns, seen.epoch, seen.step)
+        now_ns = self._clock.monotonic_ns()
+        waiting_ns, beats = seen.waiting_ns(now_ns), seen.beats
+        if seen.is_sharded and beats and not waiting_ns:
+            beats, waiting_ns = self._collectives.look(beats, now_ns)
+        return Looked(beats, waiting_ns, seen.epoch, seen.step)
 
     def _hear(self) -> None:
         try:

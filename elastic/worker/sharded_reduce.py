@@ -81,6 +81,7 @@ class ShardedReducer:
         self._weight, self._factor = 0.0, 1.0
         self._is_on = self._is_last = self._is_void = self._has_told = False
         self._undo = c10d.around_backward(self._around_backward, scale=self._scale)
+        activity.is_sharded = True
 
     @staticmethod
     def _none(parameters: Sequence[nn.Parameter]) -> Gradients:
@@ -104,6 +105,7 @@ class ShardedReducer:
         """Leave backward as it was."""
         self.rest()
         self._undo()
+        self._activity.is_sharded = False
 
     # ------------------------------------------------------------------------- a step
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,11 +36,38 @@ from elastic.train.torch import (
 )
 
 
+class Orders:
+    """Files that tell a rank to hang: the first that finds one takes it away, and obeys.
+
+    They are named PLACE-EPOCH; places are "loop", "forward" and "backward".
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder) if folder else None
+        self.epoch = 0
+
+    def obey(self, place: str) -> None:
+        """Hang, if that is ordered here."""
+        if self.folder is None:
+            return
+        try:
+            (self.folder / f"{place}-{self.epoch}").unlink()
+        except FileNotFoundError:
+            return
+        hang_for_ever()
+
+
+def hang_for_ever() -> None:
+    """Wait for what never comes."""
+    threading.Event().wait()
+
+
 class Counted(nn.Module):
     """A model, and a parameter that counts samples; BatchNorm brings buffers."""
 
-    def __init__(self, width: int, size: int) -> None:
+    def __init__(self, width: int, size: int, orders: Orders) -> None:
         super().__init__()
+        self.orders = orders
         self.net = TinyGPT(width)
         self.norm = nn.BatchNorm1d(CLASSES)
         self.ledger = nn.Parameter(torch.zeros(size))
@@ -46,6 +75,9 @@ class Counted(nn.Module):
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits, and what the ledger says of these samples."""
         logits = self.net(x)
+        self.orders.obey("forward")
+        if logits.requires_grad:
+            logits.register_hook(lambda _: self.orders.obey("backward"))
         if len(x) > 1:  # A batch of one, which a stand-in may be, has no variance.
             logits = logits + self.norm(logits)
         return logits, self.ledger[ids].mean()
@@ -55,7 +87,8 @@ def train_func(config: dict) -> dict:
     """Train, and say what the weights became."""
     torch.manual_seed(config["seed"])
     size = config["samples"]
-    module = Counted(config["width"], size)
+    orders = Orders(config["orders"])
+    module = Counted(config["width"], size, orders)
     if config["strategy"] == "own":
         fully_shard(module.net.block)
         fully_shard(module)
@@ -79,7 +112,9 @@ def train_func(config: dict) -> dict:
         global_batch_size=config["global_batch"],
     )
     for epoch in train.epochs(config["epochs"]):
+        orders.epoch = epoch
         for x, y, ids in loader:
+            orders.obey("loop")
             if config["pace"]:
                 time.sleep(config["pace"])  # Stands for a model that takes longer.
             logits, counted = model(x, ids)
@@ -134,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds for each micro-batch")
     parser.add_argument("--finish", default="", help="end with the epoch in which this file comes")
+    parser.add_argument("--orders", default="", help="folder of orders to hang")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", choices=("fsdp", "own", "ddp"), default="fsdp")
     parser.add_argument("--save-every", type=int, help="steps between automatic checkpoints")

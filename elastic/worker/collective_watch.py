@@ -1,0 +1,127 @@
+"""Whether the main thread waits in a collective of a sharded model, as the control thread sees it.
+
+`fully_shard` waits for the other ranks inside forward, backward and the optimizer, in code of
+torch's that tells nobody. From outside two things show it: torch counts the collectives that each
+group has begun, and the stack of a thread that waits in one ends inside torch.distributed.
+
+Rule: the main thread is asked for nothing, and its stack is read only if it has not moved since
+the look before. What cannot be told apart counts as a movement, so that nobody is accused of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from enum import Enum
+from types import FrameType
+
+import torch
+
+from elastic.worker import c10d
+
+LATE_NS = 300_000_000
+"""Looks further apart are not one sight: nobody knows what was between them."""
+
+TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+DISTRIBUTED = "distributed/"
+PLUMBING = ("_ops.py", "_library/", "_dynamo/", "utils/")
+"""Files of torch through which a call goes on its way down."""
+OPERATORS = "_ops.py"
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of operators; compiled models call them without torch.distributed's files."""
+SHARDING = ("fsdp/", "tensor/", "_composable/", "_functional_collectives.py")
+"""Under `DISTRIBUTED`: what a sharded model and its optimizer call collectives through."""
+CALLED = ("distributed_c10d.py", "c10d_logger.py", "utils.py")
+"""Under `DISTRIBUTED`: what everyone calls collectives through."""
+
+
+class Stance(Enum):
+    """Where a thread is.
+
+    `CALLED` is a collective that the script calls by itself. It may let the others wait in one on
+    purpose, while one rank writes a file, for as long as torch's own timeout allows: that says
+    nothing of whoever they wait for.
+    """
+
+    ELSEWHERE = "elsewhere"
+    SHARDING = "sharding"
+    CALLED = "called"
+
+
+class CollectiveWatch:
+    """Looks at the main thread of a worker whose model is sharded."""
+
+    def __init__(self) -> None:
+        """Begin with nothing seen."""
+        self._moves = 0
+        self._place: tuple[int, ...] = ()
+        self._looked_ns = 0
+        self._since_ns = 0
+
+    def look(self, beats: int, now_ns: int) -> tuple[int, int]:
+        """Take one look, for as long as the loop itself does not say that it waits.
+
+        Args:
+            beats: how far the training loop says it is; not 0.
+            now_ns: monotonic.
+
+        Returns:
+            A number that differs from the last one's if the main thread has moved, and since when
+            it has been seen in a collective, in nanoseconds until now; 0 if it is not in one.
+        """
+        place = (beats, *c10d.issued())
+        is_late = now_ns - self._looked_ns > LATE_NS
+        self._looked_ns = now_ns
+        if is_late:
+            self._since_ns = 0
+        if place != self._place:
+            self._place = place
+            self._move()
+            return beats + self._moves, 0
+        stance = stance_of(threading.main_thread())
+        if stance is Stance.SHARDING:
+            self._since_ns = self._since_ns or now_ns
+            return beats + self._moves, max(1, now_ns - self._since_ns)
+        if stance is Stance.CALLED or self._since_ns:
+            self._move()
+        return beats + self._moves, 0
+
+    def _move(self) -> None:
+        self._moves += 1
+        self._since_ns = 0
+
+
+def stance_of(thread: threading.Thread) -> Stance:
+    """Return where a thread is, by its stack."""
+    # Nothing may keep the frame: it would keep the tensors in it.
+    return _stance(sys._current_frames().get(thread.ident or 0))
+
+
+def _stance(frame: FrameType | None) -> Stance:
+    """Go outwards from the innermost frame, for as long as that is torch's own way down."""
+    found = Stance.ELSEWHERE
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(TORCH):
+            return found
+        part = file[len(TORCH) :]
+        if part.startswith(DISTRIBUTED):
+            part = part[len(DISTRIBUTED) :]
+            if part.startswith(SHARDING):
+                return Stance.SHARDING
+            if not part.startswith(CALLED):
+                return found
+            found = Stance.CALLED
+        elif part == OPERATORS and _is_collective(frame.f_locals.get("self")):
+            return Stance.SHARDING
+        elif not part.startswith(PLUMBING):
+            return found
+        frame = frame.f_back
+    return found
+
+
+def _is_collective(operator: object) -> bool:
+    """Return whether this is one of torch's operators for collectives."""
+    name = getattr(operator, "_qualified_op_name", "") or getattr(operator, "_name", "")
+    return str(name).partition("::")[0] in COLLECTIVES
