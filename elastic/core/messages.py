@@ -26,7 +26,7 @@ from elastic.core.world import (
 )
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 
 
 @dataclass(frozen=True)

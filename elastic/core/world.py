@@ -297,7 +297,10 @@ class Assignment:
         checkpoint: path of the newest reported checkpoint that is recorded, or of the one that the
             job resumes from; "" for none.
         cause: one word for logs and counters: start, lost, join, drain, broken, resume.
-        copies: "host:port" of the agents that hold a copy of the job's state.
+        copies: "host:port" of the agents that hold a copy of the job's state, or may have rows of
+            workers that died there.
+        copies_dealt: those only that this worker asks for rows of a sharded model: others ask
+            others. False from a coordinator of protocol 1.0: all of them.
         copies_key: proves to them that the job may have it; a secret.
     """
 
@@ -315,6 +318,7 @@ class Assignment:
     cause: str = "start"
     copies: tuple[str, ...] = ()
     copies_key: str = field(default="", repr=False)
+    copies_dealt: bool = False
 
 
 class Strategy(Enum):

@@ -6,7 +6,7 @@ workers make steps, and a way between the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.core.copy_messages import CopyOrder, DropCopy, KeepCopy, Replicate
@@ -53,6 +53,7 @@ class Copying:
             timeline, checkers, lambda: tuple(desk.node_id for desk in self.desks.values())
         )
         self._uncopied_since: dict[JobId, tuple[Generation, int]] = {}
+        self._shown: dict[tuple[JobId, Generation], set[NodeId]] = {}
 
     def fetch(self, assignment: Assignment) -> int:
         """Return the steps of the newest copy that a new group can be given, 0 for none."""
@@ -62,21 +63,43 @@ class Copying:
             found.append(held[1] if held is not None else 0)
         return max(found)
 
-    def go_on(self, assignment: Assignment, nodes: Sequence[NodeId], stored: int) -> int:
+    def go_on(self, told: Mapping[int, Assignment], nodes: Sequence[NodeId], stored: int) -> int:
         """Return the steps that a group of a sharded model on these nodes goes on from.
 
         Args:
-            assignment: of one of its members.
+            told: what each member was told, by rank.
             nodes: of all.
             stored: steps of the newest checkpoint in storage.
         """
-        desks = [self.desks[address] for address in assignment.copies]
-        key, job_id = assignment.copies_key, assignment.job_id
+        key, job_id = max(one.copies_key for one in told.values()), told[0].job_id
+        asked = {address for rank, one in told.items() for address in asked_by(one, rank)}
+        self._check_asked(job_id, told[0].generation, asked)
+        desks = [self.desks[address] for address in sorted(asked)]
         holders = {desk.node_id for desk in desks if desk.may_give(job_id, key)}
-        steps = self.shards.forms(job_id, assignment.generation, nodes, holders)
+        steps = self.shards.forms(job_id, told[0].generation, nodes, holders)
         if stored > steps:
             self.shards.from_storage(job_id, stored)
         return max(steps, stored)
+
+    def formed(self, job_id: JobId, generation: Generation, shown: Iterable[NodeId]) -> None:
+        """A group was announced, when status has shown copies of the job on these nodes."""
+        self._shown[job_id, generation] = {*shown}
+
+    def forget_shown(self) -> None:
+        """What is announced from here on may be told anew, by who knows of other copies."""
+        self._shown.clear()
+
+    def _check_asked(self, job_id: JobId, generation: Generation, asked: set[str]) -> None:
+        """Each node that has rows, as anybody could see, was asked by one member of the group."""
+        shown = self._shown.pop((job_id, generation), set())
+        run = self.shards.runs.get(job_id)
+        having = {holder for holder, _ in run.copies} if run is not None else set()
+        for address, desk in self.desks.items():
+            self.checkers.require(
+                address in asked or desk.node_id not in shown & having or not desk.is_up(),
+                "the group asks every node that has rows for them",
+                f"job {job_id} generation {generation}: nobody asks {desk.node_id}",
+            )
 
     def held(self, job_id: JobId) -> dict[NodeId, Age]:
         """Return who holds a copy of a job."""
@@ -270,6 +293,13 @@ class CopyDesk:
                 failing_ns = now_ns
                 self._post(PushFailed(order.job_id, order.node_id, "no answer"))
         self._copying.timeline.after(LOOK_NS, self._look, order, last, failing_ns)
+
+
+def asked_by(assignment: Assignment, rank: int) -> tuple[str, ...]:
+    """Return whom a member asks for rows; an older agent's worker knows of no share."""
+    if assignment.copies_dealt:
+        return assignment.copies
+    return assignment.copies[rank :: assignment.world_size]
 
 
 def _is_due(order: Replicate, age: Age, last: Age) -> bool:

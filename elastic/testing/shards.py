@@ -50,7 +50,8 @@ class Run:
         copies: by holder and source.
         arrived: the newest of a source that lies on another node.
         bringing: what the agents of sources say.
-        is_exposed: a snapshot was taken though one before could not be copied.
+        is_exposed: a snapshot was taken though one before could not be copied, or a copy of the
+            newest has died with the node that held it.
     """
 
     newest: Snapshot = NONE
@@ -79,9 +80,13 @@ class Shards:
     def forms(
         self, job_id: JobId, generation: Generation, nodes: Iterable[NodeId], holders: set[NodeId]
     ) -> int:
-        """A group goes on from what its nodes and these holders have; returns its steps."""
+        """A group goes on from what its nodes and these holders have; returns its steps.
+
+        What a holder has taken itself is among it, if its workers have not been gone for long.
+        """
         run = self.runs.setdefault(job_id, Run())
-        found = self._complete(run, set(nodes), holders)
+        is_kept = self._timeline.now_ns - run.taken_ns < replication.KEPT_S * S
+        found = self._complete(run, {*nodes, *(holders if is_kept else ())}, holders)
         best = max(found, key=lambda one: (one.steps, one.generation), default=None)
         run.base, run.generation, run.is_exposed = best, generation, False
         run.newest = best or Snapshot(0, 0, run.newest.number, ())
@@ -131,7 +136,9 @@ class Shards:
             run.bringing.pop(node_id, None)
             for holder, source in list(run.copies):
                 if holder == node_id:
-                    del run.copies[holder, source]
+                    # One more death may then cost more than this one has: until it lies elsewhere.
+                    slots = run.copies.pop((holder, source)).values()
+                    run.is_exposed = run.is_exposed or run.newest in slots
 
     def to_push(self, job_id: JobId, node_id: NodeId, generation: Generation) -> Snapshot | None:
         """Return what an agent brings next, of this group or a later one; None for nothing."""

@@ -30,7 +30,8 @@ from elastic.core.events.coordinator import (
     SubmitRequested,
 )
 from elastic.core.events.shared import Note
-from elastic.core.messages import CoordinatorMessage
+from elastic.core.machine.nodes import PRESENT
+from elastic.core.messages import AgentMessage, Announce, CoordinatorMessage, Hello
 from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, Strategy
 from elastic.errors import ElasticError
 from elastic.testing import crowd
@@ -56,6 +57,8 @@ GENTLE_SEED = 7
 REPLACED_SEED = 4
 """Of ten seeds, the one in which a coordinator that told an agent to leave is replaced at once."""
 """Of ten seeds, the one in which machines are only taken away, and say so before."""
+OLD_SEED = 6
+"""Of sixteen seeds, all of sharded runs, the one in which some agents are of the version before."""
 SLACK_NS = 3 * S
 """The coordinator may hear of what happened so much later, when its disk is slow."""
 
@@ -108,12 +111,16 @@ class Simulation:
             )
             for i in range(rng.randint(1, 12))
         ]
+        # Agents that are upgraded when they are started again: nodes and lives.
+        self.old = {
+            (agent.node_id, 1) for agent in self.agents[seed % 3 :: 3] if seed % 16 == OLD_SEED
+        }
         self.by_node = {agent.node_id: agent for agent in self.agents}
         self.checkers.crowd.is_alive = lambda worker_id: any(
             process.worker_id == worker_id for agent in self.agents for process in agent.workers()
         )
         self.network.wire(
-            lambda stream, message: self.host_of(stream).hears(stream.session, message),
+            self._to_coordinator,
             self._to_agent,
             lost_at_coordinator=lambda stream, why: self.host_of(stream).loses(stream.session, why),
             lost_at_agent=lambda stream, why: self.by_node[stream.node_id].loses(stream, why),
@@ -181,6 +188,12 @@ class Simulation:
         """Return the coordinator at the other end of a stream."""
         return next(host for host in self.coordinators if host.name == stream.host)
 
+    def _to_coordinator(self, stream: Stream, message: AgentMessage) -> None:
+        life = self.by_node[stream.node_id].life
+        if isinstance(message, Hello) and (stream.node_id, life) in self.old:
+            message = replace(message, protocol_minor=0)
+        self.host_of(stream).hears(stream.session, message)
+
     def _to_agent(self, stream: Stream, message: CoordinatorMessage) -> None:
         agent = self.by_node[stream.node_id]
         # One that is frozen may have given the stream up by the time it reads this.
@@ -188,6 +201,10 @@ class Simulation:
             self.told_to_leave[stream.node_id] = agent.life
             if self.seed % 10 == REPLACED_SEED:
                 self.timeline.after(0, self._replace)
+        if isinstance(message, Announce) and (stream.node_id, agent.life) in self.old:
+            # It does not know the field.
+            told = replace(message.assignment, copies_dealt=False)
+            message = Announce(told)
         agent.hears(stream, message)
 
     def _noted(self, note: Note) -> None:
@@ -199,10 +216,25 @@ class Simulation:
             since_ns = self.timeline.now_ns - window
             was_troubled = self.network.conditions.was_troubled(NodeId(said["node"]), since_ns)
             self.checkers.accused_node(said["node"], is_guilty=was_troubled)
+        elif note.name == "node_registered":
+            self.plane.copying.forget_shown()
+        elif note.name == "group_formed":
+            self._show_copies(note)
         elif note.name == "worker_hung":
             processes = self.by_node[NodeId(said["node"])].workers()
             innocent = [p for p in processes if p.worker_id == said["worker"] and not p.is_hung]
             self.checkers.accused_worker(said["worker"], is_guilty=not innocent)
+
+    def _show_copies(self, note: Note) -> None:
+        """Note where status shows the job's rows at the moment when its group is announced."""
+        machine, job_id = self.coordinator.machine, JobId(note.job_id)
+        if machine is None or not self.plane.scripts[job_id].is_sharded:
+            return
+        view = machine.view(self.timeline.now_ns)
+        there = {state.node.node_id for state in view.nodes if state.phase in PRESENT}
+        copies = [job.copies for job in view.jobs if job.record.spec.job_id == job_id]
+        shown = [copy.node_id for held in copies for copy in held if copy.node_id in there]
+        self.plane.copying.formed(job_id, int(dict(note.fields)["generation"]), shown)
 
     def _check_hung(self) -> None:
         """By now whoever hung before the liveness phase must have been ended."""

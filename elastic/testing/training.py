@@ -91,6 +91,7 @@ class SimGroup:
     generation: Generation
     world_size: int
     assignment: Assignment
+    told: dict[int, Assignment] = field(default_factory=dict)
     waiting: dict[int, SimProcess] = field(default_factory=dict)
     members: dict[int, SimProcess] = field(default_factory=dict)
     inside: set[int] = field(default_factory=set)
@@ -128,7 +129,7 @@ class DataPlane:
             self.groups[key] = group
             if not self.scripts[group.job_id].is_sharded:
                 self._begin(group, self.copying.fetch(assignment))
-        group.waiting[assignment.rank] = process
+        group.waiting[assignment.rank], group.told[assignment.rank] = process, assignment
         self.try_form(group)
 
     def try_form(self, group: SimGroup) -> None:
@@ -141,7 +142,7 @@ class DataPlane:
         if self.scripts[group.job_id].is_sharded:
             nodes = [process.node_id for process in group.members.values()]
             stored = _step_of(group.assignment.checkpoint)
-            self._begin(group, self.copying.go_on(group.assignment, nodes, stored))
+            self._begin(group, self.copying.go_on(group.told, nodes, stored))
         self.checkers.group_formed(
             group.job_id,
             group.generation,

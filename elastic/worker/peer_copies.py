@@ -1,4 +1,4 @@
-"""Copies of the run's state in the memory of nodes that do not train it.
+"""Copies of the run's state in the memory of other nodes.
 
 Rule: what cannot be reached is as if it were not there; what is read is what was taken, byte for
 byte, or is refused.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,14 @@ class PeerCopies:
     """The copies that the coordinator knew of when it formed this group."""
 
     def __init__(
-        self, addresses: Sequence[str], job_id: JobId, key: str, *, tls: Sequence[str] = ()
+        self,
+        addresses: Sequence[str],
+        job_id: JobId,
+        key: str,
+        *,
+        tls: Sequence[str] = (),
+        node_id: str = "",
+        is_dealt: bool = False,
     ) -> None:
         """Ask nobody yet.
 
@@ -58,25 +65,40 @@ class PeerCopies:
             job_id: whose state it is.
             key: of the job.
             tls: paths of this node's certificate, its key and the authority; empty if it has none.
+            node_id: of this node.
+            is_dealt: of the agents that have nodes' rows, others ask those that are not here.
         """
         self._tls = tuple(tls)
+        self._node_id, self._is_dealt = node_id, is_dealt
         self._addresses, self._job_id, self._key = tuple(addresses), job_id, key
         self._best: tuple[str, Mark] | None = None
 
     @staticmethod
     def of(place: WorkerContext) -> PeerCopies:
         """Return those that a member of a group was told of."""
-        return PeerCopies(place.copies, place.job_id, place.copies_key, tls=place.tls)
+        return PeerCopies(
+            place.copies,
+            place.job_id,
+            place.copies_key,
+            tls=place.tls,
+            node_id=place.worker_id.rpartition("/")[0],
+            is_dealt=place.copies_dealt,
+        )
 
-    def list_shards(self, rank: int, size: int) -> list[Shard]:
+    def share(self, rank: int, size: int) -> tuple[str, ...]:
+        """Return which agents this member asks for the rows that they have."""
+        return self._addresses if self._is_dealt else self._addresses[rank::size]
+
+    def list_shards(self, rank: int, size: int, here: Collection[Mark] = ()) -> list[Shard]:
         """Return all copies of nodes' rows that lie with this member's part of the agents.
 
         Args:
             rank: ours; every member asks some of the agents.
             size: of the group.
+            here: of the snapshots in this node's own memory, which nobody else need give.
         """
         found = []
-        for address in self._addresses[rank::size]:
+        for address in self.share(rank, size):
             try:
                 with calling(address, tls=PeerTls.at(self._tls)) as line:
                     copies = line.ask(Request(LIST, self._job_id), self._key).copies
@@ -84,7 +106,8 @@ class PeerCopies:
                 log.warning("copy_unreachable address=%s error=%r", address, str(error))
                 continue
             for source, mark in copies:
-                shard = self._shard(address, source, mark) if source else None
+                is_wanted = source and not (source == self._node_id and mark in here)
+                shard = self._shard(address, source, mark) if is_wanted else None
                 found += [shard] if shard is not None else []
         return found
 

@@ -468,6 +468,7 @@ class Runner:
             options=call.options,
             copies=place.copies,
             copies_key=place.copies_key,
+            copies_dealt=place.copies_dealt,
             tls=assign.tls,
             reporter=self._reporter,
             step_counter=StepCounter(

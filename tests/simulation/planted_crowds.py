@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic.core import projects
 from elastic.core.machine import (
+    announcing,
     coordinator,
     copies,
     jobs,
@@ -119,6 +120,23 @@ def lets_a_node_hold_its_own_rows(patch: Patch) -> None:
     patch.setattr(
         replication, "is_fit", lambda place, now_ns, source="": honest(place, now_ns, "x")
     )
+
+
+@bug
+def asks_nodes_with_members_alone_for_rows(patch: Patch) -> None:
+    """Rows on a node that does not train are told to nobody."""
+    honest = replication.asks
+
+    def asks(node_id: Any, first_ranks: Any, world_size: int) -> int:
+        return honest(node_id, first_ranks, world_size) if node_id in first_ranks else world_size
+
+    patch.setattr(replication, "asks", asks)
+
+
+@bug
+def deals_addresses_to_workers_of_older_agents(patch: Patch) -> None:
+    """They ask a part of their share."""
+    patch.setattr(announcing, "DEALT_SINCE_MINOR", 0)
 
 
 @bug

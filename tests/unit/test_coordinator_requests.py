@@ -71,7 +71,7 @@ def test_an_agent_of_another_protocol_is_refused_for_good_with_both_versions() -
     said = refusal(coordinator)
     assert said.final
     assert said.reason == (
-        "agent n1 speaks protocol 2.7, the coordinator 1.0: install the same major version of "
+        "agent n1 speaks protocol 2.7, the coordinator 1.1: install the same major version of "
         "elastic-torch"
     )
     assert coordinator.machine.view(0).nodes == ()

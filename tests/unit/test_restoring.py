@@ -24,7 +24,14 @@ def keeper_of(run: Run, rank: int, saver: Saver) -> Keeper:
     keeper = Keeper(run.objects, Logbook(), StreamBook())
     keeper._saver = saver
     keeper._place = SimpleNamespace(  # type: ignore[assignment]
-        world_rank=rank, run_path=run.directory.path, job_id="j1", copies=(), copies_key="", tls=()
+        world_rank=rank,
+        run_path=run.directory.path,
+        job_id="j1",
+        copies=(),
+        copies_key="",
+        tls=(),
+        copies_dealt=True,
+        worker_id=f"n{rank}/1",
     )
     return keeper
 

@@ -6,14 +6,21 @@ them is told does not grow with their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from elastic.core.machine import copies
 from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.messages import Announce
+from elastic.core.policy import replication
 from elastic.core.policy.ranks import Place
 from elastic.core.world import Assignment, WorkerId
 from elastic.errors import InvariantViolation
+
+DEALT_SINCE_MINOR = 1
+"""Workers of older agents are told all addresses, and ask those at their rank: who is in a group
+with one does the same, or some would be asked by nobody."""
+EACH = -1
+"""Stands for the ranks that have no share of their own."""
 
 
 def announcement(cluster: Cluster, job: JobState, worker_id: WorkerId) -> Announce:
@@ -29,8 +36,11 @@ def announcer(cluster: Cluster, job: JobState) -> Callable[[Place], Announce]:
     places = job.places()
     world_size, num_nodes = len(places), places[-1].node_rank + 1
     leader_address, checkpoint = group.members[0].store_address, job.latest_checkpoint()
-    addresses = copies.addresses(cluster, job)
-    key = copies.key_of(cluster, job.job_id) if job.copies.held else ""
+    found = copies.addresses(cluster, job)
+    key = copies.key_of(cluster, job.job_id) if found else ""
+    nodes = [cluster.book.nodes.get(place.node_id) for place in places] if found else []
+    is_dealt = all(node is None or node.protocol_minor >= DEALT_SINCE_MINOR for node in nodes)
+    shares = _shares(found, places) if is_dealt else {EACH: tuple(one.at for one in found)}
 
     def announce(place: Place) -> Announce:
         return Announce(
@@ -47,9 +57,26 @@ def announcer(cluster: Cluster, job: JobState) -> Callable[[Place], Announce]:
                 leader_address=leader_address,
                 checkpoint=checkpoint,
                 cause=group.reason,
-                copies=addresses,
+                copies=shares.get(place.rank, shares[EACH]),
+                copies_dealt=is_dealt,
                 copies_key=key,
             )
         )
 
     return announce
+
+
+def _shares(found: Sequence[copies.Address], places: Sequence[Place]) -> dict[int, tuple[str, ...]]:
+    """Return which agents each member asks for copies, by rank; `EACH` for all that are not named.
+
+    What has rows of a sharded model is asked by one member, who tells the others; there may be as
+    many of those as members. What all members have alike lies on few nodes, and all are told.
+    """
+    first_ranks = {place.node_id: place.rank for place in places if not place.local_rank}
+    alike = tuple(one.at for one in found if not one.is_sharded)
+    shares = {EACH: alike}
+    for one in found:
+        if one.is_sharded:
+            rank = replication.asks(one.node_id, first_ranks, len(places))
+            shares[rank] = (*shares.get(rank, alike), one.at)
+    return shares

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from elastic.core.config import ns
 from elastic.core.copy_messages import CopyFailed, CopyOrder, DropCopy, KeepCopy, Replicate
@@ -28,17 +29,40 @@ NEIGHBOURS = 32
 """Nodes behind a source, and nodes that do not train, among which its copy finds a place."""
 
 
+class Address(NamedTuple):
+    """Where state of a job lies.
+
+    Attributes:
+        at: "host:port" of the node's agent.
+        is_sharded: rows of a sharded model, so that one member of a group asks for all.
+    """
+
+    node_id: NodeId
+    at: str
+    is_sharded: bool
+
+
 def key_of(cluster: Cluster, job_id: JobId) -> str:
     """Return the secret by which agents and workers of a job know each other."""
     return hashlib.blake2b(job_id.encode(), key=cluster.secret, digest_size=32).hexdigest()
 
 
-def addresses(cluster: Cluster, job: JobState) -> tuple[str, ...]:
-    """Return where copies of a job's state lie, as far as is known; the newest first."""
-    newest = {node_id: max(by.values()) for node_id, by in job.copies.held.items() if by}
-    held = sorted(newest.items(), key=lambda item: (item[1], item[0]), reverse=True)
-    nodes = [cluster.book.nodes.get(node_id) for node_id, _ in held]
-    return tuple(n.copies_at for n in nodes if n is not None and n.is_present() and n.copies_at)
+def addresses(cluster: Cluster, job: JobState) -> tuple[Address, ...]:
+    """Return where a job's state lies, as far as is known: copies of it, the newest first.
+
+    Then nodes whose workers have left a sharded run: what was in their memory may be there still.
+    """
+    held = {node_id: by for node_id, by in job.copies.held.items() if by}
+    order = sorted(held, key=lambda node_id: (max(held[node_id].values()), node_id), reverse=True)
+    since_ns = cluster.now_ns - ns(replication.KEPT_S)
+    left = {node_id for node_id, at_ns in job.copies.left_ns.items() if at_ns >= since_ns}
+    order += sorted({*left, *job.copies.holders} - {*held} - _members(job))
+    found = [(node_id, cluster.book.nodes.get(node_id)) for node_id in order]
+    return tuple(
+        Address(node_id, state.copies_at, ALL_ALIKE not in held.get(node_id, ()))
+        for node_id, state in found
+        if state is not None and state.is_present() and state.copies_at
+    )
 
 
 # ---------------------------------------------------------------- what agents say
@@ -103,10 +127,12 @@ def settle(cluster: Cluster, job: JobState) -> int | None:
     if not any(node for node, _ in copies.holders.values()) and cluster.now_ns < not_before_ns:
         return not_before_ns
     senders = _senders(cluster, job)
-    copies.holders = {s: known for s, known in copies.holders.items() if s in senders}
+    _forget(cluster, job, senders)
     wakes = [_choose(cluster, job, source) for source in senders]
-    for source in senders:
+    for source, sender in senders.items():
         _grant(cluster, job, cluster.book.nodes.get(copies.holders[source][0]))
+        if copies.is_sharded:  # It gives its own rows to whoever goes on without its workers.
+            _grant(cluster, job, sender)
     _order(cluster, job, senders)
     _drop_superfluous(cluster, job)
     return min((wake_ns for wake_ns in wakes if wake_ns is not None), default=None)
@@ -136,6 +162,16 @@ def _senders(cluster: Cluster, job: JobState) -> dict[NodeId, NodeState]:
     members = job.group.members if job.group is not None else ()
     nodes = [cluster.book.nodes.get(member.node_id) for member in members]
     return {state.node.node_id: state for state in nodes if state is not None}
+
+
+def _forget(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) -> None:
+    """Keep no place for the copies of those who send none any more; remember who they were."""
+    copies, since_ns = job.copies, cluster.now_ns - ns(replication.KEPT_S)
+    copies.left_ns |= {source: cluster.now_ns for source in copies.holders if source}
+    copies.left_ns = {
+        s: at_ns for s, at_ns in copies.left_ns.items() if s not in senders and at_ns >= since_ns
+    }
+    copies.holders = {s: known for s, known in copies.holders.items() if s in senders}
 
 
 def _choose(cluster: Cluster, job: JobState, source: NodeId) -> int | None:

@@ -152,8 +152,8 @@ def _enter(cluster: Cluster, event: AgentConnected) -> NodeState:
     if state.session is not None:
         cluster.do(CloseSession(state.session, "replaced by a newer connection"))
     state.node, state.copies_at = node, event.hello.copies_at
-    state.unconfirmed = False
-    state.lost_at_ns = None
+    state.protocol_minor = event.hello.protocol_minor
+    state.unconfirmed, state.lost_at_ns = False, None
     book.bind(state, event.session)
     state.reports_due = max(0, event.hello.reports_due)
     health.take_problems(cluster, state, event.hello.problems)

@@ -82,6 +82,8 @@ class Copies:
         holders: the node where a source's copy is to lie, "" for none, and why there.
         held: sources whose copies a node has, as it said last: generation and steps.
         heard_ns: of node and source, when that was said first.
+        left_ns: nodes whose workers have left the sharded run, and when; what was in their memory
+            is there for a while.
         granted: nodes that may take and give them, and the stream over which they were told so.
         ordered: what a member's node was told to do, over which stream, for which group.
         refused_until_ns: of source and node that could not take its copy: until when that node is
@@ -94,6 +96,7 @@ class Copies:
     holders: dict[NodeId, tuple[NodeId, str]] = field(default_factory=dict)
     held: dict[NodeId, dict[NodeId, tuple[Generation, int]]] = field(default_factory=dict)
     heard_ns: dict[tuple[NodeId, NodeId], int] = field(default_factory=dict)
+    left_ns: dict[NodeId, int] = field(default_factory=dict)
     granted: dict[NodeId, SessionId] = field(default_factory=dict)
     ordered: dict[NodeId, tuple[SessionId, Generation, Replicate]] = field(default_factory=dict)
     refused_until_ns: dict[tuple[NodeId, NodeId], int] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.machine.transitions import NODE, check_move
+from elastic.core.messages import PROTOCOL_MINOR
 from elastic.core.policy.placement import Offer
 from elastic.core.view import NodeView
 from elastic.core.world import JobId, Node, NodeId, NodePhase, Resources, SessionId, WorkerId
@@ -39,6 +40,7 @@ class NodeState:
         last_serial: of the workers started here, in any life of the agent.
         copies: jobs whose state it said last that it holds for others.
         copies_at: where its agent takes and gives copies, "" if it does not.
+        protocol_minor: that its agent speaks; ours until it says another.
     """
 
     node: Node
@@ -62,6 +64,7 @@ class NodeState:
     last_serial: int = 0
     copies: tuple[JobId, ...] = ()
     copies_at: str = ""
+    protocol_minor: int = PROTOCOL_MINOR
 
     def next_worker_id(self) -> WorkerId:
         """Return an id that no worker of this node has had as far as we know."""

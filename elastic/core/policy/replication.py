@@ -9,7 +9,8 @@ holds, because to move it is to send all of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -24,6 +25,8 @@ TRAINING_COUNTS = 4
 """Copies as which it counts that a node trains the job, and may be lost with the source."""
 
 
+KEPT_S = 120.0
+"""How long a node keeps in memory what workers had there that died, and gives it to others."""
 UNTOLD_S = 10.0
 """How long an agent may take to hear where to bring rows, and workers to copy all of them."""
 
@@ -136,6 +139,22 @@ def choose(places: Sequence[Place], now_ns: int, source: NodeId = ALL_ALIKE) -> 
         f"{len(refused)} cannot be reached or have no room"
     )
     return Decision(NO_NODE, reason, min(refused, default=None))
+
+
+def asks(node_id: NodeId, first_ranks: Mapping[NodeId, int], world_size: int) -> int:
+    """Return the rank of the member of a new group that asks a node for rows of a sharded model.
+
+    One of the node itself, if there is one; else any. So nobody is told of more nodes than its
+    share, and who asks a node does not depend on what other nodes have: members that are told at
+    different moments, of which a node was lost between, leave nobody out.
+
+    Args:
+        node_id: the node.
+        first_ranks: the lowest rank on each node that has members.
+        world_size: of the group, >= 1.
+    """
+    here = first_ranks.get(node_id)
+    return zlib.crc32(node_id.encode()) % world_size if here is None else here
 
 
 def is_superfluous(copy: Age, base: Age) -> bool:
