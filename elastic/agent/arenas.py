@@ -13,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from elastic.core.policy.replication import KEPT_S
 from elastic.core.world import SNAPSHOT_SLOTS, ExitCause, ExitKind, JobId
 
 log = logging.getLogger(__name__)
-
-KEPT_S = 120.0
-"""How long the state of a job is kept whose last worker on this node died."""
 
 
 @dataclass
@@ -39,12 +40,14 @@ class Arena:
 
 
 class Arenas:
-    """The memory of all jobs on this node; lives on the agent's event loop."""
+    """The memory of all jobs on this node; lives on the agent's event loop, but for `opened`."""
 
     def __init__(self, kept_s: float = KEPT_S) -> None:
         """Have none yet."""
         self._kept_s = kept_s
         self._arenas: dict[JobId, Arena] = {}
+        # Held while descriptors are closed or doubled: their numbers go to whatever is opened next.
+        self._closing = threading.Lock()
 
     def give(self, job_id: JobId, process_id: int) -> tuple[str, ...]:
         """Return where a worker finds the memory of its job; empty if there is none to be had."""
@@ -62,6 +65,18 @@ class Arenas:
         """Return the slots of a job's memory; empty if it has none here."""
         arena = self._arenas.get(job_id)
         return arena.descriptors if arena is not None else ()
+
+    @contextmanager
+    def opened(self, job_id: JobId) -> Iterator[tuple[int, ...]]:
+        """Give slots of a job's memory that stay open within the block; for any thread.
+
+        Raises:
+            OSError: too many files are open.
+        """
+        with ExitStack() as stack:
+            with self._closing:
+                mine = [_doubled(number, stack) for number in self.descriptors(job_id)]
+            yield tuple(mine)
 
     def exited(self, process_id: int, cause: ExitCause) -> None:
         """Take note of a process that is gone."""
@@ -84,11 +99,19 @@ class Arenas:
             self._drop(job_id)
 
     def _drop(self, job_id: JobId) -> None:
-        arena = self._arenas.pop(job_id)
+        with self._closing:
+            arena = self._arenas.pop(job_id)
+            for number in arena.descriptors:
+                os.close(number)
         if arena.timer is not None:
             arena.timer.cancel()
-        for number in arena.descriptors:
-            os.close(number)
+
+
+def _doubled(number: int, stack: ExitStack) -> int:
+    """Return another descriptor of the same memory, which is closed with the stack."""
+    own = os.dup(number)
+    stack.callback(os.close, own)
+    return own
 
 
 def _make_slots(job_id: JobId) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
+from elastic.agent.own_rows import OwnRows
 from elastic.core.copy_messages import DropCopy, KeepCopy
 from elastic.core.events.agent import CopiesChanged
 from elastic.runtime.peer_tls import PeerTls
@@ -24,7 +25,12 @@ class CopyDesk:
     """
 
     def __init__(
-        self, host: str, post: Callable[[CopiesChanged], None], tls: PeerTls | None = None
+        self,
+        host: str,
+        post: Callable[[CopiesChanged], None],
+        tls: PeerTls | None = None,
+        *,
+        own: OwnRows | None = None,
     ) -> None:
         """Listen on this address, and answer once something is to be held.
 
@@ -32,11 +38,12 @@ class CopyDesk:
             host: of this node, as others reach it.
             post: takes what is held now, on the event loop.
             tls: of this node, None if it has no certificate.
+            own: what lies in this node's own memory, None for nothing.
         """
         self._post = post
         self._loop: asyncio.AbstractEventLoop | None = None
         self._store = CopyStore(self._changed)
-        self._server = CopyServer(host, self._store, tls)
+        self._server = CopyServer(host, self._store, tls, own)
         self.address = self._server.address
 
     def order(self, order: KeepCopy | DropCopy) -> None:

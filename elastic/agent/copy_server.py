@@ -1,4 +1,4 @@
-"""Where other nodes bring copies to this agent, and workers fetch them.
+"""Where other nodes bring copies to this agent, and workers fetch them, and what it has itself.
 
 Rule: a thread for each connection, at most so many at once, none of which the agent's own loop
 ever waits for. A request that is not proven, broken, or slow costs no more than its thread, and a
@@ -15,6 +15,7 @@ import time
 from collections import Counter
 
 from elastic.agent.copy_store import CopyStore
+from elastic.agent.own_rows import OwnRows
 from elastic.errors import ElasticError, Refused
 from elastic.runtime.copy_wire import (
     ASK,
@@ -52,15 +53,18 @@ class CopyServer:
         address: "host:port", "" if there is none to be had.
     """
 
-    def __init__(self, host: str, store: CopyStore, tls: PeerTls | None = None) -> None:
+    def __init__(
+        self, host: str, store: CopyStore, tls: PeerTls | None = None, own: OwnRows | None = None
+    ) -> None:
         """Listen on any free port of this address; nobody is answered before `start`.
 
         Args:
             host: of this node, as others reach it.
             store: of the copies.
             tls: of this node, None if it has no certificate.
+            own: what lies in this node's own memory, None for nothing.
         """
-        self._store, self._tls = store, tls
+        self._store, self._tls, self._own = store, tls, own
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
         # Threads of strangers that were told to go may take a moment.
         self._threads = threading.BoundedSemaphore(CONNECTIONS_MAX + 2 * STRANGERS_MAX)
@@ -184,7 +188,8 @@ class CopyServer:
             if request.verb == ASK:
                 line.answer(key, Answer(self._store.mark_of(request.job_id)))
             elif request.verb == LIST:
-                line.answer(key, Answer(copies=self._store.list(request.job_id)))
+                own = self._own.list(request.job_id) if self._own is not None else ()
+                line.answer(key, Answer(copies=(*self._store.list(request.job_id), *own)))
             elif request.verb in (FETCH, TEXT):
                 self._give(line, request, key)
             elif request.verb == PUSH:
@@ -197,7 +202,16 @@ class CopyServer:
             self._room.release()
 
     def _give(self, line: Line, request: Request, key: str) -> None:
-        mark = request.mark
+        mark, own = request.mark, self._own
+        if own is not None and mark is not None and request.source == own.node_id:
+            with own.reading(request.job_id, mark) as (body, is_whole):
+                line.answer(key, Answer(mark))
+                if request.verb == TEXT:
+                    line.send_body(body[mark.data_bytes :], is_whole)
+                    return
+                line.send_body(body, is_whole)
+            self._tell("own_rows_given", request)
+            return
         with self._store.reading(request.job_id, mark, request.source) as (body, crc):
             line.answer(key, Answer(mark))
             if mark is not None and request.verb == TEXT:

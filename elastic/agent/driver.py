@@ -23,6 +23,7 @@ from elastic.agent.copy_desk import CopyDesk
 from elastic.agent.follow import Followers
 from elastic.agent.link import Link, LinkCallbacks
 from elastic.agent.logs import Logs
+from elastic.agent.own_rows import OwnRows
 from elastic.agent.processes import ChildProcesses, Launch
 from elastic.agent.pushing import Pushing
 from elastic.core.config import NS_PER_S, AgentConfig
@@ -114,7 +115,9 @@ class AgentDriver:
         node = settings.node
         self._clock = clock
         self._tls = PeerTls.of(settings.access.tls)
-        self._copies = CopyDesk(node.host, self.post, self._tls)
+        self._arenas = Arenas()
+        own = OwnRows(node.node_id, self._arenas)
+        self._copies = CopyDesk(node.host, self.post, self._tls, own=own)
         self._machine = AgentMachine(
             node, settings.config, settings.devices, copies_at=self._copies.address
         )
@@ -123,7 +126,6 @@ class AgentDriver:
         self._exit: ExitAgent | None = None
         self._logs = Logs(settings.log_dir, node.node_id)
         self._processes = ChildProcesses(settings.launch, self._logs, self.post)
-        self._arenas = Arenas()
         self._pushing = Pushing(self._arenas, self.post, self._tls)
         callbacks = LinkCallbacks(
             post=self.post,

@@ -150,10 +150,10 @@ class LocalCluster:
             self.coordinator.kill()
             self.coordinator.wait()
 
-    def start_node(self, name: str, *args: str) -> None:
-        """Start an agent under this node id."""
+    def start_node(self, name: str, *args: str, module: str = "elastic.agent.cli") -> None:
+        """Start an agent under this node id; of another module, one with a fault of a test's."""
         self.agents[name] = self._spawn(
-            name, "elastic.agent.cli", "--coord", self.address, "--node-id", name,
+            name, module, "--coord", self.address, "--node-id", name,
             "--workers", str(self.workers_per_node), "--spares", str(self.spares),
             "--notices", "none",
             "--run-dir", str(self.directory / "run"), "--log-dir", str(self.directory / "logs"),

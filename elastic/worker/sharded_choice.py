@@ -6,7 +6,7 @@ Rule: a function of what all members have told all others, so that all choose al
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,10 +102,17 @@ def _stretches(plain: Iterable[tuple[int, int, list[tuple[int, int]]]]) -> Stret
     return {number: (total, tuple(Rows(*one) for one in held)) for number, total, held in plain}
 
 
-def sources_of(key: Key, told: Sequence[Told]) -> list[Source]:
+def sources_of(
+    key: Key, told: Sequence[Told], failed: Collection[tuple[int, int]] = ()
+) -> list[Source]:
     """Return who together has all rows of a snapshot, members first; nobody if rows are missing.
 
     A copy of rows that members have is left where it is.
+
+    Args:
+        key: of the snapshot.
+        told: by all members, by rank.
+        failed: ranks and numbers of offers that could not be fetched.
     """
     found = [
         Source(rank, -1, one.snapshots[key])
@@ -116,7 +123,7 @@ def sources_of(key: Key, told: Sequence[Told]) -> list[Source]:
         (offer.source, offer.address, rank, number)
         for rank, one in enumerate(told)
         for number, offer in enumerate(one.offers)
-        if offer.key == key
+        if offer.key == key and (rank, number) not in failed
     )
     for _, _, rank, number in offered:
         if _is_complete(found):

@@ -3,6 +3,7 @@
 Each tells which rows lie in its node's memory, of which snapshots, and which copies of other nodes'
 rows lie with the agents that it has asked. If those of one snapshot are all there, they are sent to
 whoever needs them now; else every member reads its rows from storage, which one has listed for all.
+A copy that cannot be fetched is replaced by another of the same rows, if any agent has one.
 
 Rule: all members go on from the same snapshot or checkpoint, or none does: what is there is told
 first, all choose alike, and what one could not read is used by nobody. No member ever holds more
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -34,6 +36,13 @@ from elastic.worker.transfer import TAG, TensorSpec, bytes_of, read_skeleton, te
 
 log = logging.getLogger(__name__)
 
+OTHERS_S = 60.0
+"""After so long no further node is asked for a copy that could not be fetched: what is older, or in
+storage, is there at once."""
+IN_TIME, LATE = 1.0, 2.0
+"""What a member says when it has fetched all that it was to fetch; the same below zero if not."""
+GONE = (ConnectionRefusedError, TimeoutError)
+"""Says of an agent that it will not give its other copies either."""
 Candidate = tuple[int, str, Marker]
 """Steps of the run, name, marker."""
 
@@ -121,8 +130,8 @@ class Restorer:
         markers = {name: marker for _, name, marker in candidates or ()}
         for choice in choices(told):
             if isinstance(choice, Key):
-                sources = sources_of(choice, told)
-                state = self._from_memory(sources, here.get(choice), [one for _, one in shards])
+                sources, ours = self._gathered(choice, told, here, [one for _, one in shards])
+                state = self._from_members(sources, ours) if sources else None
                 where = f"memory copies={sum(source.offer >= 0 for source in sources)}"
             else:
                 state, where = self._from_storage(choice, markers.get(choice)), choice
@@ -163,7 +172,8 @@ class Restorer:
     def _offered(self) -> list[tuple[Offer, Shard]]:
         """Return the copies of rows that are with the agents which are ours to ask."""
         found = []
-        copies = self._copies.list_shards(self._rank, self._size) if self._copies else ()
+        here = [mark for _, mark in self._saver.held_snapshots()]
+        copies = self._copies.list_shards(self._rank, self._size, here) if self._copies else ()
         for shard in copies:
             try:
                 rows = _stretches(_read_text(shard.text)[1])
@@ -187,32 +197,71 @@ class Restorer:
 
     # ------------------------------------------------------------------- from memory
 
-    def _from_memory(
-        self, sources: Sequence[Source], here: InMemory | None, shards: Sequence[Shard]
-    ) -> State | None:
-        """Have the rows that we need of a snapshot, once all copies of rows have been fetched."""
-        ours: dict[int, InMemory] = {}
-        for number, source in enumerate(sources):
-            if source.rank != self._rank:
-                continue
-            one = here if source.offer < 0 else self._fetched(shards[source.offer])
-            if one is not None:
-                ours[number] = one
-        wanted = sum(source.rank == self._rank for source in sources)
-        is_there = any(source.offer >= 0 for source in sources)
-        if is_there and not all(
-            row[0] > 0 for row in tell_rows(self._group, [float(len(ours) == wanted)])
-        ):
-            return None
-        return self._from_members(sources, ours)
+    def _gathered(
+        self,
+        key: Key,
+        told: Sequence[Told],
+        here: Mapping[Key, InMemory],
+        shards: Sequence[Shard],
+    ) -> tuple[list[Source], dict[int, InMemory]]:
+        """Have all copies of rows fetched that a snapshot needs, from other nodes where some fail.
 
-    def _fetched(self, shard: Shard) -> InMemory | None:
-        try:
-            check(self._copies is not None, "a copy is fetched that nobody has listed")
-            return InMemory.of(cast("PeerCopies", self._copies).fetch_shard(shard), shard.mark)
-        except Exception as error:  # As above.
-            self._note(f"the copy of {shard.source} at {shard.address}", error)
-            return None
+        Each is tried once. All hear what has failed, and choose others alike.
+
+        Args:
+            key: of the snapshot.
+            told: by all members, by rank.
+            here: what is in this node's memory.
+            shards: our own offers, in their order.
+
+        Returns:
+            Who has, together, all rows, nobody if they are not to be had; and what is ours of
+            those, by number.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        fetched: dict[int, InMemory] = {}
+        failed: set[tuple[int, int]] = set()
+        until_s = time.monotonic() + OTHERS_S
+        while sources := sources_of(key, told, failed):
+            wanted = [one.offer for one in sources if one.rank == self._rank and one.offer >= 0]
+            self._fetch(wanted, shards, fetched)
+            if all(one.offer < 0 for one in sources):
+                break
+            missing = [offer for offer in wanted if offer not in fetched]
+            patience = LATE if time.monotonic() > until_s else IN_TIME
+            said = tell_rows(self._group, [-patience if missing else patience])
+            if all(row[0] > 0 for row in said):
+                break
+            if any(abs(row[0]) == LATE for row in said):
+                return [], {}
+            texts = share_bytes(self._group, json.dumps(missing).encode())
+            failed |= {(rank, n) for rank, text in enumerate(texts) for n in json.loads(text)}
+            log.info("copies_sought_elsewhere steps=%d failed=%d", key.steps, len(failed))
+        ours = {
+            number: here[key] if one.offer < 0 else fetched[one.offer]
+            for number, one in enumerate(sources)
+            if one.rank == self._rank
+        }
+        return sources, ours
+
+    def _fetch(
+        self, wanted: Sequence[int], shards: Sequence[Shard], fetched: dict[int, InMemory]
+    ) -> None:
+        """Fetch those of our offers that are wanted and not there yet."""
+        check(self._copies is not None or not wanted, "a copy is fetched that nobody has listed")
+        copies, gone = cast("PeerCopies", self._copies), set()
+        for offer in wanted:
+            shard = shards[offer]
+            if offer in fetched or shard.address in gone:
+                continue
+            try:
+                fetched[offer] = InMemory.of(copies.fetch_shard(shard), shard.mark)
+            except Exception as error:  # As above.
+                self._note(f"the copy of {shard.source} at {shard.address}", error)
+                # Who has the rows of many nodes would have us wait as many times.
+                gone |= {shard.address} if isinstance(error, GONE) else set()
 
     def _from_members(self, sources: Sequence[Source], ours: Mapping[int, InMemory]) -> State:
         """Have the rows that we need of a snapshot that is whole in the memory of these.

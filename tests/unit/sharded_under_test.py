@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -133,6 +135,24 @@ class ShardedRun:
     def committed(self) -> list[str]:
         """Return the names of checkpoints that count, oldest first."""
         return [name for name, _ in self.directory.committed()]
+
+
+def together(size: int, do: Callable[[int, Any], Any]) -> list[Any]:
+    """Call a function on each member of a group that is threads."""
+    store, found = dist.HashStore(), [None] * size
+
+    def be(rank: int) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+        found[rank] = do(rank, group)
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    return found
 
 
 class Memory:

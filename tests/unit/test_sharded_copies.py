@@ -340,5 +340,34 @@ def test_a_snapshot_counts_exactly_if_every_nodes_rows_live_somewhere(
     assert len(used) == len(set(used))
 
 
+@given(
+    living=st.sets(st.integers(0, 3), max_size=3),
+    copies=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()), max_size=9),
+)
+def test_whatever_fails_rows_are_found_exactly_if_some_copy_can_be_fetched(
+    living: set[int], copies: list[tuple[int, int, bool]]
+) -> None:
+    """`copies` says of each whose rows it has, which member tells of it, whether it is given."""
+    key = Key(1, 1, 1, 1)
+    mine = [{0: (8, (chunk(8, 4, node),))} for node in range(4)]
+    offers: list[list[Offer]] = [[], [], []]
+    is_given = {}
+    for number, (node, rank, is_good) in enumerate(copies):
+        is_given[rank, len(offers[rank])] = is_good
+        offers[rank].append(Offer(key, f"n{node}", f"h{number}:1", mine[node]))
+    told = [Told({}, (), tuple(some)) for some in offers]
+    told += [Told({key: mine[node]}, ()) for node in sorted(living)]
+    failed: set[tuple[int, int]] = set()
+    while sources := sources_of(key, told, failed):
+        asked = {(one.rank, one.offer) for one in sources if one.offer >= 0}
+        assert not asked & failed, "each is tried once"
+        missing = {one for one in asked if not is_given[one]}
+        if not missing:
+            break
+        failed |= missing
+    there = living | {node for node, _, is_good in copies if is_good}
+    assert bool(sources) == (there == {0, 1, 2, 3})
+
+
 def test_slots_here_and_there_are_as_many() -> None:
     assert SLOTS == SNAPSHOT_SLOTS

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +24,6 @@ from elastic.worker.sharded_choice import Key, Told, choices, complete
 from elastic.worker.sharded_restore import Restorer
 from elastic.worker.sharded_state import check_shards, rows_of, spread_of
 from elastic.worker.state import State
-from tests.unit.saving_under_test import DEADLINE_S
 from tests.unit.sharded_under_test import (
     Member,
     Memory,
@@ -34,6 +31,7 @@ from tests.unit.sharded_under_test import (
     assert_rows_of,
     mesh_of,
     sharded,
+    together,
 )
 
 pytestmark = [
@@ -109,24 +107,6 @@ def test_what_cannot_be_saved_is_refused_when_the_model_is_prepared() -> None:
 
 
 # ------------------------------------------------------------------------------ nodes' memory
-
-
-def together(size: int, do: Callable[[int, Any], Any]) -> list[Any]:
-    """Call a function on each member of a group that is threads."""
-    store, found = dist.HashStore(), [None] * size
-
-    def be(rank: int) -> None:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group = dist.ProcessGroupGloo(store, rank, size, options)
-        found[rank] = do(rank, group)
-
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    return found
 
 
 def restored(
