@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 
 from elastic.client.attempts import Plan, attempt, note_end
+from elastic.client.job_options import job_options, take_job_options
 from elastic.client.jobs import Client, new_job_id
 from elastic.client.printer import REPEAT_S, Printer
 from elastic.client.show import failure_text, job_as_dict
@@ -30,12 +31,12 @@ from elastic.client.terminal import (
     print_json,
     reporting_errors,
 )
-from elastic.client.values import parse_amounts, parse_duration, parse_num_workers, parse_pairs
+from elastic.client.values import parse_duration, parse_num_workers
 from elastic.client.watching import Follower
 from elastic.client.wording import workers
-from elastic.core.config import PRIORITY_MAX, JobSpec
+from elastic.core.config import JobSpec
 from elastic.core.view import JobView
-from elastic.core.world import NodePhase, Strategy, host_of
+from elastic.core.world import NodePhase, host_of
 from elastic.errors import Refused
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import is_loopback, parse_endpoints
@@ -65,19 +66,7 @@ timeout_option = click.option(
     help="Workers; with MIN:MAX the job trains with what there is.",
 )  # fmt: skip
 @click.option("--use-gpu", is_flag=True, help="One GPU for each worker.")
-@click.option(
-    "--resources", default="", callback=parse_amounts, metavar="NAME=N,...", show_default=False,
-    help="What each worker takes from its node, such as CPU=2,GPU=1.",
-)  # fmt: skip
-@click.option(
-    "--placement-strategy", default="PACK", type=click.Choice([s.value for s in Strategy]),
-    help="How workers spread over nodes.",
-)  # fmt: skip
-@click.option("--accelerator-type", default="", show_default=False, help="Such as H100.")
-@click.option(
-    "--label", "labels", multiple=True, callback=parse_pairs, metavar="NAME=VALUE",
-    help="Only nodes that carry this label; may be repeated.",
-)  # fmt: skip
+@job_options
 @click.option("--backend", default="auto", type=click.Choice(["auto", "gloo", "nccl"]))
 @click.option(
     "--hang-timeout", default=30.0, metavar="SECONDS",
@@ -88,30 +77,10 @@ timeout_option = click.option(
     "--max-failures", default=0, help="How often the script may fail; -1 for ever. Lost nodes, "
     "kills and drains do not count.",
 )  # fmt: skip
-@click.option(
-    "--max-preemptions", default=-1, type=click.IntRange(min=-1), help="How many nodes may be "
-    "taken by notices and drains before the job fails; -1 for ever.",
-)  # fmt: skip
-@click.option(
-    "--priority", default=0, type=click.IntRange(-PRIORITY_MAX, PRIORITY_MAX), metavar="N",
-    help="Of jobs that wait, those with a greater one go first.",
-)  # fmt: skip
-@click.option(
-    "--project", default="", show_default=False, metavar="NAME",
-    help="Label; the coordinator divides by projects, and may limit them.",
-)  # fmt: skip
-@click.option(
-    "--preemptible/--non-preemptible", default=True,
-    help="Whether it gives way as a whole, saved, when a job of higher priority waits.",
-)  # fmt: skip
 @click.option("--num-to-keep", default=-1, help="Checkpoints that are kept; -1 for all.")
 @click.option(
     "--storage-path", default="~/elastic_results", metavar="PATH|URL",
     help="Parent of the run directory; all nodes must reach it.",
-)  # fmt: skip
-@click.option(
-    "--env", multiple=True, callback=parse_pairs, metavar="NAME=VALUE",
-    help="For the workers' environment; may be repeated.",
 )  # fmt: skip
 @click.option(
     "--working-dir", default="", show_default="here", metavar="PATH", help="Where workers run."
@@ -130,7 +99,8 @@ def submit(
     resumed from its newest reported checkpoint. Ctrl-C ends the following, not the job. With
     --no-wait the job's id is all that is printed on stdout.
     """
-    spec = job_spec(Options(**options), now=datetime.datetime.now())
+    shared = take_job_options(options)
+    spec = job_spec(Options(**options, shared=shared), now=datetime.datetime.now())
     job_id = new_job_id()
     plan = Plan(run_path=spec.run_path, name=spec.name, job_id=job_id)
     with target.connect() as client:

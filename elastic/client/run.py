@@ -23,6 +23,7 @@ from click.core import ParameterSource
 
 from elastic.client.attempts import Plan, attempt, note_end
 from elastic.client.embedded import Cluster, start_cluster, stop_cluster
+from elastic.client.job_options import AMONG_JOBS, take_job_options
 from elastic.client.jobs import Client, new_job_id
 from elastic.client.printer import Printer
 from elastic.client.run_options import run_options
@@ -41,6 +42,7 @@ from elastic.client.torchrun import (
     Launch,
     Size,
     check_alone,
+    check_fits,
     default_threads,
     job_spec,
     size_here,
@@ -94,6 +96,8 @@ def run(target: Target, /, detach: bool, standalone: bool, **given: Any) -> None
     if cluster is None:
         check_alone(launch)
     _say_ignored(context, standalone=standalone)
+    if cluster is None:
+        _say_alone(context)
     logs = _with_directory(wish, given)
     with _ending_signals() as came:
         try:
@@ -133,10 +137,10 @@ def _launch(context: click.Context, given: dict[str, Any]) -> Launch:
         if not os.path.isabs(given["script"]):
             _misused(f"--run-path needs an absolute path, {given['script']} is none")
         given = {**given, "no_python": False, "fresh_process": False}
-    names = {field.name for field in fields(Launch)} - {"nodes", "num_workers", "env"}
+    shared = take_job_options(dict(given))
+    names = {field.name for field in fields(Launch)} - {"nodes", "num_workers", "shared"}
     taken = {name: value for name, value in given.items() if name in names}
-    env = tuple(sorted(given["env"].items()))
-    return Launch(**taken, nodes=given["nnodes"], num_workers=num_workers, env=env)
+    return Launch(**taken, nodes=given["nnodes"], num_workers=num_workers, shared=shared)
 
 
 def _log_wish(given: dict[str, Any]) -> LogWish:
@@ -190,6 +194,20 @@ def _say_ignored(context: click.Context, *, standalone: bool) -> None:
             _say(f"--{flag}{'' if value is True else f' {value}'} has no effect: {instead}")
 
 
+def _say_alone(context: click.Context) -> None:
+    """Say what is heeded only where others want the same nodes."""
+    for option in context.command.params:
+        name = option.name or ""
+        if name in AMONG_JOBS and _is_given(context, name):
+            flag = (option.opts if context.params[name] else option.secondary_opts or option.opts)[
+                0
+            ]
+            _say(
+                f"{flag} has no effect: the cluster that is started for this job has no other; "
+                f"--coord HOST:PORT names one that is shared"
+            )
+
+
 def _is_given(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) in (
         ParameterSource.COMMANDLINE,
@@ -224,7 +242,7 @@ def _run_here(launch: Launch, logs: LogWish) -> None:
         size = size_here(launch, node)
         _say_size(launch, size)
         with Client(cluster.address, cluster.access) as client:
-            spec = _submit(client, launch, size, owner=Owner.this_process())
+            spec = _submit(client, launch, size, only=node)
             _follow(client, _Job(spec=spec, logs=logs, size=size))
     finally:
         stop_cluster(cluster)
@@ -268,13 +286,17 @@ def _run_there(launch: Launch, logs: LogWish, target: Target, *, detach: bool) -
 
 
 def _say_size(launch: Launch, size: Size) -> None:
-    if default_threads(size) and not launch.threads and THREADS not in dict(launch.env):
+    if default_threads(size) and not launch.threads and THREADS not in launch.shared.env:
         _say(f"{THREADS}=1 for each of {size.per_node} workers of a node; set it to choose")
 
 
-def _submit(client: Client, launch: Launch, size: Size, *, owner: Owner | None = None) -> JobSpec:
+def _submit(client: Client, launch: Launch, size: Size, *, only: Node | None = None) -> JobSpec:
+    """Submit the job; `only` is the node of a cluster that is this process's own."""
     stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
     spec = job_spec(launch, size, job_id=new_job_id(), stamp=stamp)
+    if only is not None:
+        check_fits(spec, only)
+    owner = Owner.this_process() if only is not None else None
     plan = Plan(run_path=spec.run_path, name=spec.name, job_id=spec.job_id, owner=owner)
     with attempt(plan, phase_of=client.phase_of) as begun:
         for line in begun.lines:

@@ -1,4 +1,4 @@
-"""The options of `elastic run`: all of torchrun's, and what we add.
+"""The options of `elastic run`: all of torchrun's, what any job has, and what we add.
 
 Rule: the names, the variables (PET_*) and the defaults are those of torchrun; a test holds them
 against torch's own parser. Underscores may be written for dashes.
@@ -12,8 +12,9 @@ from typing import Any
 
 import click
 
+from elastic.client.job_options import job_options
 from elastic.client.torchrun import AS_MANY, IGNORED
-from elastic.client.values import parse_pairs, parse_ranks
+from elastic.client.values import parse_ranks
 from elastic.client.voices import PREFIX
 
 IGNORED_FLAGS = ("virtual-local-rank",)
@@ -57,11 +58,9 @@ OURS = (
     _our("--max", "max_workers", type=click.IntRange(min=1), help="Most workers, in all."),
     _our("--name", default="", help="Name of the run; one that did not succeed goes on."),
     _our(
-        "--storage", default="~/elastic_results", show_default=True, metavar="PATH|URL",
-        help="Parent of the run directory.",
+        "--storage", "--storage-path", "storage", default="~/elastic_results", show_default=True,
+        metavar="PATH|URL", help="Parent of the run directory; all nodes must reach it.",
     ),
-    _our("--env", multiple=True, callback=parse_pairs, metavar="NAME=VALUE",
-        help="For the workers' environment; may be repeated."),
     _our("--detach", is_flag=True, help="Print the job's id and leave it to the cluster."),
     _our("--fresh-process", is_flag=True,
         help="Each group runs the script in new processes, as torchrun does."),
@@ -100,6 +99,7 @@ def run_options(command: Command) -> Command:
     """Give a command all options."""
     for flag in reversed(tuple(IGNORED)):
         command = _ignored(flag)(command)
+    command = job_options(command)
     for option in reversed((*THEIRS, *OURS)):
         command = option(command)
     return command

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elastic.client.job_options import JobOptions
 from elastic.core.config import JobSpec, check_name
-from elastic.core.world import Entry, EntryKind, JobId, Resources, Strategy, sorted_pairs
+from elastic.core.world import Entry, EntryKind, JobId
 from elastic.errors import ConfigError, UsageError
 
 NAME_CHARS_MAX = 60
@@ -25,8 +26,8 @@ class Options:
     Attributes:
         script: path of the script, or name of the module if `is_module`.
         num_workers: (min, max).
-        resources: of each worker, {} for the default.
         working_dir: where workers run it, "" for the current directory.
+        shared: those that other commands have as well.
     """
 
     script: str
@@ -35,21 +36,13 @@ class Options:
     name: str
     num_workers: tuple[int, int]
     use_gpu: bool
-    resources: dict[str, float]
-    placement_strategy: str
-    accelerator_type: str
-    labels: dict[str, str]
     backend: str
     hang_timeout: float
     max_failures: int
-    max_preemptions: int = -1
-    priority: int = 0
-    project: str = ""
-    preemptible: bool = True
     num_to_keep: int
     storage_path: str
-    env: dict[str, str]
     working_dir: str
+    shared: JobOptions = field(default_factory=JobOptions)
 
 
 def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
@@ -65,31 +58,24 @@ def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
     """
     name = options.name or f"{_stem(options)}-{now:%Y%m%d-%H%M%S}"
     check_name("job", name)
-    amounts = options.resources or ({"GPU": 1.0} if options.use_gpu else {})
-    if options.use_gpu and not amounts.get("GPU"):
+    amounts = options.shared.resources
+    if options.use_gpu and amounts and not amounts.get("GPU"):
         raise ConfigError(f"--use-gpu, but --resources {amounts} has no GPU: add GPU=1")
     low, high = options.num_workers
     entry = entry_of(options.script, is_module=options.is_module, working_dir=options.working_dir)
-    return JobSpec(
+    spec = JobSpec(
         job_id=JobId(""),
         name=name,
-        entry=replace(entry, args=options.args, env=sorted_pairs(options.env)),
+        entry=replace(entry, args=options.args),
         min_workers=low,
         max_workers=high,
-        resources_per_worker=Resources.of(amounts),
-        strategy=Strategy(options.placement_strategy),
-        accelerator_type=options.accelerator_type,
-        label_selector=sorted_pairs(options.labels),
         backend=options.backend,
         hang_timeout_s=options.hang_timeout,
         max_failures=options.max_failures,
-        preemption_limit=options.max_preemptions + 1,
-        priority=options.priority,
-        project=options.project,
-        non_preemptible=not options.preemptible,
         num_to_keep=options.num_to_keep,
         run_path=run_path_of(options.storage_path, name),
     )
+    return options.shared.apply(spec, {"GPU": 1.0} if options.use_gpu else {})
 
 
 def _stem(options: Options) -> str:

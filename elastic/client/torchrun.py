@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from elastic.client.job_options import JobOptions
 from elastic.client.submission import entry_of, plain_name, run_path_of
 from elastic.core.config import JobSpec, check_name
-from elastic.core.world import Entry, EntryKind, JobId, Node, Resources, sorted_pairs
+from elastic.core.policy.placement import Offer, place
+from elastic.core.world import Entry, EntryKind, JobId, Node, sorted_pairs
 from elastic.errors import ConfigError, UsageError
 
 PROGRAM = "elastic.worker.program"
@@ -58,6 +60,7 @@ class Launch:
         max_restarts: how often the script may fail.
         threads: OMP_NUM_THREADS of whoever starts this, "" if unset.
         working_dir: where workers run it, "" for the current directory.
+        shared: what `elastic submit` asks as well.
     """
 
     script: str
@@ -73,9 +76,9 @@ class Launch:
     role: str = "default"
     name: str = ""
     storage: str = ""
-    env: tuple[tuple[str, str], ...] = ()
     threads: str = ""
     working_dir: str = ""
+    shared: JobOptions = field(default_factory=JobOptions)
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,25 @@ def check_alone(launch: Launch) -> None:
         )
 
 
+def check_fits(spec: JobSpec, node: Node) -> None:
+    """Refuse a job that would wait for ever, because this node is the only one.
+
+    Raises:
+        UsageError: with what is missing.
+    """
+    offer = Offer(
+        node.node_id, node.num_slots, node.resources, node.resources,
+        accelerator_type=node.accelerator_type, labels=node.labels,
+    )  # fmt: skip
+    decision = place(spec, (offer,), 0)
+    if not decision.value:
+        raise UsageError(
+            f"no coordinator is named, so that this machine is the only node, and the job would "
+            f"wait for ever: {decision.reason}; leave out what keeps it from running here, or give "
+            f"--coord HOST:PORT (or ELASTIC_COORD)"
+        )
+
+
 def job_spec(launch: Launch, size: Size, *, job_id: str, stamp: str) -> JobSpec:
     """Return the job.
 
@@ -181,19 +203,19 @@ def job_spec(launch: Launch, size: Size, *, job_id: str, stamp: str) -> JobSpec:
     check_name("job", name)
     if launch.max_restarts < 0:
         raise ConfigError(f"--max-restarts {launch.max_restarts}: expected >= 0")
-    return JobSpec(
+    spec = JobSpec(
         job_id=JobId(job_id),
         name=name,
         entry=_entry(launch, size),
         min_workers=size.low,
         max_workers=size.high,
         workers_per_replica=size.per_node,
-        resources_per_worker=Resources.of({"GPU": size.gpus} if size.gpus else {}),
         # A program of its own forms its own group; the worker around it computes nothing.
         backend="gloo" if _is_program(launch) else "auto",
         max_failures=launch.max_restarts,
         run_path=run_path_of(launch.storage, name),
     )
+    return launch.shared.apply(spec, {"GPU": size.gpus} if size.gpus else {})
 
 
 def _stem(launch: Launch) -> str:
@@ -222,7 +244,7 @@ def _entry(launch: Launch, size: Size) -> Entry:
         ours["TORCHELASTIC_RUN_ID"] = launch.rdzv_id
     if threads := launch.threads or default_threads(size):
         ours[THREADS] = threads
-    return replace(entry, args=args, env=sorted_pairs({**ours, **dict(launch.env)}))
+    return replace(entry, args=args, env=sorted_pairs(ours))
 
 
 def default_threads(size: Size) -> str:

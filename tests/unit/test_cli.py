@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from elastic import errors
 from elastic.client.cli import main
+from elastic.client.job_options import JobOptions
 from elastic.client.submission import Options, job_spec, run_path_of
 from elastic.client.terminal import Target, exit_code
 from elastic.client.values import parse_duration
@@ -36,21 +37,16 @@ def options(script: Path | str, **changes: Any) -> Options:
         name="",
         num_workers=(1, 1),
         use_gpu=False,
-        resources={},
-        placement_strategy="PACK",
-        accelerator_type="",
-        labels={},
         backend="auto",
         hang_timeout=30.0,
         max_failures=0,
-        priority=3,
-        project="vision",
         num_to_keep=-1,
         storage_path="results",
-        env={},
         working_dir="",
     )
-    return replace(given, **changes)
+    names = {each.name for each in fields(JobOptions)} & set(changes)
+    shared = JobOptions(**{"priority": 3, "project": "vision"} | {n: changes.pop(n) for n in names})
+    return replace(given, **changes, shared=shared)
 
 
 @pytest.fixture

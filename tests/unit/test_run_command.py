@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,21 @@ import pytest
 from click.testing import CliRunner, Result
 from torch.distributed.run import get_args_parser
 
+from elastic.client.changing import submit
 from elastic.client.cli import main
+from elastic.client.job_options import JobOptions, take_job_options
 from elastic.client.run import run
 from elastic.client.torchrun import (
     IGNORED,
     PROGRAM,
     Launch,
     Size,
+    check_fits,
     job_spec,
     size_here,
     size_on,
 )
-from elastic.core.world import EntryKind, Node, NodeId, Resources
+from elastic.core.world import EntryKind, Node, NodeId, Resources, Strategy
 from elastic.errors import ConfigError, UsageError
 
 NOBODY = "127.0.0.1:1"
@@ -193,6 +196,63 @@ def test_alone_a_job_has_the_size_of_one_node_and_shares_its_gpus() -> None:
     assert size_here(launch, node()) == Size(4, 4, 4)
     assert size_here(launch, node(gpus=2)) == Size(4, 4, 4, 0.5)
     assert size_here(replace(LAUNCH, num_workers=(1, 3)), node(gpus=2)) == Size(1, 3, 1, 0.5)
+
+
+# ------------------------------------------------------------------------ what any job is asked for
+
+
+GIVEN = (
+    "--resources=CPU=2", "--placement-strategy=STRICT_SPREAD", "--accelerator-type=H100",
+    "--label=zone=a", "--label=disk=ssd", "--max-preemptions=3", "--priority=-5",
+    "--project=vision", "--non-preemptible", "--env=A=1",
+)  # fmt: skip
+
+
+def test_submit_and_run_make_the_same_of_the_options_that_both_have(script: str) -> None:
+    made = []
+    for command in (submit, run):
+        params = dict(command.make_context(command.name, [*GIVEN, script]).params)
+        made.append(take_job_options(params))
+        shown = {
+            option.name: option.get_help_record(click.Context(command, max_content_width=100))
+            for option in command.params
+            if isinstance(option, click.Option) and option.name in {f.name for f in fields(made[0])}
+        }
+        made.append(shown)
+    assert made[:2] == made[2:]
+    job = spec(Size(1, 1, gpus=1.0), shared=made[0])
+    assert job.resources_per_worker == Resources.of({"CPU": 2, "GPU": 1})
+    assert (job.strategy, job.accelerator_type) == (Strategy.STRICT_SPREAD, "H100")
+    assert job.label_selector == (("disk", "ssd"), ("zone", "a"))
+    assert (job.preemption_limit, job.priority, job.project) == (4, -5, "vision")
+    assert job.non_preemptible
+    assert dict(job.entry.env) == {"A": "1"}
+
+
+def test_a_resource_that_is_named_wins_over_the_share_that_was_counted(script: str) -> None:
+    for amount in (0.0, 2.0):
+        shared = JobOptions(resources={"GPU": amount})
+        assert (
+            spec(Size(1, 1, gpus=0.5), shared=shared).resources_per_worker.amount("GPU") == amount
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"labels": {"zone": "a"}}, "no connected node carries the labels zone=a"),
+        ({"accelerator_type": "H100"}, "no connected node has accelerator H100; there are: none"),
+        ({"resources": {"GPU": 1.0}}, "each worker needs GPU=1, the largest node has 0"),
+        ({"placement_strategy": "STRICT_SPREAD"}, "needs 2 more workers by STRICT_SPREAD, 1 fit"),
+    ],
+)
+def test_alone_a_job_that_could_never_run_is_refused(
+    script: str, changes: dict[str, Any], says: str
+) -> None:
+    check_fits(spec(), node())
+    with pytest.raises(UsageError, match="this machine is the only node") as caught:
+        check_fits(spec(shared=JobOptions(**changes)), node())
+    assert says in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------ the job
