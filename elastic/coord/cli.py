@@ -232,6 +232,12 @@ def main() -> None:
     help="A job that has begun does not give way as a whole before.",
 )  # fmt: skip
 @click.option(
+    "--preemption-retry", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+    default=CoordinatorConfig.preemption_retry_s, show_default=True,
+    help="One without any checkpoint, which cannot be saved by the deadline, trains on, and is "
+    "passed over so long.",
+)  # fmt: skip
+@click.option(
     "--tether-fd", type=int, default=-1, metavar="FD",
     help="End when this inherited pipe closes: for programs that start a coordinator for "
     "themselves.",
@@ -271,6 +277,7 @@ def serve_command(log_level: str, **settings: Any) -> None:
                 preemption=settings["preemption"],
                 preemption_deadline_s=settings["preemption_deadline"],
                 preemption_min_run_s=settings["preemption_min_run"],
+                preemption_retry_s=settings["preemption_retry"],
             ),
         )
         calm_collector()

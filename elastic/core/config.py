@@ -199,6 +199,8 @@ class CoordinatorConfig:
         preemption_deadline_s: a job that gives way has so long for a checkpoint, and again to reach
             a boundary; then it goes on later from the newest checkpoint that it has.
         preemption_min_run_s: a job that has begun is not taken down before.
+        preemption_retry_s: a job that has nothing to go on from, and whose checkpoint does not come
+            within preemption_deadline_s, is passed over so long, or until it has one.
     """
 
     start_patience_s: float = 10.0
@@ -222,6 +224,7 @@ class CoordinatorConfig:
     preemption: str = PREEMPT_WHOLE
     preemption_deadline_s: float = 60.0
     preemption_min_run_s: float = 60.0
+    preemption_retry_s: float = 300.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -240,10 +243,11 @@ class CoordinatorConfig:
             raise ConfigError(
                 f"coordinator: preemption={self.preemption!r}: expected {' or '.join(PREEMPTIONS)}"
             )
-        if not 0 < self.probe_timeout_s < float("inf"):
-            raise ConfigError(
-                f"coordinator: probe_timeout_s={self.probe_timeout_s}: expected a finite number > 0"
-            )
+        for name in ("probe_timeout_s", "preemption_retry_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"coordinator: {name}={getattr(self, name)}: expected a finite number > 0"
+                )
         for name in (
             "crash_loop_limit", "node_faults_max", "jobs_max", "jobs_per_submitter_max",
             "ended_jobs_kept",

@@ -30,10 +30,15 @@ EVERY = 4
 """Seeds 3, 7, 11, ... have a crowd."""
 RIVALS = 7
 """Of eight seeds, the one in which an urgent job comes while another one has the whole cluster."""
+UNSAVED = 15
+"""Of sixteen seeds, the one in which a part of it belongs to a job that storage does not take."""
+TOGETHER = 31
+"""Of thirty-two, the one in which only both of them have room enough for the urgent one."""
 PATIENT_NS, URGENT_NS = 50 * S, 75 * S
 """When the two are submitted; by the second one all that was broken is healed."""
 WAIT_NS_MAX = 40 * S
 """An urgent job trains by then: others have made room, and its workers have started."""
+NEVER_NS = 1_000_000 * S
 NO_LIMIT = 1_000_000
 
 
@@ -134,12 +139,36 @@ class Crowd:
             patient, job_id=JobId("urgent"), name="urgent", min_workers=1, max_workers=1, priority=6
         )
         script = Script(steps=1200, report_every=300, step_ns=50 * MS)
+        look, wait_ns = self._look, WAIT_NS_MAX
+        if self._seed % 16 == UNSAVED and slots > 1:
+            self._plan_unsaved(replace(patient, min_workers=1, max_workers=1), script, enter)
+            patient = replace(patient, min_workers=slots - 1, max_workers=slots - 1)
+            if self._seed % 32 == TOGETHER:
+                urgent = replace(urgent, min_workers=slots, max_workers=slots)
+                look, wait_ns = self._look_in_vain, 2 * WAIT_NS_MAX
         enter(patient, script, PATIENT_NS)
         enter(urgent, replace(script, steps=20), URGENT_NS)
-        self._timeline.after(URGENT_NS + WAIT_NS_MAX, self._look, urgent.job_id)
+        self._timeline.after(URGENT_NS + wait_ns, look, urgent.job_id)
+
+    def _plan_unsaved(
+        self, spec: JobSpec, script: Script, enter: Callable[[JobSpec, Script, int], None]
+    ) -> None:
+        """Plan a job that would be the first to give way, and has nothing to go on from.
+
+        Storage takes a checkpoint of it late, or never.
+        """
+        from_ns = random.Random(f"unsaved {self._seed}").choice([URGENT_NS + 15 * S, NEVER_NS])
+        unsaved = replace(spec, job_id=JobId("unsaved"), name="unsaved", priority=-2)
+        # It is still there when the urgent one is looked for.
+        loop = replace(script, steps=2 * script.steps, report_every=NO_LIMIT)
+        loop = replace(loop, in_place=True, saved_from_ns=from_ns)
+        enter(unsaved, loop, PATIENT_NS)
 
     def _look(self, job_id: JobId) -> None:
         self._fail(self._checks.waits(job_id), f"job {job_id}")
+
+    def _look_in_vain(self, job_id: JobId) -> None:
+        self._fail(self._checks.in_vain(job_id), f"job {job_id}")
 
     def noted(self, name: str, said: Mapping[str, str]) -> str:
         """The coordinator noted something; return the property that it contradicts."""

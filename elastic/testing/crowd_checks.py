@@ -67,6 +67,15 @@ class CrowdChecks:
         has_trained = record is not None and record.generation > 0
         return "" if has_trained else "nobody waits for jobs of lower priority"
 
+    def in_vain(self, job_id: JobId) -> str:
+        """Look at those who made room for a job, long after they did."""
+        left = [
+            one
+            for one in self._records.values()
+            if one.preempted_by.partition(" ")[0] == job_id and one.phase.value == "pending"
+        ]
+        return "nobody gives way in vain" if left and self.waits(job_id) else ""
+
     def _above_limit(self, record: JobRecord, before: JobRecord | None) -> str:
         """Return what is wrong if a new group takes its project above the limit."""
         if before is not None and before.generation == record.generation:

@@ -166,6 +166,7 @@ class Simulation:
             projects=crowd.draw_projects(self.seed),
             preemption_deadline_s=5.0,
             preemption_min_run_s=2.0,
+            preemption_retry_s=10.0,
         )
 
     def _draw_candidates(self) -> list[Candidate | None]:

@@ -22,6 +22,7 @@ from elastic.core.events.worker import (
     GroupFormed,
     InterruptTrain,
     Looked,
+    LoopMoved,
     PipeClosed,
     ResolveReport,
     SendPipe,
@@ -55,32 +56,8 @@ from elastic.core.world import (
 )
 from elastic.testing.checkers import Checkers
 from elastic.testing.copying import Copying, Trained
+from elastic.testing.scripts import Loops, Script
 from elastic.testing.world import MS, Timeline
-
-
-@dataclass(frozen=True)
-class Script:
-    """What a job's train function does, drawn from the seed.
-
-    Attributes:
-        steps: optimizer steps until it returns.
-        report_every: steps between two reports with a checkpoint.
-        step_ns: duration of a step.
-        raise_at: the step at which user code raises in rank 0, -1 for never.
-        raises: how often it does so before it is "fixed".
-        copies_every: steps between two copies on another node, 0 for none.
-        is_sharded: every node has rows of its own.
-        micro_batches: that a step is shared out in, 0 for none that anybody hears of.
-    """
-
-    steps: int
-    report_every: int
-    step_ns: int
-    raise_at: int = -1
-    raises: int = 0
-    copies_every: int = 0
-    is_sharded: bool = False
-    micro_batches: int = 0
 
 
 @dataclass
@@ -114,6 +91,7 @@ class DataPlane:
         self.raised: dict[JobId, int] = {}
         self.saves_served: dict[JobId, int] = {}
         self.copying = Copying(timeline, checkers, self._trained)
+        self.loops = Loops(timeline, self.scripts)
 
     def arrive(self, process: SimProcess, assignment: Assignment) -> None:
         """A main thread waits in the rendezvous of its generation."""
@@ -127,7 +105,8 @@ class DataPlane:
                 assignment,
             )
             self.groups[key] = group
-            if not self.scripts[group.job_id].is_sharded:
+            script = self.scripts[group.job_id]
+            if not (script.is_sharded or script.in_place):
                 self._begin(group, self.copying.fetch(assignment))
         group.waiting[assignment.rank], group.told[assignment.rank] = process, assignment
         self.try_form(group)
@@ -143,6 +122,8 @@ class DataPlane:
             nodes = [process.node_id for process in group.members.values()]
             stored = _step_of(group.assignment.checkpoint)
             self._begin(group, self.copying.go_on(group.told, nodes, stored))
+        elif self.scripts[group.job_id].in_place:
+            self._begin(group, self.loops.go_on(group.job_id, group.members.values()))
         self.checkers.group_formed(
             group.job_id,
             group.generation,
@@ -184,6 +165,8 @@ class DataPlane:
             process.tell_machine(CopiesWanted(script.copies_every, script.is_sharded))
         if script.micro_batches:
             process.tell_machine(StepsCut(script.micro_batches))
+        if script.in_place:
+            process.tell_machine(LoopMoved(inside=True))
         if group.is_over:
             process.break_out(assignment.generation)
         else:
@@ -220,11 +203,15 @@ class DataPlane:
                 group.job_id, script.copies_every, nodes, step=group.step, first=group.first_step
             )
         self._save_if_wished(group)
+        if script.in_place:
+            self.loops.stepped(group.members.values(), group.step)
         if group.step == script.raise_at and self.raised.get(group.job_id, 0) < script.raises:
             self.raised[group.job_id] = self.raised.get(group.job_id, 0) + 1
             self._raise(group)
         elif group.step >= script.steps:
             self._finish(group)
+        elif script.in_place and self._is_left(group):
+            self._leave(group)
         elif group.step % script.report_every == 0:
             self._report(group)
         else:
@@ -236,6 +223,8 @@ class DataPlane:
         newest = max((w.request for w in wishes if w.generation == group.generation), default=0)
         if newest > self.saves_served.get(group.job_id, 0):
             self.saves_served[group.job_id] = newest
+            if not self.loops.save(group.job_id, group.step):
+                return  # What cannot be written is given up; the next wish is tried again.
             index = FIRST_AUTOMATIC + newest
             saved = StateSaved(group.generation, index, "{}", f"auto-{newest}")
             group.members[0].tell_machine(saved)
@@ -253,6 +242,8 @@ class DataPlane:
 
     def _return(self, group: SimGroup, rank: int) -> None:
         process = group.members[rank]
+        if self.scripts[group.job_id].in_place:
+            process.tell_machine(LoopMoved(inside=False))
         if process.is_alive:
             self.checkers.train_returned(group.job_id, group.generation, rank)
         event = TrainReturned(group.generation, f'{{"steps": {group.step}}}')
@@ -260,20 +251,27 @@ class DataPlane:
 
     def _report(self, group: SimGroup) -> None:
         """A report with a checkpoint: rank 0 tells, all agree whether to leave here."""
-        leave = any(p.wish == group.generation for p in group.members.values())
         path = f"checkpoint-{group.step}"
         for rank, process in group.members.items():
             process.tell_machine(
                 UserReported(group.generation, rank, "{}", path if rank == 0 else "")
             )
-        if leave:
-            group.is_over = True
-            for process in group.members.values():
-                event = TrainLeft(group.generation, at_boundary=True)
-                delay = self.timeline.between(0, 10 * MS)
-                self.timeline.after(delay, process.answer_main, event)
+        if self._is_left(group):
+            self._leave(group)
         else:
             self._next_step(group)
+
+    def _is_left(self, group: SimGroup) -> bool:
+        """Return whether a member knows that the next boundary is the last."""
+        return any(p.wish == group.generation for p in group.members.values())
+
+    def _leave(self, group: SimGroup) -> None:
+        """All leave at this boundary."""
+        group.is_over = True
+        for process in group.members.values():
+            event = TrainLeft(group.generation, at_boundary=True)
+            delay = self.timeline.between(0, 10 * MS)
+            self.timeline.after(delay, process.answer_main, event)
 
     def lost(self, process: SimProcess) -> None:
         """A process is gone: its neighbours notice, the others wait until they are freed."""
@@ -334,6 +332,7 @@ class SimProcess:
         self.is_hung = False
         self.slow_until_ns = 0
         self.beats = 0
+        self.held_step = 0
         self.waiting_since_ns = 0
         self.wish: Generation = 0
         self.save_wish: WishSave | None = None

@@ -11,6 +11,7 @@ from elastic.core.machine import (
     coordinator,
     copies,
     jobs,
+    pausing,
     queueing,
     requests,
     waves,
@@ -162,6 +163,38 @@ def takes_jobs_down_that_have_nothing_to_go_on_from(patch: Patch) -> None:
     """A job is not asked whether it has a checkpoint, and is cut off without one."""
     patch.setattr(eviction, "why_it_stays", lambda spec, mode, **facts: "")
     patch.setattr(jobs.JobState, "_leave_by_ns", lambda self: self.rest_by_ns)
+
+
+@bug
+def waits_without_end_for_a_checkpoint_that_does_not_come(patch: Patch) -> None:
+    """A job that cannot be saved, and has nothing to go on from, keeps the urgent one waiting."""
+    honest = eviction.judge_saving
+
+    def judge_saving(**facts: Any) -> Any:
+        decision = honest(**facts)
+        is_stuck = decision.value is eviction.Saving.IN_VAIN
+        return Decision(eviction.Saving.AWAITED, "it will come") if is_stuck else decision
+
+    patch.setattr(eviction, "judge_saving", judge_saving)
+
+
+@bug
+def takes_a_job_down_whose_checkpoint_did_not_come(patch: Patch) -> None:
+    """Its time is over, so it goes, and has nothing to go on from."""
+    honest = eviction.judge_saving
+
+    def judge_saving(**facts: Any) -> Any:
+        decision = honest(**facts)
+        is_stuck = decision.value is eviction.Saving.IN_VAIN
+        return Decision(eviction.Saving.OVER, "out of time") if is_stuck else decision
+
+    patch.setattr(eviction, "judge_saving", judge_saving)
+
+
+@bug
+def takes_a_job_down_before_the_others_can_go_too(patch: Patch) -> None:
+    """Each leaves when it is saved, whether or not that makes room enough."""
+    patch.setattr(pausing, "_fellows", lambda cluster, job: [])
 
 
 @bug

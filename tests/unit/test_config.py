@@ -130,18 +130,22 @@ SECONDS = (
 COUNTS = (
     "crash_loop_limit", "node_faults_max", "jobs_max", "jobs_per_submitter_max", "ended_jobs_kept",
 )  # fmt: skip
+ABOVE_ZERO = ("probe_timeout_s", "preemption_retry_s")
 NO_DURATIONS = (-0.001, -1, math.nan, math.inf)
 
 
 def test_the_tables_here_name_every_field_of_the_coordinators_configuration() -> None:
-    named = {*SECONDS, *COUNTS, "probe_timeout_s", "projects", "preemption"}
+    named = {*SECONDS, *COUNTS, *ABOVE_ZERO, "projects", "preemption"}
     assert named == set(CoordinatorConfig.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("value", [0, *NO_DURATIONS])
-def test_the_coordinator_gives_agents_some_time_to_answer(value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"^coordinator: probe_timeout_s={value}: expected"):
-        CoordinatorConfig(probe_timeout_s=value)
+@pytest.mark.parametrize("name", ABOVE_ZERO)
+def test_the_coordinator_takes_some_time_for_an_answer_and_between_two_attempts(
+    name: str, value: float
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^coordinator: {name}={value}: expected"):
+        CoordinatorConfig(**{name: value})
 
 
 @pytest.mark.parametrize("name", SECONDS)

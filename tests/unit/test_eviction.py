@@ -8,7 +8,13 @@ import pytest
 
 from elastic.core.config import PREEMPT_SHRINK, PREEMPT_WHOLE, CoordinatorConfig, JobSpec
 from elastic.core.policy.claims import Claim, Grant
-from elastic.core.policy.eviction import fewest, why_it_stays
+from elastic.core.policy.eviction import (
+    Saving,
+    fewest,
+    judge_saving,
+    spared_until,
+    why_it_stays,
+)
 from elastic.core.policy.packing import Room
 from elastic.core.policy.queue import decide
 from elastic.core.projects import ProjectShare
@@ -22,7 +28,7 @@ NOW_NS = 1000
 def job(name: str, low: int, seats: str = "", high: int = 0, **changes: Any) -> Claim:
     """A job that may give way; `seats` are the nodes of its workers."""
     here = tuple((WorkerId(f"{n}/{name}{i}"), NodeId(n)) for i, n in enumerate(seats.split()))
-    names = ("stays", "protected_until_ns", "is_ending")
+    names = ("stays", "spared_until_ns", "spared_because", "is_ending")
     facts: dict[str, Any] = {n: changes.pop(n) for n in names if n in changes}
     spec = JobSpec(
         job_id=JobId(name), name=name, entry=SCRIPT, min_workers=low, max_workers=high or low,
@@ -91,13 +97,11 @@ def test_nobody_gives_way_in_vain() -> None:
 
 
 def test_who_has_just_begun_is_left_alone_until_its_time_is_over() -> None:
-    low = job("a", 1, "n1", protected_until_ns=NOW_NS + 5)
+    low = job("a", 1, "n1", spared_until_ns=NOW_NS + 5, spared_because="has just begun")
     claims, rooms = [low, job("b", 1, priority=5)], [room("n1", 1)]
     decision = decide(claims, rooms, (), now_ns=NOW_NS)
     assert decision.wake_ns == NOW_NS + 5
-    assert decision.value[1].reason.endswith(
-        "; a (priority 0) has just begun, and is left alone for a while"
-    )
+    assert decision.value[1].reason.endswith("; a (priority 0) has just begun")
     later = decide(claims, rooms, (), now_ns=NOW_NS + 5)
     assert later.wake_ns is None
     assert later.value[0].gives_way_to == "b (priority 5 over 0)"
@@ -159,6 +163,43 @@ def test_who_could_not_go_on_stays(
     why = why_it_stays(spec, mode, in_place=in_place, num_checkpoints=checkpoints)
     assert why.startswith(said)
     assert bool(why) is bool(said)
+
+
+def test_a_job_is_spared_while_it_is_young_and_while_it_could_not_be_saved() -> None:
+    config = CoordinatorConfig(preemption_deadline_s=5, preemption_retry_s=70)
+
+    def spared(**facts: int) -> Any:
+        facts = {"protected_ns": 7, "passed_over_ns": 0, "num_checkpoints": 0, **facts}
+        return spared_until(config, **facts)
+
+    assert spared().value == 7
+    assert spared().reason == "has just begun, and is left alone for a while"
+    assert spared(passed_over_ns=9).value == 9
+    assert spared(passed_over_ns=9).reason == (
+        "wrote no checkpoint within 5 s and has none to go on from: it is asked again after 70 s, "
+        "or once it has one"
+    )
+    assert spared(passed_over_ns=9, num_checkpoints=1).value == 7, "it has one"
+
+
+@pytest.mark.parametrize(
+    ("facts", "saving", "wake_ns"),
+    [
+        ({}, Saving.AWAITED, None),
+        ({"save_by_ns": NOW_NS + 1}, Saving.AWAITED, NOW_NS + 1),
+        ({"save_by_ns": NOW_NS}, Saving.IN_VAIN, None),
+        ({"save_by_ns": NOW_NS, "num_checkpoints": 1}, Saving.OVER, None),
+        ({"save_by_ns": NOW_NS, "is_saved": True, "num_checkpoints": 1}, Saving.OVER, None),
+        ({"save_by_ns": NOW_NS + 1, "is_saved": True}, Saving.OVER, None),
+        ({"in_place": False}, Saving.OVER, None),
+    ],
+)
+def test_a_job_is_saved_first_but_not_waited_for_without_end(
+    facts: dict[str, Any], saving: Saving, wake_ns: int | None
+) -> None:
+    all_facts = {"in_place": True, "is_saved": False, "num_checkpoints": 0, "save_by_ns": None}
+    decision = judge_saving(**{**all_facts, **facts}, now_ns=NOW_NS)
+    assert (decision.value, decision.wake_ns) == (saving, wake_ns)
 
 
 def test_nobody_is_asked_when_there_is_nobody() -> None:

@@ -27,6 +27,18 @@ def asked(*, low: int = 3, in_place: bool = True) -> Coordinator:
     return coordinator
 
 
+def pair() -> Coordinator:
+    """Job a trains on n1, and c on n2; both can be saved at any step."""
+    coordinator = Coordinator(AT_ONCE)
+    for name, worker in (("a", "n1/1"), ("c", "n2/1")):
+        coordinator.agent(worker[:2])
+        coordinator.submit(name, run_path=f"/runs/{name}")
+        coordinator.ready(worker)
+        trains(coordinator, worker)
+    coordinator.advance(0.1)
+    return coordinator
+
+
 def saved(coordinator: Coordinator, number: int = 1, worker: str = "n1/1") -> None:
     """Let a checkpoint be recorded that was taken after this wish."""
     index = FIRST_AUTOMATIC + number
@@ -116,9 +128,6 @@ def test_each_life_of_the_coordinator_comes_to_the_same_end() -> None:
 
 def test_it_is_cut_off_in_the_end_but_never_without_anything_to_go_on_from() -> None:
     coordinator = asked()
-    coordinator.advance(100)
-    assert coordinator.job("a").record.phase is JobPhase.RUNNING
-    assert "as soon as a checkpoint is written" in coordinator.job("a").reason
     saved(coordinator)
     coordinator.advance(9.9)
     assert coordinator.job("a").record.phase is JobPhase.RUNNING
@@ -126,6 +135,71 @@ def test_it_is_cut_off_in_the_end_but_never_without_anything_to_go_on_from() -> 
     record = coordinator.job("a").record
     assert (record.phase, record.preempted_by) == (JobPhase.PENDING, TO_B)
     assert {m.worker_id for m in coordinator.sent(StopWorker)} == {"n1/1", "n2/1", "n3/1"}
+
+
+def test_one_that_cannot_be_saved_trains_on_and_is_asked_again_later() -> None:
+    coordinator = asked()
+    coordinator.advance(9.9)
+    assert "as soon as a checkpoint is written" in coordinator.job("a").reason
+    coordinator.advance(0.2)
+    assert coordinator.noted("gives_way_in_vain") == [{"to": TO_B}]
+    assert coordinator.job("a").reason == "3 workers"
+    assert coordinator.job("b").reason.endswith(
+        "; a (priority 0) wrote no checkpoint within 10 s and has none to go on from: it is asked "
+        "again after 300 s, or once it has one"
+    )
+    assert not coordinator.sent(LeaveGroup)
+    coordinator.advance(299)
+    assert not coordinator.sent(SaveState)
+    coordinator.advance(1.2)
+    assert [m.request for m in coordinator.sent(SaveState)] == [2, 2, 2], "a new wish"
+    assert coordinator.job("a").reason == f"gives way to {TO_B} as soon as a checkpoint is written"
+    coordinator.advance(10)
+    assert coordinator.job("a").record.phase is JobPhase.RUNNING
+
+
+def test_a_first_checkpoint_that_comes_late_lets_it_give_way_at_once() -> None:
+    coordinator = asked()
+    coordinator.advance(11)
+    assert coordinator.job("a").reason == "3 workers"
+    saved(coordinator, 1)
+    assert coordinator.job("a").reason == f"gives way to {TO_B} as soon as a checkpoint is written"
+    coordinator.advance(10.1)  # The next one does not come; but there is one.
+    assert coordinator.job("a").reason == f"gives way to {TO_B} at the next boundary"
+
+
+def test_another_one_gives_way_instead_of_one_that_cannot_be_saved() -> None:
+    coordinator = pair()
+    coordinator.submit("b", priority=5)
+    assert coordinator.job("c").reason.startswith(f"gives way to {TO_B}"), "the youngest"
+    assert coordinator.job("a").reason == "1 workers"
+    coordinator.advance(10.1)
+    assert coordinator.job("c").reason == "1 workers"
+    assert coordinator.job("a").reason == f"gives way to {TO_B} as soon as a checkpoint is written"
+    saved(coordinator, 2)
+    coordinator.ready("n1/1")
+    assert coordinator.job("a").record.preempted_by == TO_B
+    assert coordinator.job("c").record.phase is JobPhase.RUNNING
+
+
+def test_nobody_leaves_before_all_can_that_are_to_make_room() -> None:
+    coordinator = pair()
+    coordinator.submit("b", 2, priority=5)
+    saved(coordinator, 1)
+    assert not coordinator.sent(LeaveGroup)
+    assert coordinator.job("a").reason == f"gives way to {TO_B} as soon as c can, too"
+    saved(coordinator, 2, worker="n2/1")
+    assert {m.worker_id for m in coordinator.sent(LeaveGroup)} == {"n1/1", "n2/1"}
+
+
+def test_nobody_leaves_if_the_other_one_cannot_be_saved() -> None:
+    coordinator = pair()
+    coordinator.submit("b", 2, priority=5)
+    saved(coordinator, 1)
+    coordinator.advance(10.1)
+    assert not coordinator.sent(LeaveGroup)
+    assert coordinator.job("a").reason == coordinator.job("c").reason == "1 workers"
+    assert "c (priority 0) wrote no checkpoint within 10 s" in coordinator.job("b").reason
 
 
 def test_storage_that_is_away_is_waited_for_once_if_there_is_an_older_checkpoint() -> None:

@@ -152,6 +152,7 @@ class JobState:
         submitter: by which token or certificate, "" if users are not told from each other.
         is_fresh: it has not trained yet since it was submitted, resumed or preempted.
         protected_until_ns: it does not give way before, because it had just begun.
+        passed_over_until_ns: nor before this, because it could not be saved when it was to.
         micro_batches: that its steps are shared out in, as its members said last in this
             coordinator's life; 0 while it is not known.
         yields: workers that it gives back for another job, as the queue has it.
@@ -200,6 +201,7 @@ class JobState:
     submitter: str = ""
     is_fresh: bool = True
     protected_until_ns: int = 0
+    passed_over_until_ns: int = 0
     micro_batches: int = 0
     yields: frozenset[WorkerId] = frozenset()
     copies: Copies = field(default_factory=Copies)

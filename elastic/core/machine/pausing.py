@@ -5,8 +5,9 @@ A user pauses a job, or the queue has it make room for one of higher priority.
 Rule: that a pause is wanted is durable, how far it has come is not: after a restart of the
 coordinator it begins again with a checkpoint. A group that is about to finish is let finish, and
 one whose members are lost meanwhile rests on the newest checkpoint that there is. A pause takes as
-long as it takes; who makes room has a deadline for the checkpoint and another for the boundary,
-unless there is no checkpoint at all to go on from.
+long as it takes. Who makes room has a deadline for the checkpoint and another for the boundary; if
+it has nothing to go on from by then it trains on, and the queue looks for others. Those that make
+room for the same job leave when all of them can, so that none does so in vain.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist
 from elastic.core.machine import saves, settle
 from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.policy import eviction
+from elastic.core.policy.decision import Decision
+from elastic.core.policy.eviction import Saving
 from elastic.core.policy.membership import Act, Plan
 from elastic.core.world import ExitCause, ExitKind, JobPhase, WorkerPhase
 
@@ -25,38 +29,95 @@ def advance(cluster: Cluster, job: JobState) -> None:
         return
     if not job.is_open:
         _rest(cluster, job)
-    elif job.training_since_ns is None or not _is_whole(job) or _is_ending(job):
+        _touch_fellows(cluster, job)
+        return
+    decision = _saving(cluster, job)
+    settle.wake(job, decision.wake_ns)
+    saving = decision.value
+    if saving is Saving.IN_VAIN and not job.gives_all:
+        _train_on(cluster, job)
+    elif not _can_leave(job):
         return
     elif job.gives_all:
         job.reason = _leaves(job)
-    elif _waits_for_checkpoint(cluster, job):
-        if not job.pause_wish:
-            saves.wish(cluster, job)
-            job.pause_wish = job.save_request
-        job.reason = _saves(job)
+    elif saving is Saving.AWAITED:
+        _save(cluster, job)
+    elif late := [other for other in _fellows(cluster, job) if not _may_leave(cluster, other)]:
+        job.reason = f"{_gives_way(job)} as soon as {late[0].job_id} can, too"
     else:
-        job.gives_all = True
-        job.rest_by_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
-        job.reason = _leaves(job)
-        # Who does not leave by then is cut off, if that is due at all: see `JobState.candidates`.
-        settle.wake(job, job.rest_by_ns)
-        settle.ask(
-            cluster, job, Plan(Act.ASK, cause="pause" if job.paused else "preempt"), job.reason
-        )
+        _leave(cluster, job)
 
 
-def _waits_for_checkpoint(cluster: Cluster, job: JobState) -> bool:
-    """Return whether its members go on until a checkpoint is written."""
-    if not job.spec.run_path or not job.is_in_place() or job.is_saved:
-        return False
-    if job.paused:
-        return True
-    if job.rest_by_ns is None:
+def _saving(cluster: Cluster, job: JobState) -> Decision[Saving]:
+    """Decide whether its members go on until a checkpoint is written."""
+    return eviction.judge_saving(
+        in_place=bool(job.spec.run_path) and job.is_in_place(),
+        is_saved=job.is_saved,
+        num_checkpoints=len(job.checkpoints),
+        save_by_ns=None if job.paused else job.rest_by_ns,
+        now_ns=cluster.now_ns,
+    )
+
+
+def _save(cluster: Cluster, job: JobState) -> None:
+    """Have a checkpoint written; who gives way has not for ever."""
+    if not job.pause_wish:
+        saves.wish(cluster, job)
+        job.pause_wish = job.save_request
+    if not job.paused and job.rest_by_ns is None:
         job.rest_by_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
-    if cluster.now_ns < job.rest_by_ns:
         settle.wake(job, job.rest_by_ns)
-        return True
-    return not job.checkpoints
+    job.reason = f"{_gives_way(job)} as soon as a checkpoint is written"
+
+
+def _leave(cluster: Cluster, job: JobState) -> None:
+    """Ask its members to leave at a boundary."""
+    job.gives_all = True
+    job.rest_by_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
+    job.reason = _leaves(job)
+    # Who does not leave by then is cut off, if that is due at all: see `JobState.candidates`.
+    settle.wake(job, job.rest_by_ns)
+    cause = "pause" if job.paused else "preempt"
+    settle.ask(cluster, job, Plan(Act.ASK, cause=cause), job.reason)
+    _touch_fellows(cluster, job)
+
+
+def _train_on(cluster: Cluster, job: JobState) -> None:
+    """It would lose all that it has done: the queue is to find another one, or to wait."""
+    cluster.note("gives_way_in_vain", job.job_id, to=job.gives_way_to)
+    job.passed_over_until_ns = cluster.now_ns + ns(cluster.config.preemption_retry_s)
+    cluster.replan = True
+
+
+def _fellows(cluster: Cluster, job: JobState) -> list[JobState]:
+    """Return the other jobs that make room for the same one, and hold workers."""
+    if job.paused or not job.gives_way_to:
+        return []
+    first = job.gives_way_to.partition(" ")[0]
+    return [
+        other
+        for other in cluster.active()
+        if other is not job
+        and not other.paused
+        and other.is_open
+        and other.gives_way_to.partition(" ")[0] == first
+    ]
+
+
+def _touch_fellows(cluster: Cluster, job: JobState) -> None:
+    for other in _fellows(cluster, job):
+        if not other.gives_all:
+            cluster.touch(other)
+
+
+def _may_leave(cluster: Cluster, job: JobState) -> bool:
+    """Return whether nothing keeps a job that makes room from leaving at the next boundary."""
+    return job.gives_all or (_can_leave(job) and _saving(cluster, job).value is Saving.OVER)
+
+
+def _can_leave(job: JobState) -> bool:
+    """Return whether it has a group that trains, is whole and not about to end."""
+    return job.training_since_ns is not None and _is_whole(job) and not _is_ending(job)
 
 
 def _is_whole(job: JobState) -> bool:
@@ -69,16 +130,12 @@ def _is_ending(job: JobState) -> bool:
     return any(w.report.phase is WorkerPhase.FINISHED for w in workers)
 
 
-def _saves(job: JobState) -> str:
-    if job.paused:
-        return "pauses as soon as a checkpoint is written"
-    return f"gives way to {job.gives_way_to} as soon as a checkpoint is written"
+def _gives_way(job: JobState) -> str:
+    return "pauses" if job.paused else f"gives way to {job.gives_way_to}"
 
 
 def _leaves(job: JobState) -> str:
-    if job.paused:
-        return "pauses at the next boundary"
-    return f"gives way to {job.gives_way_to} at the next boundary"
+    return f"{_gives_way(job)} at the next boundary"
 
 
 def _rest(cluster: Cluster, job: JobState) -> None:

@@ -33,6 +33,7 @@ def plan(cluster: Cluster) -> None:
     jobs = [] if held else [job for job in cluster.active() if not job.paused]
     cluster.replan_at_ns = None
     grants = _grants(cluster, jobs)
+    gave_way = [job.gives_way_to for job in cluster.active()]
     for job in cluster.active():
         before, now = cluster.grants.get(job.job_id), grants.get(job.job_id)
         if before == now:
@@ -45,6 +46,10 @@ def plan(cluster: Cluster) -> None:
         if yields and job.is_open and is_new:
             cluster.note("gives_back", job.job_id, workers=" ".join(yields))
     cluster.grants = grants
+    if gave_way != [job.gives_way_to for job in cluster.active()]:
+        for job in cluster.active():
+            if job.gives_way_to:
+                cluster.touch(job)  # It may have waited for one that need not leave any more.
 
 
 def _make_room(cluster: Cluster, job: JobState, for_whom: str) -> None:
@@ -105,6 +110,12 @@ def claim_of(cluster: Cluster, job: JobState) -> Claim:
     """Return a job as the plan sees it."""
     alive = {w: job.workers[w] for w in _by_preference(job) if job.workers[w].stop_cause is None}
     nodes = {worker_id: cluster.node_of(worker) for worker_id, worker in alive.items()}
+    spared = eviction.spared_until(
+        cluster.config,
+        protected_ns=job.protected_until_ns,
+        passed_over_ns=job.passed_over_until_ns,
+        num_checkpoints=len(job.checkpoints),
+    )
     return Claim(
         spec=job.limits,
         sequence=job.sequence,
@@ -120,7 +131,8 @@ def claim_of(cluster: Cluster, job: JobState) -> Claim:
             in_place=job.is_in_place(),
             num_checkpoints=len(job.checkpoints),
         ),
-        protected_until_ns=job.protected_until_ns,
+        spared_until_ns=spared.value,
+        spared_because=spared.reason,
     )
 
 

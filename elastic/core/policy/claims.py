@@ -30,7 +30,7 @@ class Claim:
         keeps_state: its workers hold training state, or had a group at some time.
         in_place: its group leaves at a step boundary, not only at a report.
         stays: why it does not give way as a whole, "" if it may.
-        protected_until_ns: nor before this moment, because it has just begun.
+        spared_until_ns, spared_because: nor before this moment, and why.
     """
 
     spec: JobSpec
@@ -42,7 +42,8 @@ class Claim:
     keeps_state: bool = False
     in_place: bool = False
     stays: str = "does not give way"
-    protected_until_ns: int = 0
+    spared_until_ns: int = 0
+    spared_because: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,17 @@
 
 Rule: strictly lower priority only, never for fairness alone; and no more of them than it takes. A
 job that has just begun is left alone for a while, and one that could not go on from where it stood
-is not touched at all.
+is not touched at all. A job leaves saved, or with an older checkpoint once its time is over; one
+that has none, and cannot be saved by then, is passed over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 
-from elastic.core.config import PREEMPT_WHOLE, JobSpec
+from elastic.core.config import PREEMPT_WHOLE, CoordinatorConfig, JobSpec
+from elastic.core.policy.decision import Decision
 
 Fits = Callable[[tuple[int, ...]], bool]
 """Says whether the job fits if these gave way, and leaves everything as it was."""
@@ -33,6 +36,61 @@ def why_it_stays(spec: JobSpec, mode: str, *, in_place: bool, num_checkpoints: i
     if not in_place and not num_checkpoints:
         return "has no checkpoint to go on from yet"
     return ""
+
+
+def spared_until(
+    config: CoordinatorConfig, *, protected_ns: int, passed_over_ns: int, num_checkpoints: int
+) -> Decision[int]:
+    """Decide until when a job that trains, and may give way, is left alone all the same.
+
+    Args:
+        config: times for the reason.
+        protected_ns: until then it has just begun.
+        passed_over_ns: until then it is passed over, because it could not be saved.
+        num_checkpoints: recorded so far; with one it loses little.
+
+    Returns:
+        The moment, on the clock of the arguments; one in the past for a job that is not spared.
+    """
+    if num_checkpoints or passed_over_ns <= protected_ns:
+        return Decision(protected_ns, "has just begun, and is left alone for a while")
+    return Decision(
+        passed_over_ns,
+        f"wrote no checkpoint within {config.preemption_deadline_s:g} s and has none to go on "
+        f"from: it is asked again after {config.preemption_retry_s:g} s, or once it has one",
+    )
+
+
+class Saving(Enum):
+    """How far a job that is to hold no workers has come with its checkpoint."""
+
+    AWAITED = "awaited"
+    """Its members go on until one is written."""
+    OVER = "over"
+    """It may leave: what it goes on from later is there."""
+    IN_VAIN = "in vain"
+    """None came in time, and there is no older one: it is not taken down."""
+
+
+def judge_saving(
+    *, in_place: bool, is_saved: bool, num_checkpoints: int, save_by_ns: int | None, now_ns: int
+) -> Decision[Saving]:
+    """Decide whether a job that is to hold no workers is still to be saved first.
+
+    Args:
+        in_place: its loop can be saved at any step; other code is saved by its reports.
+        is_saved: it was, since it was to leave.
+        num_checkpoints: recorded so far.
+        save_by_ns: when its time is over, None for never.
+        now_ns: on the same clock.
+    """
+    if is_saved or not in_place:
+        return Decision(Saving.OVER, "saved" if is_saved else "its code saves by itself")
+    if save_by_ns is None or now_ns < save_by_ns:
+        return Decision(Saving.AWAITED, "a checkpoint is being written", save_by_ns)
+    if num_checkpoints:
+        return Decision(Saving.OVER, "its newest checkpoint must do")
+    return Decision(Saving.IN_VAIN, "no checkpoint came in time, and it has no older one")
 
 
 def fewest(count: int, fits: Fits) -> tuple[int, ...]:

@@ -57,11 +57,11 @@ def decide(
         claims: every job that has not ended and is not paused, in any order.
         rooms: the nodes on which workers may start, in any order.
         projects: shares and limits; others have weight 1 and no limit.
-        now_ns: the moment, on the clock of `Claim.protected_until_ns`.
+        now_ns: the moment, on the clock of `Claim.spared_until_ns`.
 
     Returns:
         One grant for each claim, by order of submission; when to ask again if somebody waits for a
-        job that has just begun.
+        job that is spared for a while.
 
     Guarantees (tests/property/test_queue.py):
         No node holds more than it has. Who is admitted has min, in whole replicas; who trains
@@ -152,8 +152,8 @@ class _Plan:
                 continue
             if claim.stays or not other.kept:
                 continue
-            if claim.protected_until_ns > self.now_ns:
-                self._ask_again(claim.protected_until_ns)
+            if claim.spared_until_ns > self.now_ns:
+                self._ask_again(claim.spared_until_ns)
                 continue
             able.append(other)
 
@@ -402,12 +402,12 @@ class _Plan:
     def _who_stays(self, draft: Draft) -> str:
         """Say why jobs of lower priority do not give way to it."""
         lower = [
-            f"; {named(d.claim)} {d.claim.stays or 'has just begun, and is left alone for a while'}"
+            f"; {named(d.claim)} {d.claim.stays or d.claim.spared_because}"
             for d in self.drafts
             if d.is_admitted
             and d.claim.trains
             and d.claim.spec.priority < draft.claim.spec.priority
-            and (d.claim.stays or d.claim.protected_until_ns > self.now_ns)
+            and (d.claim.stays or d.claim.spared_until_ns > self.now_ns)
         ]
         return "".join(lower[:NAMED_MAX])
 
