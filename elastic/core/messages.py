@@ -258,12 +258,14 @@ class LeaveGroup:
     Attributes:
         at_boundary: True: at the next boundary that all members agree on (nothing is lost);
             False: at once, because the group cannot go on.
+        saves: at that boundary the state is saved first, because no member comes back soon.
     """
 
     worker_id: WorkerId
     generation: Generation
     at_boundary: bool
     reason: str
+    saves: bool = False
 
 
 @dataclass(frozen=True)

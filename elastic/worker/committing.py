@@ -42,6 +42,10 @@ class Link(Protocol):
         """Return why this generation is to be left at its next boundary, "" if it is not."""
         ...
 
+    def saves_at_boundary(self, generation: Generation) -> bool:
+        """Return whether the state is to be saved at this generation's last boundary."""
+        ...
+
     def save_wish(self, generation: Generation) -> int:
         """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
         ...

@@ -120,6 +120,11 @@ class Exchange:
         wish = self._wish
         return (wish.reason or "planned change") if wish and wish.generation == generation else ""
 
+    def saves_at_boundary(self, generation: Generation) -> bool:
+        """Return whether the state is to be saved at this generation's last boundary."""
+        wish = self._wish
+        return wish is not None and wish.generation == generation and wish.saves
+
     def set_save_wish(self, wish: WishSave) -> None:
         """Let the wish's generation take a checkpoint soon."""
         self._save_wish = wish

@@ -50,6 +50,7 @@ class Keeper:
     Attributes:
         steps: committed in the run.
         is_due: a snapshot is to be taken at this boundary.
+        rests: all members leave at this boundary, and none goes on soon.
     """
 
     def __init__(self, objects: TrainState, logbook: Logbook, streams: StreamBook) -> None:
@@ -60,7 +61,7 @@ class Keeper:
             logbook: what it has logged.
             streams: what is known of a dataset that is read as streams.
         """
-        self.steps, self.is_due, self._is_stored = 0, False, False
+        self.steps, self.is_due, self._is_stored, self.rests = 0, False, False, False
         self._boundaries, self._told, self._is_sharded = 0, 0, False
         self._steps_here = 0
         self._logbook, self._streams = logbook, streams
@@ -102,18 +103,22 @@ class Keeper:
 
     # ------------------------------------------------------------------- saving
 
-    def flags(self) -> tuple[bool, bool]:
-        """Return what we tell with the next step: we ask for a snapshot; we have no room."""
-        if self._saver is None:
-            return False, True
-        return self._saver.wants(self.steps + 1, self._request()), self._saver.is_busy()
+    def flags(self) -> tuple[bool, bool, bool]:
+        """Return what we tell with the next step: `saves`, `busy` and `rests` of its row."""
+        saver, place = self._saver, self._place
+        if saver is None or place is None:
+            return False, True, False
+        rests = place.link.saves_at_boundary(place.generation)
+        return saver.wants(self.steps + 1, self._request()), saver.is_busy(), rests
 
     def committed(self, rows: Sequence[StepRow]) -> None:
         """Count a step, and decide from everyone's rows whether it is saved."""
         self.steps += 1
         self._steps_here += 1
-        self._is_stored = any(row.saves for row in rows)
-        self.is_due = (self._is_stored or self._is_copied()) and not any(row.busy for row in rows)
+        self.rests = any(row.rests for row in rows)
+        self._is_stored = self.rests or any(row.saves for row in rows)
+        has_room = self.rests or not any(row.busy for row in rows)  # Who rests waits for room.
+        self.is_due = (self._is_stored or self._is_copied()) and has_room
 
     def _is_copied(self) -> bool:
         """Decide whether the state is for another node; the coordinator is told that we want it."""
@@ -147,6 +152,8 @@ class Keeper:
                 self._try(lambda: saver.warm_up(lambda: self.take(cursor, data)))
             return
         self.is_due, request = False, self._request()
+        if self.rests:
+            saver.wait_for_room(is_over, LEAVING_S)
 
         def take() -> None:
             done = saver.take(
@@ -183,10 +190,10 @@ class Keeper:
     def before_leaving(
         self, cursor: Cursor, data: Data | None, is_over: Callable[[], bool]
     ) -> None:
-        """Save the state of a sharded model, because all members leave here by plan.
+        """Save the state that only the members have, because all of them leave here by plan.
 
-        None of them could go on with its rows alone, and some may not come back: so they wait
-        until it is durable.
+        Those of a job that rests end. Of a sharded model none could go on with its rows alone, and
+        some may not come back. So they wait until it is durable.
 
         Args:
             cursor: the next step.
@@ -194,7 +201,7 @@ class Keeper:
             is_over: whether the group is, so that there is nobody to wait for.
         """
         saver = self._saver
-        if saver is None:
+        if saver is None or not (self.rests or self.is_sharded):
             return
         if not saver.has_taken(self.steps):
             saver.wait_for_room(is_over, LEAVING_S)

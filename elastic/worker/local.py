@@ -164,6 +164,10 @@ class NoCoordinator:
         """Return "": nothing ever changes."""
         return ""
 
+    def saves_at_boundary(self, generation: Generation) -> bool:
+        """Return False: nobody has it rest."""
+        return False
+
     def save_wish(self, generation: Generation) -> int:
         """Return 0: nobody asks."""
         return 0

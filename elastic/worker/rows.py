@@ -23,7 +23,7 @@ TAG = 1_000_000
 STEP_BITS = 32
 HEAD = 3
 """Numbers before the logged ones."""
-WISHES, SAVES, BUSY = 1, 2, 4
+WISHES, SAVES, BUSY, RESTS = 1, 2, 4, 8
 """Bits of a row's first number."""
 Row = tuple[float, ...]
 """A row as it was received: `ROW` numbers."""
@@ -39,6 +39,7 @@ class StepRow:
         wishes: it knows of a planned change.
         saves: it asks for a snapshot after the step.
         busy: it has no room for one.
+        rests: it knows that all leave after the step, and come back later or never.
         cursor: the step that its gradients belong to.
         stepped: bits of the optimizers that stepped last in this group, 0 before the first step.
         values: what it has logged.
@@ -50,11 +51,12 @@ class StepRow:
     values: tuple[float, ...] = ()
     saves: bool = False
     busy: bool = False
+    rests: bool = False
 
     def numbers(self) -> list[float]:
         """Return the row as it is sent: each number is exact in a float64."""
         where = (self.cursor.epoch << STEP_BITS) + self.cursor.step
-        flags = self.wishes * WISHES + self.saves * SAVES + self.busy * BUSY
+        flags = self.wishes * WISHES + self.saves * SAVES + self.busy * BUSY + self.rests * RESTS
         return [float(flags), float(where), float(self.stepped), *self.values]
 
     @staticmethod
@@ -69,6 +71,7 @@ class StepRow:
             values,
             bool(flags & SAVES),
             bool(flags & BUSY),
+            bool(flags & RESTS),
         )
 
 

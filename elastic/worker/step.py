@@ -408,9 +408,9 @@ class StepEngine:
         while True:
             if not stays:
                 reducer.attach(None)
+                if at_boundary:
+                    self._keeper.before_leaving(self.cursor, self.data, self._is_called_back)
                 if self.recovery in ("reenter", "restart"):
-                    if at_boundary and self.state.is_sharded:
-                        self._keeper.before_leaving(self.cursor, self.data, self._is_called_back)
                     raise GroupChanged("the group changes", self._context.generation) from error
                 self._home.rejoin(self._context.generation, error, at_boundary)
             stays = at_boundary = False

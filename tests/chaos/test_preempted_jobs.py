@@ -10,7 +10,7 @@ import pytest
 from elastic.core.view import JobView
 from elastic.core.world import JobPhase
 from elastic.testing.local_cluster import LocalCluster
-from tests.chaos.shared import end, job_of, train_with
+from tests.chaos.shared import assert_nothing_done_twice, end, job_of, train_with, with_diary
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def was_preempted(view: JobView, by: str) -> bool:
 def test_a_preempted_job_comes_back_and_ends_with_the_same_bits(
     full: LocalCluster, tmp_path: Path
 ) -> None:
-    low = job_of("low", tmp_path / "low", pace_s=0.02, min_workers=4)
+    low = with_diary(job_of("low", tmp_path / "low", pace_s=0.02, min_workers=4))
     high = job_of(
         "high", tmp_path / "high", pace_s=0.02, min_workers=1, max_workers=1, priority=10
     )  # fmt: skip
@@ -61,3 +61,4 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_bits(
     view = end(full, low, low_id)
     assert view.record.failures == view.record.losses == view.record.preemptions == 0
     assert view.record.preempted_by == ""
+    assert_nothing_done_twice(low)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +17,12 @@ import pytest
 
 from elastic.core.view import JobView
 from elastic.core.world import ENDED, NodePhase
-from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_script
+from elastic.testing.chaos_jobs import ChaosJob, chaos_job
 from elastic.testing.local_cluster import LocalCluster
+from tests.chaos.shared import assert_nothing_done_twice, diaries, with_diary
 from tests.metadata_server import Cloud, serving
 
 pytestmark = pytest.mark.timeout(300)
-SCRIPT = Path(__file__).with_name("preempted_job.py")
-MICRO_BATCHES = 8
 
 
 def take(cloud: Cloud, within_s: float) -> None:
@@ -56,7 +54,7 @@ def cluster(cloud: Cloud, tmp_path: Path) -> Iterator[LocalCluster]:
 def job_of(directory: Path, *, low: int, save_every: int = 0) -> ChaosJob:
     directory.mkdir()
     job = chaos_job("steps", directory.name, workers=2, directory=directory, save_every=save_every)
-    job = with_script(job, SCRIPT)
+    job = with_diary(job)
     # Slow steps: the run that it is compared with has as many, and does not pause.
     args = tuple("0.05" if arg == "0.01" else arg for arg in job.spec.entry.args)
     entry = replace(job.spec.entry, args=args)
@@ -77,13 +75,6 @@ def trains_on(*nodes: str) -> Any:
     return holds
 
 
-def diaries(job: ChaosJob) -> list[dict[str, Any]]:
-    lines = []
-    for path in sorted((job.finish.parent / "diaries").iterdir()):
-        lines += [json.loads(line) for line in path.read_text().splitlines()]
-    return lines
-
-
 def wait_gone(cluster: LocalCluster, name: str) -> None:
     """Wait until the node's agent has ended."""
     assert cluster.agents[name].wait(30) == 75, cluster.log_of(name)[-2000:]
@@ -95,12 +86,6 @@ def wait_draining(cluster: LocalCluster) -> None:
     while all(node.phase is not NodePhase.DRAINING for node in cluster.view().nodes):
         assert time.monotonic() < deadline, "no node drains"
         time.sleep(0.01)
-
-
-def assert_nothing_done_twice(job: ChaosJob) -> None:
-    """Every micro-batch of every step was trained with once, by one rank of one group."""
-    done = Counter((line["epoch"], line["step"]) for line in diaries(job))
-    assert {step: n for step, n in done.items() if n != MICRO_BATCHES} == {}
 
 
 def test_a_machine_that_the_cloud_takes_is_left_in_time_and_replaced(

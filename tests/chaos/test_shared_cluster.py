@@ -10,7 +10,7 @@ import pytest
 
 from elastic.core.world import JobPhase
 from elastic.testing.local_cluster import LocalCluster
-from tests.chaos.shared import end, job_of, train_with
+from tests.chaos.shared import assert_nothing_done_twice, end, job_of, train_with, with_diary
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,8 @@ def test_a_job_gives_slots_to_the_next_and_takes_them_back(
 def test_a_paused_job_holds_nothing_and_goes_on_to_the_same_bits(
     four: LocalCluster, tmp_path: Path
 ) -> None:
-    job, other = job_of("paused", tmp_path / "paused"), job_of("other", tmp_path / "other")
+    job = with_diary(job_of("paused", tmp_path / "paused"))
+    other = job_of("other", tmp_path / "other")
     job_id = four.submit(job.spec)
     four.wait(job_id, lambda v: train_with(4, v), "four workers")
     four.client.pause(job_id)
@@ -67,3 +68,4 @@ def test_a_paused_job_holds_nothing_and_goes_on_to_the_same_bits(
     four.client.scale(job_id, max_workers=2)
     four.wait(job_id, lambda v: train_with(2, v), "two workers")
     end(four, job, job_id)
+    assert_nothing_done_twice(job)

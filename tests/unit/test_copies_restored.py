@@ -180,7 +180,11 @@ class Loop:
         self.run, self.posted = run, list[Any]()
         self.keeper = Keeper(run.objects, Logbook(), StreamBook())
         self.keeper.configure(options)
-        link = SimpleNamespace(post=self.posted.append, save_wish=lambda generation: 0)
+        link = SimpleNamespace(
+            post=self.posted.append,
+            save_wish=lambda generation: 0,
+            saves_at_boundary=lambda generation: False,
+        )
         self.keeper.enter(
             SimpleNamespace(  # type: ignore[arg-type]
                 saver=run.savers[0], generation=1, world_rank=0, world_size=1, local_rank=0,
@@ -190,7 +194,7 @@ class Loop:
 
     def step(self) -> None:
         self.run.step()
-        saves, busy = self.keeper.flags()
+        saves, busy, _ = self.keeper.flags()
         cursor = Cursor(0, self.keeper.steps)
         self.keeper.committed([StepRow(False, cursor, 0, saves=saves, busy=busy)])
         self.keeper.at_boundary(Cursor(0, self.keeper.steps), None, lambda: False)

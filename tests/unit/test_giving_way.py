@@ -55,6 +55,10 @@ def test_it_is_saved_then_asked_then_ended_and_nothing_is_charged() -> None:
     assert coordinator.job("a").reason == f"gives way to {TO_B} as soon as a checkpoint is written"
     saved(coordinator)
     assert {m.worker_id for m in coordinator.sent(LeaveGroup)} == {"n1/1", "n2/1", "n3/1"}
+    assert all(m.at_boundary and m.saves for m in coordinator.sent(LeaveGroup))
+    coordinator.disconnect("n1")
+    coordinator.agent("n1")
+    assert [m.saves for m in coordinator.sent(LeaveGroup)] == [True], "said again"
     coordinator.ready("n1/1", "n2/1", "n3/1")
     record = coordinator.job("a").record
     assert (record.phase, record.preempted_by) == (JobPhase.PENDING, TO_B)

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,9 @@ def keepers_of(run: Run) -> list[Keeper]:
         saver.configure({"every_n_steps": 100})
         keeper = Keeper(run.objects, Logbook(), StreamBook())
         keeper._saver, keeper.steps = saver, 7
-        link = SimpleNamespace(save_wish=lambda generation: 0)
+        link = SimpleNamespace(
+            save_wish=lambda generation: 0, saves_at_boundary=lambda generation: False
+        )
         keeper._place = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, generation=1, link=link, activity=None
         )
@@ -90,14 +93,55 @@ def test_a_wish_that_some_members_have_not_heard_of_yet_is_written_by_all(tmp_pa
     assert len(run.committed()) == 1
 
 
-def test_shards_that_leave_by_plan_are_in_storage_also_without_automatic_checkpoints(
-    tmp_path: Path,
+@pytest.mark.parametrize("sharded", [False, True])
+def test_only_shards_that_leave_by_plan_are_in_storage_also_without_automatic_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, sharded: bool
 ) -> None:
+    monkeypatch.setattr(Keeper, "is_sharded", sharded)
     run = Run(tmp_path)
     (keeper,) = keepers_of(run)
     run.savers[0].configure({})
     keeper.before_leaving(Cursor(0, 7), None, lambda: False)
-    assert len(run.committed()) == 1
+    assert len(run.committed()) == int(sharded), "others take it along"
+
+
+def test_a_job_that_rests_has_its_last_step_in_storage_whoever_heard_of_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, workers=2)
+    keepers = keepers_of(run)
+    for saver in run.savers:
+        saver.configure({})
+    for keeper in keepers:
+        keeper.committed([StepRow(False, Cursor(0, 6), 0, (), saves=True)] * 2)
+        keeper.at_boundary(Cursor(0, 7), None, lambda: False)
+    keepers[1]._place.link.saves_at_boundary = lambda generation: True  # type: ignore[union-attr]
+    rows = [StepRow(True, Cursor(0, 7), 0, (), *keeper.flags()) for keeper in keepers]
+    rows = [replace(StepRow.of(row.numbers()), busy=True) for row in rows]
+    assert [row.rests for row in rows] == [False, True]
+
+    def leave(keeper: Keeper) -> None:
+        keeper.committed(rows)
+        keeper.at_boundary(Cursor(0, 8), None, lambda: False)
+        keeper.before_leaving(Cursor(0, 8), None, lambda: False)
+
+    threads = [threading.Thread(target=leave, args=(keeper,)) for keeper in keepers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert [saver.number for saver in run.savers] == [2, 2], "once: at the boundary"
+    assert [marker.about("steps", 0) for _, marker in run.directory.markers()] == [8, 9]
+
+
+def test_a_job_whose_group_is_over_waits_for_no_storage(tmp_path: Path) -> None:
+    run = Run(tmp_path, workers=2)
+    keeper = keepers_of(run)[0]  # The other one has not written its part.
+    keeper._place.link.saves_at_boundary = lambda generation: True  # type: ignore[union-attr]
+    keeper.committed([StepRow(True, Cursor(0, 7), 0, (), *keeper.flags())])
+    keeper.at_boundary(Cursor(0, 8), None, lambda: False)
+    began = time.monotonic()
+    keeper.before_leaving(Cursor(0, 8), None, lambda: True)
+    assert time.monotonic() - began < DEADLINE_S / 3
+    assert run.committed() == []
 
 
 def together(keepers: list[Keeper]) -> None:

@@ -51,6 +51,11 @@ def test_a_wish_holds_for_its_generation_only() -> None:
     exchange = Exchange()
     exchange.set_wish(WishBoundary(2, "node n4 joins"))
     assert [exchange.wish(generation) for generation in (1, 2, 3)] == ["", "node n4 joins", ""]
+    assert not exchange.saves_at_boundary(2)
+    exchange.set_wish(WishBoundary(2, "pause", saves=True))
+    assert [exchange.saves_at_boundary(generation) for generation in (1, 2, 3)] == [
+        False, True, False,
+    ]  # fmt: skip
     exchange.set_wish(WishBoundary(3, ""))
     assert exchange.wish(3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -279,6 +280,16 @@ def test_a_planned_change_wishes_for_a_boundary_once() -> None:
     assert worker.told(leave(1, at_boundary=True)) == []
     worker.event(TrainLeft(1, at_boundary=True))
     assert worker.stands() == (WorkerPhase.READY, 1)
+
+
+def test_a_boundary_at_which_the_job_rests_is_wished_for_again_and_saved_at() -> None:
+    worker = training(1)
+    rests = replace(leave(1, at_boundary=True), saves=True)
+    assert worker.told(leave(1, at_boundary=True)) == [WishBoundary(1, "why")]
+    assert worker.told(rests) == [WishBoundary(1, "why", saves=True)]
+    assert worker.told(rests) == worker.told(leave(1, at_boundary=True)) == []
+    worker.told(leave(1, at_boundary=False))
+    assert worker.told(rests) == [], "it is over"
 
 
 def test_a_boundary_agreed_on_by_the_others_makes_it_ready_too() -> None:

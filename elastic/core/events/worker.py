@@ -276,10 +276,15 @@ class InterruptTrain:
 
 @dataclass(frozen=True)
 class WishBoundary:
-    """Let the next boundary of this generation be the last: leave there, all together."""
+    """Let the next boundary of this generation be the last: leave there, all together.
+
+    Attributes:
+        saves: what is done by then is saved there, because the job rests.
+    """
 
     generation: Generation
     reason: str
+    saves: bool = False
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,8 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
         remind_of_leavers(cluster, job, [report.worker_id])
     elif is_member:
         if job.asked:
-            leave = LeaveGroup(report.worker_id, job.generation, True, "planned change")
-            tell(cluster, worker, leave)
+            told = (report.worker_id, job.generation, True, "planned change")
+            tell(cluster, worker, LeaveGroup(*told, saves=job.gives_all))
         remind_of_save(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
     elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):

@@ -227,7 +227,9 @@ def ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     job.asked = True
     for worker_id in job.member_ids():
         worker = job.workers[worker_id]
-        tell(cluster, worker, LeaveGroup(worker_id, job.generation, True, plan.cause))
+        # Who rests has what it has done up to there saved; else the members take it along.
+        leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=job.gives_all)
+        tell(cluster, worker, leave)
     cluster.note(
         "change_planned", job.job_id, generation=job.generation, cause=plan.cause, reason=reason
     )

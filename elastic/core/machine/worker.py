@@ -228,6 +228,8 @@ class WorkerMachine:
             self._next = None
         if self._leave is None or (self._leave.at_boundary and not order.at_boundary):
             self._leave = order
+        elif order.saves and order.at_boundary and not self._leave.saves:
+            self._leave, self._has_wished = order, False  # It is to rest, and not only to change.
         if order.at_boundary:
             self._wish()
         elif self._main in (MainPhase.FORMING, MainPhase.TRAINING):
@@ -405,7 +407,7 @@ class WorkerMachine:
             return
         if self._is_at(MainPhase.TRAINING, order.generation):
             self._has_wished = True
-            self._out.append(WishBoundary(order.generation, order.reason))
+            self._out.append(WishBoundary(order.generation, order.reason, order.saves))
 
     def _wish_save(self) -> None:
         """Tell the main thread that a checkpoint is wished for, once it trains."""
