@@ -15,7 +15,7 @@ from elastic.client.changing import timeout_option
 from elastic.client.jobs import Client
 from elastic.client.printer import REPEAT_S, Printer
 from elastic.client.terminal import Target, reporting_errors
-from elastic.client.wording import has_ended, workers
+from elastic.client.wording import has_ended, has_own_loop, workers
 from elastic.core.view import JobView
 from elastic.core.world import JobPhase
 from elastic.errors import Refused, UsageError
@@ -104,14 +104,23 @@ def scale(target: Target, job: str, low: int | None, high: int | None) -> None:
     """Set how many workers JOB (id or name) may have; its group follows at a boundary.
 
     At most as many as a step has micro-batches: the maximum that it was submitted with, or
-    global_batch_size / batch_size of its loader if that is more, and it trains.
+    global_batch_size / batch_size of its loader if that is more, and it trains. Code with a loop of
+    its own, as scripts for torchrun have, may have any number, and follows when it reports a
+    checkpoint or its group is formed anew.
     """
     if low is None and high is None:
         raise UsageError("scale: expected --min N, --max N, or both")
     with target.connect() as client:
         client.scale(job, min_workers=low or 0, max_workers=high or 0)
-        bounds = client.get(job).record.bounds
+        view = client.get(job)
+    bounds = view.record.bounds
     click.echo(f"job {job} may have {bounds[0]} to {bounds[1]} workers", err=True)
+    if has_own_loop(view):
+        click.echo(
+            "its code has a loop of its own: its group follows when it reports a checkpoint, or is "
+            "formed anew",
+            err=True,
+        )
 
 
 @click.command()

@@ -210,6 +210,7 @@ def job_spec(launch: Launch, size: Size, *, job_id: str, stamp: str) -> JobSpec:
         min_workers=size.low,
         max_workers=size.high,
         workers_per_replica=size.per_node,
+        own_steps=True,
         # A program of its own forms its own group; the worker around it computes nothing.
         backend="gloo" if _is_program(launch) else "auto",
         max_failures=launch.max_restarts,

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, JobPhase
+from elastic.core.world import ENDED, JobPhase, WorkerPhase
 
 NS_PER_S = 1e9
 WAITING = "waiting: "
@@ -52,6 +52,13 @@ def workers(count: int) -> str:
 def has_ended(view: JobView) -> bool:
     """Return whether the job's outcome stands."""
     return view.record.phase in ENDED
+
+
+def has_own_loop(view: JobView) -> bool:
+    """Return whether a group trains that does not leave at the end of any step."""
+    members = [worker for worker in view.workers if worker.rank >= 0]
+    is_training = any(worker.report.phase is WorkerPhase.TRAINING for worker in members)
+    return is_training and not any(worker.report.in_place for worker in members)
 
 
 def missing(view: JobView) -> str:

@@ -79,6 +79,8 @@ class JobSpec:
             it has recorded one of its own.
         priority: of the jobs that wait, those with a greater one go first; -1000 to 1000.
         non_preemptible: it keeps its min also when a job of higher priority waits.
+        own_steps: its code shares out its steps itself, as scripts for torchrun do, so that a group
+            of any size can train it.
     """
 
     job_id: JobId
@@ -104,6 +106,7 @@ class JobSpec:
     resume_from: str = ""
     priority: int = 0
     non_preemptible: bool = False
+    own_steps: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

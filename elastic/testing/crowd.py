@@ -117,6 +117,8 @@ class Crowd:
         if rng.random() < 0.5:
             script = replace(script, micro_batches=spec.max_workers + rng.randint(0, 3))
             self._checks.micro_batches[spec.job_id] = script.micro_batches
+        elif random.Random(f"own steps {self._seed} {spec.job_id}").random() < 0.5:
+            spec = replace(spec, own_steps=True)
         self._jobs.append(spec.job_id)
         if rng.random() < 0.4:
             self._at(5, 50, self._pause, spec.job_id)

@@ -47,10 +47,16 @@ class CrowdChecks:
         wishes = [(record.spec.min_workers, record.spec.max_workers), *self.asked.get(job_id, [])]
         if low not in [w[0] for w in wishes] or high not in [w[1] for w in wishes]:
             return "a job has the bounds that somebody asked for"
-        if high > max(record.spec.max_workers, self.micro_batches.get(job_id, 0)):
+        most = max(record.spec.max_workers, self.micro_batches.get(job_id, 0))
+        if high > most and not record.spec.own_steps and not self._has_own_loop(record):
             return "no group is larger than a step has micro-batches"
         is_news = record.preempted_by and (before is None or not before.preempted_by)
         return (self._taken_down(record) if is_news else "") or self._above_limit(record, before)
+
+    def _has_own_loop(self, record: JobRecord) -> bool:
+        """Return whether its code has shown that its steps are not shared out by us."""
+        is_cut = record.spec.job_id in self.micro_batches
+        return not is_cut and any(not one.automatic for one in record.checkpoints)
 
     def _taken_down(self, record: JobRecord) -> str:
         """Return what is wrong with a job's giving all its workers to another one."""

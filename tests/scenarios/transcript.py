@@ -102,6 +102,7 @@ def message_line(message: CoordinatorMessage) -> str:
         )
     if isinstance(message, LeaveGroup):
         when = "at a boundary" if message.at_boundary else "at once"
+        when += ", saved" if message.saves else ""
         return f"leave {message.worker_id} g{message.generation} {when}: {message.reason}"
     if isinstance(message, StartWorker):
         return f"start {message.worker_id} of {message.spec.job_id}"

@@ -64,6 +64,12 @@ def lets_a_user_go_beyond_the_micro_batches(patch: Patch) -> None:
 
 
 @bug
+def takes_any_job_for_a_script_of_torchruns(patch: Patch) -> None:
+    """What has not said yet in how many parts a step is cut may grow as if it were not cut."""
+    patch.setattr(jobs.JobState, "has_own_steps", lambda self: True)
+
+
+@bug
 def keeps_free_slots_for_a_job_that_can_never_run(patch: Patch) -> None:
     """The first job that does not fit is waited for, also if no end of another lets it fit."""
     patch.setattr(packing.Shape, "fitting", lambda self, spec: 1_000_000)

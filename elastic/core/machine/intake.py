@@ -18,7 +18,7 @@ from elastic.core.events.coordinator import (
     Persist,
     SendAgent,
 )
-from elastic.core.machine import copies, health, reports, suspicion, waves
+from elastic.core.machine import copies, health, reports, requests, suspicion, waves
 from elastic.core.machine.announcing import announcement
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
@@ -399,7 +399,7 @@ def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> Non
     was_in_place = job.is_in_place() if report.in_place is not before.in_place else None
     worker.update(report, cluster.now_ns)
     if report.micro_batches > 0 and report.generation == job.generation:
-        job.micro_batches = report.micro_batches
+        requests.on_cut(cluster, job, report.micro_batches)
     if was_in_place is not None and job.is_in_place() is not was_in_place:
         cluster.replan = True  # It can be saved at any step, and may make room for others.
     if report.phase is WorkerPhase.FINISHED and report.generation == job.generation:

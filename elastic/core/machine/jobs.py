@@ -265,6 +265,18 @@ class JobState:
         members = (self.workers.get(worker_id) for worker_id in self.member_ids())
         return any(w is not None and w.report.in_place for w in members)
 
+    def has_own_steps(self) -> bool:
+        """Return whether its code shares out its steps itself, whatever the size of its group.
+
+        Scripts of torchrun's do; other code has shown it if its newest group has reported a
+        checkpoint, and trains in no loop of ours.
+        """
+        if self.spec.own_steps or self.is_in_place():
+            return not self.is_in_place()
+        trains = self.is_open and self.training_since_ns is not None
+        newest = (c for c in self.checkpoints if c.generation == self.generation)
+        return trains and any(not checkpoint.automatic for checkpoint in newest)
+
     def candidates(self, book: NodeBook) -> dict[WorkerId, Candidate]:
         """Return all workers as the membership policy sees them."""
         found, nodes = {}, book.nodes

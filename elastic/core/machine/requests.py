@@ -5,8 +5,6 @@ Rule: what was granted is durable before it is answered, and asking twice is as 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from elastic.core.events.coordinator import (
     NodeCordonRequested,
     PauseRequested,
@@ -18,8 +16,9 @@ from elastic.core.events.coordinator import (
 )
 from elastic.core.machine import health
 from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.policy import scaling
+from elastic.core.policy.scaling import Shape, Steps
 from elastic.core.world import JobPhase
-from elastic.errors import ConfigError
 
 CORDONS_BYTES_MAX = 512 * 1024
 """They are one record, and a store takes no more than 1 MiB in a commit."""
@@ -102,30 +101,36 @@ def on_scale(cluster: Cluster, event: ScaleRequested) -> None:
 
 def _refuse_bounds(job: JobState, low: int, high: int) -> str:
     """Return why a job cannot have these bounds, "" if it can."""
-    most = max(job.spec.max_workers, job.micro_batches)
-    if high > most and high > job.limits.max_workers:
-        return f"job {job.job_id}: max {high}: {_why_no_more(job, most)}"
-    try:
-        replace(job.spec, min_workers=low, max_workers=high)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    decision = scaling.judge_bounds(_shape(job), low, high)
+    return "" if decision.value else decision.reason
 
 
-def _why_no_more(job: JobState, most: int) -> str:
-    """Say what bounds a job's groups, and what to do."""
-    if not job.micro_batches:
-        return (
-            f"it was submitted with max_workers={most}; whether its steps can be shared by "
-            f"more is known once it trains in a loop over train.epochs() "
-            f"(prepare_data_loader(global_batch_size=...) decides); scale it then, or submit it "
-            f"again with a greater maximum"
-        )
-    return (
-        f"a step of this run is shared out in {job.micro_batches} micro-batches, so that no more "
-        f"than {most} workers have one, and their number is fixed for the run; for more, submit it "
-        f"again with a greater maximum or prepare_data_loader(global_batch_size=...), as a new run"
-    )
+def _shape(job: JobState) -> Shape:
+    if job.micro_batches:
+        steps = Steps.CUT
+    elif job.has_own_steps():
+        steps = Steps.ITS_OWN
+    else:
+        steps = Steps.IDLE if job.training_since_ns is None else Steps.UNKNOWN
+    return Shape(job.spec, job.limits.max_workers, job.micro_batches, steps)
+
+
+def on_cut(cluster: Cluster, job: JobState, micro_batches: int) -> None:
+    """Its loop has said in how many parts a step is shared out: no bound is above that.
+
+    One that a script of torchrun's was given may be, if it trains in our loop after all.
+    """
+    if job.micro_batches == micro_batches:
+        return
+    job.micro_batches = micro_batches
+    if job.bounds is None:
+        return
+    bounds = scaling.within(_shape(job), *job.bounds)
+    if bounds != job.bounds:
+        job.bounds = bounds
+        cluster.do(Persist((job.record(),)))
+        cluster.note("job_scaled", job.job_id, min_workers=bounds[0], max_workers=bounds[1])
+        cluster.touch_active()
 
 
 def on_cordon(cluster: Cluster, event: NodeCordonRequested) -> None:
