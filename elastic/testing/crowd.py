@@ -157,14 +157,18 @@ class Crowd:
     ) -> None:
         """Plan a job that would be the first to give way, and has nothing to go on from.
 
-        Storage takes a checkpoint of it late, or never.
+        Storage takes a checkpoint of it late, or never. In half of these runs a user has it pause.
         """
-        from_ns = random.Random(f"unsaved {self._seed}").choice([URGENT_NS + 15 * S, NEVER_NS])
+        rng = random.Random(f"unsaved {self._seed}")
+        from_ns = rng.choice([URGENT_NS + 15 * S, NEVER_NS])
         unsaved = replace(spec, job_id=JobId("unsaved"), name="unsaved", priority=-2)
         # It is still there when the urgent one is looked for.
         loop = replace(script, steps=2 * script.steps, report_every=NO_LIMIT)
         loop = replace(loop, in_place=True, saved_from_ns=from_ns)
         enter(unsaved, loop, PATIENT_NS)
+        if rng.random() < 0.5:
+            self._timeline.after(rng.randint(60 * S, URGENT_NS), self._pause, unsaved.job_id)
+            self._timeline.after(2 * URGENT_NS, self._resume, unsaved.job_id)
 
     def _look(self, job_id: JobId) -> None:
         self._fail(self._checks.waits(job_id), f"job {job_id}")

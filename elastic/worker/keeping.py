@@ -26,7 +26,7 @@ from elastic.worker.logbook import Logbook
 from elastic.worker.peer_copies import PeerCopies
 from elastic.worker.reading import read_checkpoint
 from elastic.worker.rows import StepRow, tell_rows
-from elastic.worker.saving import LEAVING_S, Saver, Seat
+from elastic.worker.saving import FINISH_S, LEAVING_S, Saver, Seat
 from elastic.worker.sharded_restore import Restorer
 from elastic.worker.sharded_state import with_expected
 from elastic.worker.state import State, TrainState
@@ -207,7 +207,8 @@ class Keeper:
             saver.wait_for_room(is_over, LEAVING_S)
             self.is_due = self._is_stored = True
             self.at_boundary(cursor, data, is_over)
-        saver.wait_durable(is_over, self._show_life)
+        # A job that rests has time, until the coordinator says otherwise; others wait for the rest.
+        saver.wait_durable(is_over, self._show_life, FINISH_S if self.rests else LEAVING_S)
 
     def take(self, cursor: Cursor, data: Data | None) -> State:
         """Return the state of the run; its tensors are the live ones.

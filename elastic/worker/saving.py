@@ -226,9 +226,11 @@ class Saver:
             if writer is not None:
                 writer.is_awaited = False
 
-    def wait_durable(self, is_over: Callable[[], bool], beat: Callable[[], None]) -> None:
+    def wait_durable(
+        self, is_over: Callable[[], bool], beat: Callable[[], None], timeout_s: float = LEAVING_S
+    ) -> None:
         """Wait until what was taken is durable or given up; for a while, and in a living group."""
-        deadline = time.monotonic() + LEAVING_S
+        deadline = time.monotonic() + timeout_s
         while self._writer is not None and not self._writer.finish(WAIT_SLICE_S):
             if is_over() or time.monotonic() > deadline:
                 return

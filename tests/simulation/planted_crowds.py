@@ -66,7 +66,7 @@ def lets_a_user_go_beyond_the_micro_batches(patch: Patch) -> None:
 @bug
 def takes_any_job_for_a_script_of_torchruns(patch: Patch) -> None:
     """What has not said yet in how many parts a step is cut may grow as if it were not cut."""
-    patch.setattr(jobs.JobState, "has_own_steps", lambda self: True)
+    patch.setattr(requests, "_has_own_steps", lambda job: True)
 
 
 @bug

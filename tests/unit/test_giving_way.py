@@ -258,3 +258,58 @@ def test_a_job_that_is_about_to_finish_is_let_finish() -> None:
     coordinator.finished("n2/1")
     coordinator.finished("n3/1")
     assert coordinator.store[JobId("a")].phase is JobPhase.SUCCEEDED
+
+
+def test_a_pause_that_storage_holds_up_keeps_nobody_waiting_who_can_have_other_slots() -> None:
+    coordinator = pair()
+    coordinator.pause("c")
+    coordinator.submit("b", priority=5)
+    assert "as workers that are told to end do so" in coordinator.job("b").reason
+    assert not coordinator.noted("gives_way"), "its slot comes free by itself"
+    coordinator.advance(10.1)
+    assert coordinator.job("c").reason == "pauses as soon as a checkpoint is written"
+    assert coordinator.job("a").reason == f"gives way to {TO_B} as soon as a checkpoint is written"
+    saved(coordinator, 3)  # The second one was wished for the pause, again.
+    coordinator.ready("n1/1")
+    assert coordinator.job("a").record.preempted_by == TO_B
+    saved(coordinator, 1, worker="n2/1")
+    assert coordinator.job("c").reason == "pauses at the next boundary"
+    coordinator.ready("n2/1")
+    assert coordinator.job("c").record.phase is JobPhase.PAUSED
+
+
+def test_a_pause_wishes_again_for_what_storage_did_not_take() -> None:
+    coordinator = pair()
+    coordinator.pause("c")
+    assert [m.request for m in coordinator.sent(SaveState)] == [1]
+    coordinator.advance(10.1)
+    assert [m.request for m in coordinator.sent(SaveState)] == [2]
+    coordinator.advance(601)
+    assert [m.request for m in coordinator.sent(SaveState)] == [3, 4]
+    saved(coordinator, 1, worker="n2/1")  # The first one, late: it is of a state after the wish.
+    assert coordinator.job("c").reason == "pauses at the next boundary"
+
+
+def test_a_pause_that_takes_long_ends_with_an_older_checkpoint_for_an_urgent_job() -> None:
+    coordinator = pair()
+    saved(coordinator, 0, worker="n2/1")
+    coordinator.pause("c")
+    coordinator.advance(100)
+    assert coordinator.job("c").reason == "pauses as soon as a checkpoint is written"
+    coordinator.submit("b", priority=5)
+    assert coordinator.job("c").reason == "pauses at the next boundary"
+    assert coordinator.job("a").reason == "1 workers"
+    coordinator.ready("n2/1")
+    assert coordinator.job("c").record.phase is JobPhase.PAUSED
+
+
+def test_nobody_leaves_in_vain_beside_one_that_pauses() -> None:
+    coordinator = pair()
+    coordinator.pause("c")
+    coordinator.submit("b", 2, priority=5)
+    saved(coordinator, 2)
+    assert coordinator.job("a").reason == f"gives way to {TO_B} as soon as c can, too"
+    coordinator.advance(10.1)
+    assert not coordinator.sent(LeaveGroup)
+    assert coordinator.job("a").reason == "1 workers"
+    assert "c (priority 0) wrote no checkpoint within 10 s" in coordinator.job("b").reason

@@ -146,8 +146,7 @@ class JobState:
             workers, 0 before.
         is_saved: that wish came true.
         gives_all: since then its group was asked to leave, and no other one is formed.
-        rest_by_ns: if it gives way: until when it is waited for a checkpoint, and from then on
-            for a boundary; None before.
+        rest_by_ns: until when it has time for a checkpoint, then for a boundary; None before.
         preempted_by: the job that it gave way to, "" once it trains again.
         submitter: by which token or certificate, "" if users are not told from each other.
         is_fresh: it has not trained yet since it was submitted, resumed or preempted.
@@ -265,18 +264,6 @@ class JobState:
         members = (self.workers.get(worker_id) for worker_id in self.member_ids())
         return any(w is not None and w.report.in_place for w in members)
 
-    def has_own_steps(self) -> bool:
-        """Return whether its code shares out its steps itself, whatever the size of its group.
-
-        Scripts of torchrun's do; other code has shown it if its newest group has reported a
-        checkpoint, and trains in no loop of ours.
-        """
-        if self.spec.own_steps or self.is_in_place():
-            return not self.is_in_place()
-        trains = self.is_open and self.training_since_ns is not None
-        newest = (c for c in self.checkpoints if c.generation == self.generation)
-        return trains and any(not checkpoint.automatic for checkpoint in newest)
-
     def candidates(self, book: NodeBook) -> dict[WorkerId, Candidate]:
         """Return all workers as the membership policy sees them."""
         found, nodes = {}, book.nodes
@@ -313,7 +300,12 @@ class JobState:
         Never before there is a checkpoint that the job goes on from.
         """
         is_bounded = self.gives_all and self.gives_way_to and self.checkpoints
-        return self.rest_by_ns if is_bounded and not self.paused else None
+        return self.rest_by_ns if is_bounded else None
+
+    def is_late(self, now_ns: int) -> bool:
+        """Return whether it pauses, and holds its workers for longer than who gives way may."""
+        due_ns = self.rest_by_ns
+        return self.paused and self.is_open and due_ns is not None and now_ns >= due_ns
 
     def forget_rest(self) -> None:
         """How far it came on the way to rest does not count for the next time."""

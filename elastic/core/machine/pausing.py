@@ -6,8 +6,9 @@ Rule: that a pause is wanted is durable, how far it has come is not: after a res
 coordinator it begins again with a checkpoint. A group that is about to finish is let finish, and
 one whose members are lost meanwhile rests on the newest checkpoint that there is. A pause takes as
 long as it takes. Who makes room has a deadline for the checkpoint and another for the boundary; if
-it has nothing to go on from by then it trains on, and the queue looks for others. Those that make
-room for the same job leave when all of them can, so that none does so in vain.
+it has nothing to go on from by then it trains on, and the queue looks for others; nor does it count
+on the slots of a pause that takes longer. Those that make room for the same job leave when all of
+them can, so that none does so in vain.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ def advance(cluster: Cluster, job: JobState) -> None:
         _rest(cluster, job)
         _touch_fellows(cluster, job)
         return
-    decision = _saving(cluster, job)
-    settle.wake(job, decision.wake_ns)
-    saving = decision.value
+    _mind_time(cluster, job)
+    saving = _saving(cluster, job).value
     if saving is Saving.IN_VAIN and not job.gives_all:
         _train_on(cluster, job)
     elif not _can_leave(job):
@@ -54,9 +54,30 @@ def _saving(cluster: Cluster, job: JobState) -> Decision[Saving]:
         in_place=bool(job.spec.run_path) and job.is_in_place(),
         is_saved=job.is_saved,
         num_checkpoints=len(job.checkpoints),
-        save_by_ns=None if job.paused else job.rest_by_ns,
+        # A user waits, unless somebody else does.
+        save_by_ns=job.rest_by_ns if job.gives_way_to else None,
         now_ns=cluster.now_ns,
     )
+
+
+def _mind_time(cluster: Cluster, job: JobState) -> None:
+    """Have the queue know once a job that pauses takes longer than one that gives way may.
+
+    What storage has not taken is given up by those who write it: it is wished for again.
+    """
+    now_ns = cluster.now_ns
+    if job.rest_by_ns is None or now_ns < job.rest_by_ns:
+        settle.wake(job, job.rest_by_ns)
+        return
+    if not job.paused:
+        return
+    if _is_counted_on(cluster, job):
+        cluster.replan = True
+    if job.pause_wish and not (job.is_saved or job.gives_all):
+        if now_ns >= job.passed_over_until_ns:
+            saves.wish(cluster, job)
+            job.passed_over_until_ns = now_ns + ns(cluster.config.preemption_retry_s)
+        settle.wake(job, job.passed_over_until_ns)
 
 
 def _save(cluster: Cluster, job: JobState) -> None:
@@ -64,7 +85,7 @@ def _save(cluster: Cluster, job: JobState) -> None:
     if not job.pause_wish:
         saves.wish(cluster, job)
         job.pause_wish = job.save_request
-    if not job.paused and job.rest_by_ns is None:
+    if job.rest_by_ns is None:
         job.rest_by_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
         settle.wake(job, job.rest_by_ns)
     job.reason = f"{_gives_way(job)} as soon as a checkpoint is written"
@@ -90,23 +111,28 @@ def _train_on(cluster: Cluster, job: JobState) -> None:
 
 
 def _fellows(cluster: Cluster, job: JobState) -> list[JobState]:
-    """Return the other jobs that make room for the same one, and hold workers."""
-    if job.paused or not job.gives_way_to:
+    """Return who else makes room for the same job, or pauses in time, and holds workers still."""
+    if job.paused:
         return []
     first = job.gives_way_to.partition(" ")[0]
     return [
         other
         for other in cluster.active()
         if other is not job
-        and not other.paused
         and other.is_open
-        and other.gives_way_to.partition(" ")[0] == first
+        and (_is_counted_on(cluster, other) or other.gives_way_to.partition(" ")[0] == first)
     ]
 
 
+def _is_counted_on(cluster: Cluster, job: JobState) -> bool:
+    """Return whether it pauses, and the queue divides its slots among others already."""
+    return job.paused and job.job_id not in cluster.grants
+
+
 def _touch_fellows(cluster: Cluster, job: JobState) -> None:
-    for other in _fellows(cluster, job):
-        if not other.gives_all:
+    """Look at those that may have waited for this one."""
+    for other in cluster.active():
+        if other is not job and other.gives_way_to and other.is_open and not other.gives_all:
             cluster.touch(other)
 
 

@@ -30,7 +30,9 @@ def plan(cluster: Cluster) -> None:
     # After a restart most nodes are still away: a plan without them would move everybody.
     held = cluster.now_ns < cluster.hold_until_ns
     cluster.replan = held
-    jobs = [] if held else [job for job in cluster.active() if not job.paused]
+    # Slots of a job that pauses come free by themselves, if that does not take too long.
+    here = [job for job in cluster.active() if not job.paused or job.is_late(cluster.now_ns)]
+    jobs = [] if held else here
     cluster.replan_at_ns = None
     grants = _grants(cluster, jobs)
     gave_way = [job.gives_way_to for job in cluster.active()]
@@ -58,9 +60,10 @@ def _make_room(cluster: Cluster, job: JobState, for_whom: str) -> None:
     Whoever was asked to leave and need not any more is put into the next group at that boundary.
     """
     before, job.gives_way_to = job.gives_way_to, for_whom
-    if bool(before) is bool(for_whom) or job.paused:
+    if bool(before) is bool(for_whom):
         return
-    job.forget_rest()
+    if not job.paused:  # It goes on with its pause, in the time of who gives way.
+        job.forget_rest()
     if job.is_open:
         name = "gives_way" if for_whom else "gives_way_no_more"
         cluster.note(name, job.job_id, to=for_whom or before)
@@ -116,8 +119,11 @@ def claim_of(cluster: Cluster, job: JobState) -> Claim:
         passed_over_ns=job.passed_over_until_ns,
         num_checkpoints=len(job.checkpoints),
     )
+    limits = job.limits
+    if job.paused:
+        limits = replace(limits, max_workers=limits.min_workers)
     return Claim(
-        spec=job.limits,
+        spec=limits,
         sequence=job.sequence,
         seats=tuple((w, nodes[w].node.node_id) for w in alive if may_host(nodes[w])),
         away=sum(1 for w in alive if not nodes[w].is_live()),

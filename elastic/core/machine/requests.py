@@ -108,11 +108,24 @@ def _refuse_bounds(job: JobState, low: int, high: int) -> str:
 def _shape(job: JobState) -> Shape:
     if job.micro_batches:
         steps = Steps.CUT
-    elif job.has_own_steps():
+    elif _has_own_steps(job):
         steps = Steps.ITS_OWN
     else:
         steps = Steps.IDLE if job.training_since_ns is None else Steps.UNKNOWN
     return Shape(job.spec, job.limits.max_workers, job.micro_batches, steps)
+
+
+def _has_own_steps(job: JobState) -> bool:
+    """Return whether its code shares out its steps itself, whatever the size of its group.
+
+    Scripts for torchrun do; other code has shown it if its newest group has reported a checkpoint,
+    and trains in no loop of ours. Whoever was ever in one may come to it again.
+    """
+    if job.is_in_place() or any(checkpoint.automatic for checkpoint in job.checkpoints):
+        return False
+    trains = job.is_open and job.training_since_ns is not None
+    is_reported = any(c.generation == job.generation for c in job.checkpoints)
+    return job.spec.own_steps or (trains and is_reported)
 
 
 def on_cut(cluster: Cluster, job: JobState, micro_batches: int) -> None:
