@@ -15,7 +15,7 @@ from elastic.client.changing import timeout_option
 from elastic.client.jobs import Client
 from elastic.client.printer import REPEAT_S, Printer
 from elastic.client.terminal import Target, reporting_errors
-from elastic.client.wording import has_ended, has_own_loop, workers
+from elastic.client.wording import has_ended, trains_outside, workers
 from elastic.core.view import JobView
 from elastic.core.world import JobPhase
 from elastic.errors import Refused, UsageError
@@ -115,10 +115,10 @@ def scale(target: Target, job: str, low: int | None, high: int | None) -> None:
         view = client.get(job)
     bounds = view.record.bounds
     click.echo(f"job {job} may have {bounds[0]} to {bounds[1]} workers", err=True)
-    if has_own_loop(view):
+    if trains_outside(view):
         click.echo(
-            "its code has a loop of its own: its group follows when it reports a checkpoint, or is "
-            "formed anew",
+            "it trains in no loop over train.epochs() now: its group follows when it reports a "
+            "checkpoint, or is formed anew",
             err=True,
         )
 

@@ -54,8 +54,8 @@ def has_ended(view: JobView) -> bool:
     return view.record.phase in ENDED
 
 
-def has_own_loop(view: JobView) -> bool:
-    """Return whether a group trains that does not leave at the end of any step."""
+def trains_outside(view: JobView) -> bool:
+    """Return whether a group trains outside of `train.epochs()`: it leaves at reports only."""
     members = [worker for worker in view.workers if worker.rank >= 0]
     is_training = any(worker.report.phase is WorkerPhase.TRAINING for worker in members)
     return is_training and not any(worker.report.in_place for worker in members)
