@@ -36,6 +36,7 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
+from elastic.runtime import rpc
 from elastic.wire.codec_jobs import JobEvent, TimedNote
 from tests.integration.coordinator import (
     DEADLINE_S,
@@ -183,7 +184,7 @@ async def test_nonsense_ends_its_own_stream_and_nothing_else(
         assert code == "INVALID_ARGUMENT"
         assert says in details
     async with User(coordinator.address) as user:
-        assert (await user.status()).protocol == "1.0"
+        assert (await user.status()).protocol == rpc.PROTOCOL
 
 
 async def test_a_second_hello_on_one_stream_ends_it(coordinator: Coordinator) -> None:
@@ -272,7 +273,7 @@ async def test_calls_without_the_right_papers_are_refused_with_what_to_do(
 async def test_another_minor_version_with_the_token_is_let_in(guarded: Coordinator) -> None:
     metadata = (("authorization", "Bearer secret-word"), ("elastic-protocol", "1.99"))
     async with User(guarded.address, metadata=metadata) as user:
-        assert (await user.status()).protocol == "1.0"
+        assert (await user.status()).protocol == rpc.PROTOCOL
 
 
 async def test_health_needs_no_papers_and_reflection_no_version(
