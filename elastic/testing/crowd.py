@@ -159,15 +159,16 @@ class Crowd:
 
         Storage takes a checkpoint of it late, or never. In half of these runs a user has it pause.
         """
-        rng = random.Random(f"unsaved {self._seed}")
-        from_ns = rng.choice([URGENT_NS + 15 * S, NEVER_NS])
+        index = self._seed // 16  # In turn, so that a few seeds have all that can come together.
+        from_ns = NEVER_NS if index % 4 in (1, 2) else URGENT_NS + 15 * S
         unsaved = replace(spec, job_id=JobId("unsaved"), name="unsaved", priority=-2)
         # It is still there when the urgent one is looked for.
         loop = replace(script, steps=2 * script.steps, report_every=NO_LIMIT)
         loop = replace(loop, in_place=True, saved_from_ns=from_ns)
         enter(unsaved, loop, PATIENT_NS)
-        if rng.random() < 0.5:
-            self._timeline.after(rng.randint(60 * S, URGENT_NS), self._pause, unsaved.job_id)
+        if index % 8 >= 4:
+            moment = random.Random(f"unsaved {self._seed}").randint(60 * S, URGENT_NS)
+            self._timeline.after(moment, self._pause, unsaved.job_id)
             self._timeline.after(2 * URGENT_NS, self._resume, unsaved.job_id)
 
     def _look(self, job_id: JobId) -> None:

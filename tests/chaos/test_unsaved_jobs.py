@@ -11,7 +11,7 @@ from elastic.testing.faulty_storage import Faults
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.shared import assert_nothing_done_twice, end, job_of, train_with, with_diary
 
-TIMES = ("--preemption-min-run", "0", "--preemption-deadline", "3", "--preemption-retry", "5")
+TIMES = ("--preemption-min-run", "0", "--preemption-deadline", "2", "--preemption-retry", "2")
 
 
 @pytest.mark.timeout(300)
@@ -22,12 +22,12 @@ def test_a_job_that_cannot_be_saved_trains_on_and_gives_way_once_it_can(
     monkeypatch.setenv("PYTHONPATH", faults.python_path())
     away = faults.add("denied", on="write", match="*/auto-*")
     low = job_of(
-        "low", tmp_path / "low", pace_s=0.02, min_workers=2, max_workers=2,
+        "low", tmp_path / "low", pace_s=0.01, min_workers=2, max_workers=2,
         run_path=f"faulty://{tmp_path}/low/run",
     )  # fmt: skip
     low = with_diary(low)
     high = job_of(
-        "high", tmp_path / "high", pace_s=0.02, min_workers=1, max_workers=1, priority=10
+        "high", tmp_path / "high", pace_s=0.005, min_workers=1, max_workers=1, priority=10
     )  # fmt: skip
     cluster = LocalCluster(
         nodes=1, workers_per_node=2, spares=1, directory=tmp_path / "cluster",
@@ -37,7 +37,7 @@ def test_a_job_that_cannot_be_saved_trains_on_and_gives_way_once_it_can(
         low_id = full.submit(low.spec)
         full.wait(low_id, lambda v: train_with(2, v), "two workers")
         high_id = full.submit(high.spec)
-        full.wait(high_id, lambda v: "wrote no checkpoint within 3 s" in v.reason, "the reason")
+        full.wait(high_id, lambda v: "wrote no checkpoint within 2 s" in v.reason, "the reason")
         record = full.job(low_id).record
         assert (record.phase, record.generation) == (JobPhase.RUNNING, 1), "it trains on"
         assert faults.hits(away)
