@@ -48,9 +48,11 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic.client.jobs import Client
-from elastic.core.config import CoordinatorConfig, JobSpec
+from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec, ns
 from elastic.core.messages import Announce, Hello, LeaveGroup, StartWorker, Welcome, WorkerUpdate
+from elastic.core.policy.spreading import answer_after_ns
 from elastic.core.world import (
+    Assignment,
     Entry,
     EntryKind,
     ExitCause,
@@ -78,6 +80,9 @@ WAIT_S = 300.0
 LOOK_S = 0.05
 SETTLE_S = 3.0
 REST_S = 10.0
+NICE = 10
+"""Of the agents: the coordinator shares its machine with nobody, as a rule."""
+MEMBER_NS = ns(AgentConfig.spread_s_per_member)
 OWN_FILES = 256
 """That a coordinator needs beside its connections."""
 
@@ -113,6 +118,7 @@ class PlayedAgent:
         self.welcome_ns = self.generation = 0
         self._tally = tally
         self._call: Any = None
+        self._answering: Any = None
         self._gone = asyncio.Event()
 
     async def live(self, address: str, gate: asyncio.Semaphore) -> None:
@@ -161,10 +167,24 @@ class PlayedAgent:
             self.report = replace(
                 self.report, phase=WorkerPhase.TRAINING, generation=self.generation, in_place=True
             )
-            await self._tell()
+            await self._answer(message.assignment)
         elif isinstance(message, LeaveGroup) and self.report is not None:
             self.report = replace(self.report, phase=WorkerPhase.READY)
             await self._tell()
+
+    async def _answer(self, place: Assignment) -> None:
+        """Say that the worker trains when it is its turn, as real agents do."""
+        after_ns = answer_after_ns(place.rank, place.world_size, MEMBER_NS)
+        if not after_ns:
+            await self._tell()
+            return
+
+        async def answer() -> None:
+            await asyncio.sleep(after_ns / 1e9)
+            if self.generation == place.generation:
+                await self._tell()
+
+        self._answering = asyncio.create_task(answer())
 
     async def _tell(self) -> None:
         if self.report is not None:
@@ -237,7 +257,12 @@ class Crowd:
             numbers = [str(number) for number in (first, number, at_once)]
             command = [sys.executable, __file__, "--hold", address, *numbers]
             self._holders.append(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                subprocess.Popen(
+                    ["nice", "-n", str(NICE), *command],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
             )
 
     def ask(self, command: str, holder: int | None = None) -> list[Any]:

@@ -273,6 +273,9 @@ class AgentConfig:
             is killed.
         stop_grace_s: at the agent's own end, between asking workers to end and killing them.
         spawn_failures_max: spawns that fail in a row before the agent gives up.
+        spread_s_per_member: what all members of a group tell alike is told one after another, a
+            member each so often; see `policy.spreading`. Groups for which that makes less than 20
+            milliseconds in all (200 members) tell it at once.
     """
 
     num_spares: int = 1
@@ -284,6 +287,7 @@ class AgentConfig:
     stopped_timeout_s: float = 0.5
     stop_grace_s: float = 5.0
     spawn_failures_max: int = 5
+    spread_s_per_member: float = 0.0001
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -294,7 +298,9 @@ class AgentConfig:
                 f"agent: reconnect_delay_s_min={self.reconnect_delay_s_min} and "
                 f"reconnect_delay_s_max={self.reconnect_delay_s_max}: expected 0 < min <= max < inf"
             )
-        for name in ("drain_timeout_s", "stop_grace_s", "stopped_timeout_s"):
+        for name in (
+            "drain_timeout_s", "stop_grace_s", "stopped_timeout_s", "spread_s_per_member",
+        ):  # fmt: skip
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(
                     f"agent: {name}={getattr(self, name)}: expected a finite number >= 0"

@@ -34,6 +34,8 @@ MESSAGE_BYTES_MAX = 2 * ENTRY_BYTES_MAX
 """Above the largest job and the largest Hello (some thousand workers); the codec's limit too."""
 PENDING_REQUESTS_MAX = 100_000
 """Calls that arrived and were not begun; three thousand agents come back at once."""
+LOOKAHEAD_BYTES = 512 * 1024
+"""Of a stream that nobody has read yet: 16 MiB of code arrive in 32 round trips."""
 STREAMS_PER_CONNECTION_MAX = 256
 CONNECTIONS_MAX = 16_384
 """Above ten thousand agents and their users; see `elastic.coord.server_limits.raise_file_limit`."""
@@ -184,8 +186,12 @@ def server_options(connections: int = CONNECTIONS_MAX) -> Options:
 
 
 def size_options() -> Options:
-    """Return the message size limits, equal on both sides."""
+    """Return the limits of messages, and of what is under way, equal on both sides."""
     return (
+        # A ping for each message, to learn how much may be under way: with thousands of agents
+        # that is half of what a message costs. This much may be, instead.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     )

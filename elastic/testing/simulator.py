@@ -99,7 +99,12 @@ class Simulation:
             CoordinatorHost(self.timeline, self.network, self.disk, config, candidate=candidate)
             for candidate in self._draw_candidates()
         ]
-        agent_config = AgentConfig(num_spares=rng.choice([0, 1, 2]), drain_timeout_s=5.0)
+        agent_config = AgentConfig(
+            num_spares=rng.choice([0, 1, 2]),
+            drain_timeout_s=5.0,
+            # As in groups of hundreds and thousands.
+            spread_s_per_member=(0.0001, 0.0001, 0.01, 0.1)[seed // 4 % 4],
+        )
         self.agents = [
             AgentHost(
                 self.timeline,

@@ -31,6 +31,7 @@ from elastic.core.machine import agent_orders
 from elastic.core.machine.agent_books import AgentBooks
 from elastic.core.machine.agent_departure import EXIT_DRAINED
 from elastic.core.machine.agent_processes import KILLABLE, Process, describe_exit, judge_exit
+from elastic.core.machine.agent_workers import Worker
 from elastic.core.machine.story import Story, note
 from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
 from elastic.core.messages import (
@@ -113,7 +114,7 @@ class AgentMachine:
         if self._is_over:
             return None
         books = self._books
-        parts = (books.connection, books.processes, books.departure, books.copies)
+        parts = (books, books.connection, books.processes, books.departure, books.copies)
         moments = [part.next_deadline_ns() for part in parts]
         return min((moment for moment in moments if moment is not None), default=None)
 
@@ -196,14 +197,28 @@ class AgentMachine:
             return
         if isinstance(message, WorkerUpdate):
             said = message.report
-            if said.worker_id != worker.worker_id or not books.workers.hear(worker, said):
+            at_ns = books.spreading.answer_at_ns(said)
+            is_own = said.worker_id == worker.worker_id
+            if not is_own or not books.workers.hear(worker, said, tell_at_ns=at_ns):
                 what = f"{said.worker_id} {said.phase.value} in {said.generation}"
                 books.note(worker, "worker_update_ignored", said=what)
         elif isinstance(message, Reported):
             if message.report.worker_id == worker.worker_id and books.reports.add(message):
                 books.tell(message)
         elif message.worker_id == worker.worker_id:
-            books.tell(message)
+            self._telemetry(worker, message)
+
+    def _telemetry(self, worker: Worker, message: Progress | Pulse) -> None:
+        """Pass on what a worker says of its main thread."""
+        books = self._books
+        if isinstance(message, Progress):
+            if books.spreading.hold(message, books.now_ns):
+                return
+        elif books.workers.is_changed(worker):
+            # That it waits in a group counts once it is known to be in it.
+            books.workers.tell(worker)
+            books.tell_changes()
+        books.tell(message)
 
     def _process_exited(self, process: Process, cause: ExitCause) -> None:
         books = self._books

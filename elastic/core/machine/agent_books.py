@@ -14,6 +14,7 @@ from elastic.core.machine.agent_connection import Connection, Unacknowledged
 from elastic.core.machine.agent_copies import Copies
 from elastic.core.machine.agent_departure import Departure
 from elastic.core.machine.agent_processes import Processes
+from elastic.core.machine.agent_spreading import Spreading
 from elastic.core.machine.agent_workers import Worker, Workers
 from elastic.core.machine.story import note
 from elastic.core.messages import (
@@ -48,6 +49,7 @@ class AgentBooks:
         processes: spares and workers' processes.
         workers: what is told of each worker.
         departure: whether and when this agent ends.
+        spreading: which of what workers say waits.
         copies: what it holds for other nodes.
         copies_at: where those reach it for that, "" if they cannot.
         problems: what is wrong with this node now.
@@ -67,6 +69,7 @@ class AgentBooks:
         self.processes = Processes(config, self.out)
         self.workers = Workers(devices)
         self.departure = Departure(config)
+        self.spreading = Spreading(config)
         self.copies, self.copies_at = Copies(self.out), copies_at
         self.problems: tuple[str, ...] = ()
         self.health_is_told = True
@@ -82,6 +85,7 @@ class AgentBooks:
     def exit_worker(self, worker: Worker, cause: ExitCause) -> None:
         """A worker is no more, for the reason given."""
         process_id = worker.process_id
+        self.spreading.forget(worker.worker_id)
         self.workers.exited(worker, cause)
         self.note(
             worker,
@@ -147,12 +151,21 @@ class AgentBooks:
         if self.connection.is_registered():
             self.connection.send(message)
 
+    def next_deadline_ns(self) -> int | None:
+        """Return when something that workers said is to be passed on; never while nobody hears."""
+        if not self.connection.is_registered():
+            return None
+        moments = (self.workers.next_deadline_ns(), self.spreading.next_deadline_ns())
+        return min((moment for moment in moments if moment is not None), default=None)
+
     def tell_changes(self) -> None:
         """Tell the coordinator what it does not know yet; while it is away, hello does later."""
         if not self.connection.is_registered():
             return
-        for worker in self.workers.take_changed():
+        for worker in self.workers.take_changed(self.now_ns):
             self.connection.send(WorkerUpdate(worker.report))
+        for progress in self.spreading.take_due(self.now_ns):
+            self.connection.send(progress)
         if not self.health_is_told:
             self.health_is_told = True
             self.connection.send(NodeHealth(self.problems))

@@ -1,7 +1,7 @@
 """The workers that an agent answers for, and which accelerators each of them has.
 
 Rule: a worker stays in the book, exited or not, until the coordinator says that it may be
-forgotten. What changed is told once per step, as a whole report.
+forgotten. What changed is told once per step, as a whole report, or a little later if that may be.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class Workers:
         """Begin empty."""
         self.devices = Devices(devices)
         self._book: dict[WorkerId, Worker] = {}
-        self._changed: dict[WorkerId, None] = {}
+        # Until when each may wait.
+        self._changed: dict[WorkerId, int] = {}
 
     def get(self, worker_id: WorkerId | None) -> Worker | None:
         """Return a worker, None if it is not known (any more)."""
@@ -155,10 +156,15 @@ class Workers:
         devices = self.devices.names(worker.devices)
         return Assign(worker.worker_id, worker.spec, host, devices, ahead=worker.ahead)
 
-    def hear(self, worker: Worker, said: WorkerReport) -> bool:
+    def hear(self, worker: Worker, said: WorkerReport, *, tell_at_ns: int = 0) -> bool:
         """Merge what the worker says of itself; False if it cannot be true.
 
         The pid and the exit are the agent's to know; a failure once told stays told.
+
+        Args:
+            worker: whose process spoke.
+            said: all it says of itself.
+            tell_at_ns: when the coordinator is to hear of it at the latest.
         """
         known = worker.report
         is_stale = said.generation < known.generation
@@ -178,7 +184,7 @@ class Workers:
             micro_batches=said.micro_batches,
         )
         if worker.report != known:
-            self.tell(worker)
+            self.tell(worker, at_ns=tell_at_ns)
         return True
 
     def exited(self, worker: Worker, cause: ExitCause) -> None:
@@ -198,12 +204,30 @@ class Workers:
         del self._book[worker.worker_id]
         self._changed.pop(worker.worker_id, None)
 
-    def tell(self, worker: Worker) -> None:
-        """See that the coordinator hears of this worker, also if it is known already."""
-        self._changed[worker.worker_id] = None
+    def tell(self, worker: Worker, *, at_ns: int = 0) -> None:
+        """See that the coordinator hears of this worker by then, also if it is known already."""
+        waits_ns = self._changed.get(worker.worker_id, at_ns)
+        self._changed[worker.worker_id] = min(waits_ns, at_ns)
 
-    def take_changed(self) -> list[Worker]:
-        """Return the workers that are to be told of, and take them for told."""
-        changed = [self._book[worker_id] for worker_id in self._changed]
-        self._changed = {}
-        return changed
+    def is_changed(self, worker: Worker) -> bool:
+        """Return whether the coordinator is still to hear of this worker."""
+        return worker.worker_id in self._changed
+
+    def next_deadline_ns(self) -> int | None:
+        """Return when a worker is to be told of."""
+        return min(self._changed.values(), default=None)
+
+    def take_changed(self, now_ns: int | None = None) -> list[Worker]:
+        """Return the workers that are to be told of now, and take them for told.
+
+        Args:
+            now_ns: None for those, too, that may wait.
+        """
+        due = [
+            worker_id
+            for worker_id, at_ns in self._changed.items()
+            if now_ns is None or at_ns <= now_ns
+        ]
+        for worker_id in due:
+            del self._changed[worker_id]
+        return [self._book[worker_id] for worker_id in due]

@@ -436,7 +436,7 @@ class WorkerMachine:
         check_move(MAIN, f"main thread of {self._name()}", self._main, phase)
         self._main = phase
         if phase is MainPhase.TRAINING:
-            self._pulses.begin(self._now_ns)
+            self._pulses.begin(self._now_ns, self._assignment().world_size)
 
     # ------------------------------------------------------------ facts
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from elastic.core.config import NS_PER_S
 from elastic.core.events.worker import Looked
+from elastic.core.policy.spreading import WAITING_NS, waiting_is_long_after_ns
 
 LOOK_NS = NS_PER_S // 10
 LATE_NS = 3 * LOOK_NS
-WAITING_NS = NS_PER_S // 4
-"""Waiting for peers is worth a word after this: ranks of a healthy run differ by less."""
 STILL_NS = NS_PER_S
 """Standing still is worth a word after this."""
 WAITING_AGAIN_NS = NS_PER_S // 2
@@ -33,10 +32,12 @@ class PulseWatch:
         self._moved_ns = 0
         self._told = (False, False)
         self._told_ns = 0
+        self._long_ns = WAITING_NS
 
-    def begin(self, now_ns: int) -> None:
+    def begin(self, now_ns: int, world_size: int) -> None:
         """Another generation trains: what was said in the one before is forgotten."""
         self.look_at_ns = now_ns + LOOK_NS
+        self._long_ns = waiting_is_long_after_ns(world_size)
         self._beats, self._moved_ns = -1, now_ns
         self._told = (False, False)
 
@@ -55,7 +56,7 @@ class PulseWatch:
         self.look_at_ns = now_ns + LOOK_NS
         if seen.beats != self._beats:
             self._beats, self._moved_ns = seen.beats, now_ns
-        waits = seen.waiting_ns >= WAITING_NS
+        waits = seen.waiting_ns >= self._long_ns
         still_ns = now_ns - self._moved_ns
         # Before the training loop is seen, user code loads data and builds models in its own time.
         stands = seen.beats > 0 and not seen.waiting_ns and still_ns >= STILL_NS

@@ -1,0 +1,49 @@
+"""Spreading: what all members of a large group say alike is said by one after another.
+
+Rule: only what nothing waits for is spread: that a member forms or trains, and how far it is. What
+went wrong, or is asked for, is said at once. A coordinator needs about as long to hear a member as
+to tell it of its group, and whoever answers at once keeps it from telling the next one.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import NS_PER_S
+
+LEAST_NS = NS_PER_S // 50
+"""A group that would be done sooner speaks at once."""
+TELEMETRY_SPREADS = 10
+"""Telemetry may take a tenth of the coordinator's time."""
+WAITING_NS = NS_PER_S // 4
+WAITING_NS_PER_MEMBER = NS_PER_S // 5000
+"""Members of ten thousand learn of a group within a second or two, and the first ones wait."""
+
+
+def answer_after_ns(rank: int, world_size: int, member_ns: int) -> int:
+    """Return how long after the announcement a member says that it forms its group, or trains.
+
+    The first half of the time is for telling the others.
+
+    Args:
+        rank: of the member.
+        world_size: members of the group.
+        member_ns: for each of them.
+    """
+    all_ns = world_size * member_ns
+    return all_ns // 2 + rank * member_ns if all_ns >= LEAST_NS else 0
+
+
+def telemetry_every_ns(rank: int, world_size: int, member_ns: int) -> int:
+    """Return the least time between two messages of how far a member is, 0 for none.
+
+    Of rank 0, whose progress users see, as of a small group: workers keep to a second.
+    """
+    is_small = world_size * member_ns < LEAST_NS
+    return 0 if is_small or rank == 0 else world_size * member_ns * TELEMETRY_SPREADS
+
+
+def waiting_is_long_after_ns(world_size: int) -> int:
+    """Return how long a member waits for its peers before it says so.
+
+    Ranks of a healthy run differ by less.
+    """
+    return max(WAITING_NS, world_size * WAITING_NS_PER_MEMBER)
