@@ -119,6 +119,7 @@ class PlayedAgent:
         self._tally = tally
         self._call: Any = None
         self._answering: Any = None
+        self._writing = asyncio.Lock()
         self._gone = asyncio.Event()
 
     async def live(self, address: str, gate: asyncio.Semaphore) -> None:
@@ -187,8 +188,9 @@ class PlayedAgent:
         self._answering = asyncio.create_task(answer())
 
     async def _tell(self) -> None:
-        if self.report is not None:
-            await self._call.write(encode_agent_message(WorkerUpdate(self.report)))
+        async with self._writing:
+            if self.report is not None:
+                await self._call.write(encode_agent_message(WorkerUpdate(self.report)))
 
     async def lose_worker(self) -> None:
         """Let the worker be killed."""

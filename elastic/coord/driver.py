@@ -54,6 +54,8 @@ TICK_PAUSE_S = 0.001
 GATHER_S_MIN, GATHER_S_MAX = 0.005, 0.05
 """A machine whose step took longer than the first is not asked again at once, but waits for as
 long, the second at most."""
+MANY_SESSIONS = 500
+"""With as many, it always waits for the first: what they say alike comes in thousands."""
 
 
 class Machine(Protocol):
@@ -253,8 +255,8 @@ class Driver:
         is said meanwhile: a thousand agents that come back would have it looked at a thousand
         times.
         """
-        if self._took_s >= GATHER_S_MIN:
-            await anyio.sleep(min(self._took_s, GATHER_S_MAX))
+        if self._took_s >= GATHER_S_MIN or len(self.sessions) >= MANY_SESSIONS:
+            await anyio.sleep(min(max(self._took_s, GATHER_S_MIN), GATHER_S_MAX))
 
     async def _step(self, event: CoordinatorEvent) -> None:
         self._journal.check_office()

@@ -108,7 +108,7 @@ def said(
 ) -> list[tuple[float, float, float]]:
     """Look at (beats, seconds of waiting); return (moment, waiting, standing) of what is said."""
     watch, found = PulseWatch(), []
-    watch.begin(0)
+    watch.begin(0, 2)
     for index, (beats, waiting_s) in enumerate(looks, start=1):
         now_ns = ns(index * every_s)
         pulse = watch.look(Looked(beats, ns(waiting_s)), now_ns)
@@ -146,7 +146,7 @@ def test_who_stands_still_after_waiting_says_so() -> None:
 
 def test_time_in_which_nobody_could_look_is_not_held_against_the_main_thread() -> None:
     watch = PulseWatch()
-    watch.begin(0)
+    watch.begin(0, 2)
     assert watch.look(Looked(5), ns(0.1)) is None
     assert watch.look(Looked(5), ns(60)) is None
     found = [watch.look(Looked(5), ns(60 + tenth / 10)) for tenth in range(1, 12)]

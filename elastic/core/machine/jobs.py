@@ -409,6 +409,7 @@ class Cluster:
         secret: the keys of copies are made of it.
         first_save, num_saves: wishes for checkpoints are numbered from there on; so many so far.
         look_by_ns: when the machine has asked to be called for a look or a probe, None for never.
+        num_checked: of the sessions, in this round of checks.
         hold_until_ns: after a restart no worker is started before, so that agents can report
             what runs already.
         grants: what the queue has for each job; a job that is not in it has no rival.
@@ -429,6 +430,7 @@ class Cluster:
     first_save: int = 0
     num_saves: int = 0
     look_by_ns: int | None = None
+    num_checked: int = 0
     sequence: int = 0
     term: int = 1
     history: str = ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import inf
 
 from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist, SendAgent
@@ -55,13 +56,18 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
         # Once for all that came together: a cloud may take a thousand nodes at one moment.
         job.has_news_of_leavers = False
         remind_of_leavers(cluster, job, job.member_ids())
+    formed = False
     for _ in range(ROUNDS_MAX):
-        _give_up_stuck(cluster, job)
+        if not formed:
+            _give_up_stuck(cluster, job)
         if _is_complete(job):
             end_job(cluster, job, JobPhase.SUCCEEDED, "all workers finished")
             return
+        generation = job.generation
         if not _settle_group(cluster, job):
             break
+        # Nobody is late for a group that was announced in this step.
+        formed = job.generation > generation
     else:
         check(False, f"job {job.job_id} does not come to rest: {job.reason}")
     if job.has_ended():
@@ -192,6 +198,8 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     job.seated = job.group, places
     job.is_open, job.asked = True, False
     job.announced_ns, job.training_since_ns = cluster.now_ns, None
+    soonest_s = min(cluster.config.form_timeout_s, job.spec.hang_timeout_s or inf)
+    wake(job, cluster.now_ns + ns(soonest_s))
     job.first_steps, job.finished = {}, {}
     if job.is_fresh:
         job.is_fresh = False

@@ -7,15 +7,14 @@ rendezvous and writes reports has taken part before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic.core.world import NodeId, WorkerId
 from elastic.errors import check
 
 
-@dataclass(frozen=True)
-class Place:
-    """One worker's place in the group."""
+class Place(NamedTuple):
+    """One worker's place in the group; a tuple, because a group may have ten thousand."""
 
     worker_id: WorkerId
     node_id: NodeId
@@ -45,20 +44,20 @@ def assign_ranks(
         not matter (test_ranks).
     """
     check(len(set(members)) == len(members), f"a worker is a member twice: {list(members)}")
-    old_rank = {worker_id: rank for rank, worker_id in enumerate(previous)}
-    last = len(previous)
-
-    def worker_key(worker_id: WorkerId) -> tuple[int, WorkerId]:
-        return (old_rank.get(worker_id, last), worker_id)
-
+    left = set(members)
+    # In the order of their old ranks, so that their nodes come in that order too.
+    survivors = [worker_id for worker_id in previous if worker_id in left]
     by_node: dict[NodeId, list[WorkerId]] = {}
-    for worker_id in sorted(members, key=worker_key):
+    for worker_id in survivors:
         by_node.setdefault(node_of[worker_id], []).append(worker_id)
-    nodes = sorted(by_node, key=lambda n: (old_rank.get(by_node[n][0], last), n))
+    new_nodes: dict[NodeId, list[WorkerId]] = {}
+    for worker_id in sorted(left.difference(survivors)):
+        node_id = node_of[worker_id]
+        (by_node if node_id in by_node else new_nodes).setdefault(node_id, []).append(worker_id)
+    by_node.update((node_id, new_nodes[node_id]) for node_id in sorted(new_nodes))
 
     places: list[Place] = []
-    for node_rank, node_id in enumerate(nodes):
-        local = by_node[node_id]
+    for node_rank, (node_id, local) in enumerate(by_node.items()):
         for local_rank, worker_id in enumerate(local):
             places.append(Place(worker_id, node_id, len(places), local_rank, len(local), node_rank))
     return tuple(places)
