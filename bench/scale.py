@@ -63,7 +63,7 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
-from elastic.runtime.rpc import call_metadata, open_channel
+from elastic.runtime.rpc import SILENCE_S, call_metadata, open_channel
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
     decode_coordinator_message,
@@ -122,11 +122,11 @@ class PlayedAgent:
         self._writing = asyncio.Lock()
         self._gone = asyncio.Event()
 
-    async def live(self, address: str, gate: asyncio.Semaphore) -> None:
+    async def live(self, address: str, gate: asyncio.Semaphore, silence_s: float) -> None:
         """Connect, and connect again, until the node dies."""
         wait_s = 0.1
         while not self._gone.is_set():
-            async with open_channel(address) as channel:
+            async with open_channel(address, silence_s=silence_s) as channel:
                 try:
                     await self._attach(channel, gate)
                     wait_s = 0.1
@@ -210,7 +210,7 @@ class PlayedAgent:
         self._call.cancel()
 
 
-async def hold(address: str, first: int, number: int, at_once: int) -> None:
+async def hold(address: str, first: int, number: int, at_once: int, silence_s: float) -> None:
     """Hold agents, and answer commands on stdin with JSON on stdout."""
     gate = asyncio.Semaphore(at_once)
     tally = Tally()
@@ -223,7 +223,7 @@ async def hold(address: str, first: int, number: int, at_once: int) -> None:
             lines.put_nowait(line)
         lines.put_nowait("end")
 
-    tasks = [asyncio.create_task(agent.live(address, gate)) for agent in agents]
+    tasks = [asyncio.create_task(agent.live(address, gate, silence_s)) for agent in agents]
     tasks.append(asyncio.create_task(read()))
     while (command := (await lines.get()).split())[0] != "end":
         living = [agent for agent in agents if not agent.is_gone()]
@@ -250,13 +250,13 @@ async def hold(address: str, first: int, number: int, at_once: int) -> None:
 class Crowd:
     """All agents, in their processes."""
 
-    def __init__(self, address: str, agents: int) -> None:
+    def __init__(self, address: str, agents: int, silence_s: float) -> None:
         self._holders = []
         each = max(AGENTS_PER_PROCESS, -(-agents // PROCESSES_MAX))
         firsts = range(0, agents, each)
         for first in firsts:
             number, at_once = min(each, agents - first), CONNECTING_AT_ONCE // len(firsts)
-            numbers = [str(number) for number in (first, number, at_once)]
+            numbers = [str(number) for number in (first, number, at_once, silence_s)]
             command = [sys.executable, __file__, "--hold", address, *numbers]
             self._holders.append(
                 subprocess.Popen(
@@ -320,8 +320,9 @@ class Crowd:
 class Coordinator:
     """A real coordinator."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, silence_s: float) -> None:
         self._folder = folder
+        self._silence_s = silence_s
         self.address = "127.0.0.1:0"
         self.start()
 
@@ -333,7 +334,7 @@ class Coordinator:
             [
                 *(sys.executable, "-m", "elastic.coord.cli", "serve", "--listen", self.address),
                 *("--store", f"sqlite:{self._folder}/coord.sqlite", "--ready-file", str(ready)),
-                *("--log-level", "error"),
+                *("--log-level", "error", "--silence", str(self._silence_s)),
             ],
             stdout=subprocess.DEVNULL,
         )
@@ -392,11 +393,11 @@ def phase(coordinator: Coordinator, crowd: Crowd) -> Iterator[Phase]:
     found.commits = coordinator.revision() - revision
 
 
-def measure(agents: int, *, storm: bool) -> list[str]:
+def measure(agents: int, silence_s: float, *, storm: bool) -> list[str]:
     """Return a row of the table."""
     with tempfile.TemporaryDirectory() as folder:
-        coordinator = Coordinator(Path(folder))
-        crowd = Crowd(coordinator.address, agents)
+        coordinator = Coordinator(Path(folder), silence_s)
+        crowd = Crowd(coordinator.address, agents, silence_s)
         try:
             return [f"{agents}", *_cells(coordinator, crowd, agents, storm=storm)]
         finally:
@@ -470,23 +471,25 @@ def check_files(agents: int) -> None:
 @click.command()
 @click.option("--agents", "counts", type=int, multiple=True, help="Default: 1000.")
 @click.option("--storm/--no-storm", default=True, help="Restart the coordinator, too.")
-def main(counts: tuple[int, ...], storm: bool) -> None:
+@click.option("--silence", type=float, default=SILENCE_S, show_default=True, help="Seconds.")
+def main(counts: tuple[int, ...], storm: bool, silence: float) -> None:
     """Measure a coordinator with many agents."""
     check_files(max(counts, default=0))
     table = Table("agents", "rest", "MiB", "submit", "death", "node", "storm", "bytes")
     for agents in counts or (1000,):
-        table.add_row(*measure(agents, storm=storm))
+        table.add_row(*measure(agents, silence, storm=storm))
     console = Console(width=150)
     grace = CoordinatorConfig.node_grace_s
     console.print(
         f"Python {platform.python_version()}, {os.cpu_count()} cores for coordinator and agents; "
-        f"in brackets processor time of coordinator + agents, commits; node grace {grace:g} s"
+        f"in brackets processor time of coordinator + agents, commits; node grace {grace:g} s, "
+        f"--silence {silence:g} s"
     )
     console.print(table)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--hold"]:
-        anyio.run(hold, sys.argv[2], *(int(text) for text in sys.argv[3:]))
+        anyio.run(hold, sys.argv[2], *(int(text) for text in sys.argv[3:6]), float(sys.argv[6]))
     else:
         main()

@@ -20,6 +20,7 @@ from elastic.errors import (
     VersionMismatch,
 )
 from elastic.runtime.access import Access
+from elastic.runtime.rpc import SILENCE_S
 from elastic.runtime.stream import ClientStream, open_stream
 from elastic.wire.codec_stream import ATTACH_METHOD
 
@@ -41,6 +42,7 @@ async def find_leader(
     say: Callable[[str], None],
     *,
     hearsay: Collection[str] = (),
+    silence_s: float = SILENCE_S,
 ) -> ClientStream:
     """Return a stream to the coordinator that leads, as long as any may still lead to it.
 
@@ -50,6 +52,7 @@ async def find_leader(
         say: told what hinders, as long as standbys are waited for.
         hearsay: those of them that somebody else named, some time ago; somebody else may answer
             there by now, whose refusal means nothing.
+        silence_s: of a coordinator's host after which it is lost, as one of them said last.
 
     Raises:
         NotAuthorized, VersionMismatch: one of them refused us for good, none took us.
@@ -57,7 +60,7 @@ async def find_leader(
     """
     round_s = ROUND_S_MIN
     while True:
-        search = _Search(access)
+        search = _Search(access, silence_s)
         stream = await search.run(endpoints, round_s)
         if stream is not None:
             return stream
@@ -70,8 +73,9 @@ async def find_leader(
 class _Search:
     """One round: everybody is asked once, and standbys are waited for."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, silence_s: float) -> None:
         self._access = access
+        self._silence_s = silence_s
         self._found: ClientStream | None = None
         self._asking: dict[str, None] = {}
         self._failures: dict[str, ElasticError] = {}
@@ -132,6 +136,7 @@ class _Search:
                         access=self._access,
                         timeout_s=CONNECT_S_MAX,
                         after_term=term,
+                        silence_s=self._silence_s,
                     )
                 except NotLeading as news:
                     if term is not None and news.term <= term:

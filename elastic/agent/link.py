@@ -30,7 +30,7 @@ from elastic.errors import (
 from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import quoted
-from elastic.runtime.rpc import plain_addresses
+from elastic.runtime.rpc import SILENCE_S, plain_addresses
 from elastic.runtime.stream import ClientStream
 from elastic.wire.codec_stream import (
     decode_coordinator_message,
@@ -95,6 +95,7 @@ class Link:
         self._outbox = Outbox()
         self._task: asyncio.Task[None] | None = None
         self._ever_welcomed = False
+        self._silence_s = SILENCE_S
         self._complaint = Complaint(clock)
 
     def connect(self, session: SessionId) -> None:
@@ -181,7 +182,11 @@ class Link:
             ElasticError: none of them took us.
         """
         stream = await find_leader(
-            self._endpoints, self._access, self._complaint.say_at_once, hearsay=self._learned
+            self._endpoints,
+            self._access,
+            self._complaint.say_at_once,
+            hearsay=self._learned,
+            silence_s=self._silence_s,
         )
         # A leader that a standby pointed to is remembered.
         self._learn((stream.endpoint,))
@@ -234,6 +239,7 @@ class Link:
             data = await stream.read()
         if waiting.cancelled_caught:
             return f"the coordinator at {stream.endpoint} took the stream and does not answer"
+        self._silence_s = await stream.silence_s()
         passed_over: set[str] = set()
         while data is not None:
             try:

@@ -8,7 +8,6 @@ not shared, 78 a setting is wrong (do not retry).
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from elastic import __version__
 from elastic.client.show import print_cluster, status_as_dict
 from elastic.coord.backup import Copied, back_up, restore
 from elastic.coord.cli_locks import certs, tokens
+from elastic.coord.collector import stop_collector
 from elastic.coord.serve import PREFIX, ServeOptions, parse_listen, serve
 from elastic.coord.server_probe import fetch_health, first_answer
 from elastic.coord.store_access import StoreFiles
@@ -39,12 +39,18 @@ from elastic.errors import (
 from elastic.runtime.access import Access, find_access, find_tls, read_token_file
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.eventlog import set_up_logging
-from elastic.runtime.rpc import format_endpoint, parse_endpoint, parse_endpoints
+from elastic.runtime.rpc import (
+    SILENCE_S,
+    SILENCE_S_MAX,
+    SILENCE_S_MIN,
+    format_endpoint,
+    parse_endpoint,
+    parse_endpoints,
+)
 
 log = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
-COLLECTOR_THRESHOLDS = (20_000, 20, 50)
 Command = TypeVar("Command", bound=Callable[..., Any])
 EXIT_UNREACHABLE = 69
 EXIT_BUG = 70
@@ -216,6 +222,12 @@ def main() -> None:
     help="The same of one name of token or certificate.",
 )  # fmt: skip
 @click.option(
+    "--silence", type=click.FloatRange(SILENCE_S_MIN, SILENCE_S_MAX), metavar="SECONDS",
+    default=SILENCE_S, show_default=True,
+    help="An agent whose host says nothing for so long is lost. With thousands of agents 5 or more "
+    "saves most of the pings; groups that train notice within about a second all the same.",
+)  # fmt: skip
+@click.option(
     "--preemption", type=click.Choice(PREEMPTIONS), default=CoordinatorConfig.preemption,
     show_default=True,
     help="What jobs that train give to one of strictly higher priority: what is above their mins "
@@ -269,6 +281,7 @@ def serve_command(log_level: str, **settings: Any) -> None:
             event_log=settings["event_log"],
             ready_file=settings["ready_file"],
             tether_fd=settings["tether_fd"],
+            silence_s=settings["silence"],
             config=CoordinatorConfig(
                 probe_timeout_s=settings["probe_timeout"],
                 projects=tuple(parse_project(text) for text in settings["projects"]),
@@ -280,21 +293,10 @@ def serve_command(log_level: str, **settings: Any) -> None:
                 preemption_retry_s=settings["preemption_retry"],
             ),
         )
-        calm_collector()
+        stop_collector()
         anyio.run(serve, options, functools.partial(print, flush=True))
     except ElasticError as error:
         fail(error)
-
-
-def calm_collector() -> None:
-    """Let Python look for garbage less often.
-
-    A step of a large cluster makes ten thousand values that live for milliseconds: each few hundred
-    of them would have it look again at all that is known of ten thousand nodes.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*COLLECTOR_THRESHOLDS)
 
 
 @main.command()

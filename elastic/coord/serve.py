@@ -21,6 +21,7 @@ from pathlib import Path
 import anyio
 
 from elastic.coord.audit import Audit
+from elastic.coord.collector import collect_for_ever
 from elastic.coord.driver import Driver
 from elastic.coord.follower import Follower
 from elastic.coord.follows import Follows
@@ -42,7 +43,7 @@ from elastic.runtime.access import TlsFiles
 from elastic.runtime.certificates import RevokedList
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.eventlog import EventLog
-from elastic.runtime.rpc import format_endpoint, is_loopback, parse_endpoint
+from elastic.runtime.rpc import SILENCE_S, format_endpoint, is_loopback, parse_endpoint
 from elastic.store.interface import Store
 from elastic.store.open import open_store
 
@@ -73,6 +74,7 @@ class ServeOptions:
         event_log: file for the event log, None for none.
         ready_file: written when it serves, with the line that is printed too.
         tether_fd: the reading end of a pipe whose closing ends this process too, -1 for none.
+        silence_s: an agent whose host is silent so long is lost.
         prefix: of all keys in the store.
         config: of the machine.
     """
@@ -89,6 +91,7 @@ class ServeOptions:
     event_log: Path | None = None
     ready_file: Path | None = None
     tether_fd: int = -1
+    silence_s: float = SILENCE_S
     prefix: str = PREFIX
     config: CoordinatorConfig = field(default_factory=CoordinatorConfig)
 
@@ -200,7 +203,9 @@ def open_door(options: ServeOptions, clock: Clock) -> tuple[Audit, Server]:
         # Its name holds the port, which is known once that is bound.
         office = Office("", clock)
         guard = Guard(locks, audit, clock, office)
-        return audit, Server(options.listen, guard, tls=tls, connections=connections)
+        return audit, Server(
+            options.listen, guard, tls=tls, connections=connections, silence_s=options.silence_s
+        )
     except BaseException:
         audit.close()
         raise
@@ -237,6 +242,7 @@ class _Life:
             self._server.keep_health,
             self._server.watch_locks,
             self._follower.refresh,
+            collect_for_ever,
             lambda: self._lead_for_ever(announce),
             *more,
         ]

@@ -21,7 +21,7 @@ from elastic.coord.server_guard import Guard
 from elastic.coord.server_jobs import ClusterService, JobsService
 from elastic.coord.server_tls import ServerTls
 from elastic.errors import Unavailable
-from elastic.runtime.rpc import format_endpoint, server_options
+from elastic.runtime.rpc import SILENCE_S, format_endpoint, server_options
 from elastic.wire.generated.elastic.v1 import agent_pb2, jobs_pb2, jobs_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -37,9 +37,11 @@ HEALTH_INTERVAL_S = 0.5
 STOP_GRACE_S = 1.0
 
 
-def add_services(server: grpc.aio.Server, desk: Desk, probes: Any) -> None:
+def add_services(
+    server: grpc.aio.Server, desk: Desk, probes: Any, silence_s: float = SILENCE_S
+) -> None:
     """Register everything that a coordinator serves; each method has a row in `roles.RULES`."""
-    server.add_generic_rpc_handlers((AgentsDoor(desk.office).handler(),))
+    server.add_generic_rpc_handlers((AgentsDoor(desk.office, silence_s).handler(),))
     jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(desk), server)
     jobs_pb2_grpc.add_ClusterServicer_to_server(ClusterService(desk), server)
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
@@ -57,7 +59,13 @@ class Server:
     """
 
     def __init__(
-        self, listen: tuple[str, int], guard: Guard, *, tls: ServerTls | None, connections: int
+        self,
+        listen: tuple[str, int],
+        guard: Guard,
+        *,
+        tls: ServerTls | None,
+        connections: int,
+        silence_s: float = SILENCE_S,
     ) -> None:
         """Bind.
 
@@ -66,6 +74,7 @@ class Server:
             guard: lets callers in.
             tls: certificates, None to serve in the clear.
             connections: that may stand at once.
+            silence_s: a client whose host is silent so long is lost.
 
         Raises:
             Unavailable: the address cannot be bound.
@@ -75,7 +84,9 @@ class Server:
         self._health = health.aio.HealthServicer()
         self._guard = guard
         self.office = guard.office
-        self._server = grpc.aio.server(interceptors=(guard,), options=server_options(connections))
+        self._silence_s = silence_s
+        options = server_options(connections, silence_s)
+        self._server = grpc.aio.server(interceptors=(guard,), options=options)
         address = format_endpoint(host, port)
         try:
             if tls is None:
@@ -94,7 +105,7 @@ class Server:
 
     async def start(self, desk: Desk) -> None:
         """Accept connections; what is asked is answered or refused by what `office` says."""
-        add_services(self._server, desk, self._health)
+        add_services(self._server, desk, self._health, self._silence_s)
         await self.tell_health()
         await self._server.start()
 

@@ -20,7 +20,7 @@ from elastic.coord.roles import CALLER
 from elastic.coord.sessions import Session
 from elastic.core.messages import AgentMessage, Hello, LogLines
 from elastic.errors import ConfigError, ElasticError, NotPermitted, PeerError, UnknownMessage
-from elastic.runtime.rpc import TERM_KEY, TIME_KEY, term_of
+from elastic.runtime.rpc import SILENCE_KEY, SILENCE_S, TERM_KEY, TIME_KEY, term_of
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
     decode_agent_message,
@@ -39,9 +39,15 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 class AgentsDoor:
     """Serves `Agents.Attach`."""
 
-    def __init__(self, office: Office) -> None:
-        """Feed the driver of the term that holds; output of workers never comes near it."""
+    def __init__(self, office: Office, silence_s: float = SILENCE_S) -> None:
+        """Feed the driver of the term that holds; output of workers never comes near it.
+
+        Args:
+            office: whether we lead.
+            silence_s: a peer whose host is silent so long is lost; agents are told.
+        """
         self._office = office
+        self._silence_ms = str(round(silence_s * 1000))
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return what a server registers. Messages stay bytes: our codec refuses bad ones."""
@@ -55,7 +61,8 @@ class AgentsDoor:
         """Hold one agent's stream until it ends."""
         tenure = await self._admit(context)
         # The agent waits for this before it says hello: a refusal stays what it is.
-        await context.send_initial_metadata(((TIME_KEY, str(time.time_ns())),))
+        now = str(time.time_ns())
+        await context.send_initial_metadata(((TIME_KEY, now), (SILENCE_KEY, self._silence_ms)))
         driver = tenure.driver
         session = driver.sessions.open(context.peer())
         context.add_done_callback(lambda *_: session.cut("the stream ended"))  # type: ignore[arg-type]

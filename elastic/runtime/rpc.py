@@ -34,6 +34,9 @@ MESSAGE_BYTES_MAX = 2 * ENTRY_BYTES_MAX
 """Above the largest job and the largest Hello (some thousand workers); the codec's limit too."""
 PENDING_REQUESTS_MAX = 100_000
 """Calls that arrived and were not begun; three thousand agents come back at once."""
+SILENCE_S = 1.5
+"""A peer whose host is silent so long is lost."""
+SILENCE_S_MIN, SILENCE_S_MAX = 0.5, 60.0
 LOOKAHEAD_BYTES = 512 * 1024
 """Of a stream that nobody has read yet: 16 MiB of code arrive in 32 round trips."""
 STREAMS_PER_CONNECTION_MAX = 256
@@ -60,6 +63,8 @@ FRESH_KEY = "elastic-fresh"
 """In a call that only reads: a standby is to refuse it, not to answer with what it last knew."""
 TIME_KEY = "elastic-time-ns"
 """In what the server says first to an agent: its wall clock, for `elastic-agent doctor`."""
+SILENCE_KEY = "elastic-silence-ms"
+"""In what the server says first to an agent: after how much silence it takes a peer for lost."""
 COORDINATORS_KEY = "elastic-coordinators"
 """In an answer: the addresses of all coordinators, with commas, for whoever knows one of them."""
 TOKEN_KEY = "authorization"
@@ -135,16 +140,18 @@ def is_loopback(host: str) -> bool:
 # --------------------------------------------------------------------------------------- options
 
 
-def channel_options() -> Options:
+def channel_options(silence_s: float = SILENCE_S) -> Options:
     """Return what every client channel is made with.
 
-    A silent server is noticed after at most 0.9 + 0.5 s. `grpc.http2.ping_timeout_ms` is what
-    ends the wait for a ping's answer; `keepalive_timeout_ms` alone leaves it at a minute.
+    A silent server is noticed after at most 0.9 + 0.5 of 1.5 s. `grpc.http2.ping_timeout_ms` is
+    what ends the wait for a ping's answer; `keepalive_timeout_ms` alone leaves it at a minute.
     """
+    timeout_ms = round(silence_s * 1000 / 3)
     return (
-        ("grpc.keepalive_time_ms", 900),
-        ("grpc.keepalive_timeout_ms", 500),
-        ("grpc.http2.ping_timeout_ms", 500),
+        # Whatever is read puts the next ping off: pings of the server, which are more frequent.
+        ("grpc.keepalive_time_ms", round(silence_s * 600)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         *size_options(),
@@ -158,17 +165,18 @@ def channel_options() -> Options:
     )
 
 
-def server_options(connections: int = CONNECTIONS_MAX) -> Options:
+def server_options(connections: int = CONNECTIONS_MAX, silence_s: float = SILENCE_S) -> Options:
     """Return what every server is made with; `connections` may stand at once.
 
-    A silent client is noticed after at most 0.6 + 0.8 s: the call context's done-callback fires,
-    the request iterator does not end. Without the two `max_pending_requests` limits a server
+    A silent client is noticed after at most 0.6 + 0.8 of 1.5 s: the call context's done-callback
+    fires, the request iterator does not end. Without the two `max_pending_requests` limits a server
     cancels some of a thousand clients that come at once.
     """
+    timeout_ms = round(silence_s * 1600 / 3)
     return (
-        ("grpc.keepalive_time_ms", 600),
-        ("grpc.keepalive_timeout_ms", 800),
-        ("grpc.http2.ping_timeout_ms", 800),
+        ("grpc.keepalive_time_ms", round(silence_s * 400)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
@@ -360,8 +368,23 @@ def _untrusted(address: str, details: str) -> CoordinatorUntrusted | None:
 NO_ACCESS = Access()
 
 
-def open_channel(endpoint: str, access: Access = NO_ACCESS) -> grpc.aio.Channel:
+def silence_of(metadata: Iterable[tuple[str, Any]]) -> float:
+    """Return the seconds of silence that a server allows, those of old ones if it names none."""
+    for key, value in metadata:
+        if key == SILENCE_KEY and str(value).isdecimal() and len(str(value)) <= TERM_DIGITS_MAX:
+            return min(max(SILENCE_S_MIN, int(value) / 1000), SILENCE_S_MAX)
+    return SILENCE_S
+
+
+def open_channel(
+    endpoint: str, access: Access = NO_ACCESS, silence_s: float = SILENCE_S
+) -> grpc.aio.Channel:
     """Open an asyncio channel; it connects in the background.
+
+    Args:
+        endpoint: "host:port".
+        access: what is shown to the server; its files are read now.
+        silence_s: a server that is silent so long is lost.
 
     Raises:
         ConfigError: a TLS file of `access` is no good; nothing else makes this fail.
@@ -370,8 +393,8 @@ def open_channel(endpoint: str, access: Access = NO_ACCESS) -> grpc.aio.Channel:
 
     credentials = access.channel_credentials()
     if credentials is None:
-        return grpc.aio.insecure_channel(endpoint, options=channel_options())
-    return grpc.aio.secure_channel(endpoint, credentials, options=channel_options())
+        return grpc.aio.insecure_channel(endpoint, options=channel_options(silence_s))
+    return grpc.aio.secure_channel(endpoint, credentials, options=channel_options(silence_s))
 
 
 def open_blocking_channel(endpoint: str, access: Access = NO_ACCESS) -> grpc.Channel:

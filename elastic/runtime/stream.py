@@ -16,11 +16,13 @@ from elastic.errors import CoordinatorUnreachable
 from elastic.runtime.access import Access
 from elastic.runtime.rpc import (
     NO_ACCESS,
+    SILENCE_S,
     TERM_KEY,
     TIME_KEY,
     call_metadata,
     error_from_rpc,
     open_channel,
+    silence_of,
 )
 
 if TYPE_CHECKING:
@@ -89,6 +91,10 @@ class ClientStream:
                 return int(value)
         return None
 
+    async def silence_s(self) -> float:
+        """Return after how many seconds of silence the server takes a peer for lost."""
+        return silence_of(await self._call.initial_metadata() or ())
+
     async def finish(self) -> None:
         """Say that nothing more will be written; the server may still write, and ends the stream.
 
@@ -112,8 +118,11 @@ async def open_stream(
     access: Access = NO_ACCESS,
     timeout_s: float = 2.0,
     after_term: int | None = None,
+    silence_s: float = SILENCE_S,
 ) -> ClientStream:
     """Connect to `endpoint` and open the stream `method`; returns once the connection stands.
+
+    A server that asks for pings in other intervals is connected to once more.
 
     Args:
         endpoint: "host:port".
@@ -122,15 +131,33 @@ async def open_stream(
         timeout_s: for the connection; a server that accepts and says nothing counts as away.
         after_term: a standby is to answer when another leader than that of this term is known, or
             itself; this call waits for that without end. None: it is to refuse at once.
+        silence_s: of the server's host after which it is lost, as it said last.
 
     Raises:
         CoordinatorUnreachable: nothing answers there.
         ElasticError: what answered said no, or a file of `access` is no good.
     """
+    stream, wanted_s = await _open_once(endpoint, method, access, timeout_s, after_term, silence_s)
+    if wanted_s == silence_s:
+        return stream
+    await stream.close()
+    again, _ = await _open_once(endpoint, method, access, timeout_s, None, wanted_s)
+    return again
+
+
+async def _open_once(
+    endpoint: str,
+    method: str,
+    access: Access,
+    timeout_s: float,
+    after_term: int | None,
+    silence_s: float,
+) -> tuple[ClientStream, float]:
+    """Return the stream, and the silence that its server allows."""
     import grpc
 
     metadata = call_metadata(access.current_token())
-    channel = open_channel(endpoint, access)
+    channel = open_channel(endpoint, access, silence_s)
     opener: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
     waits = ((TERM_KEY, str(after_term)),) if after_term is not None else ()
     call = opener(metadata=(*metadata, *waits))
@@ -141,8 +168,9 @@ async def open_stream(
         # A write to a stream that the server is refusing at this moment would hide its reason
         # behind an internal error of gRPC: let the refusal come first. A server that lets us in
         # says so at once by its initial metadata; one that does not costs this wait.
+        wanted_s = silence_s
         with anyio.move_on_after(ADMISSION_S_MAX if after_term is None else None):
-            await call.initial_metadata()
+            wanted_s = await stream.silence_s()
         await call.wait_for_connection()  # Raises what the server said, if it said no.
     except BaseException as error:
         with anyio.CancelScope(shield=True):
@@ -152,4 +180,4 @@ async def open_stream(
         if isinstance(error, grpc.RpcError):
             raise error_from_rpc(error, endpoint) from error
         raise
-    return stream
+    return stream, wanted_s

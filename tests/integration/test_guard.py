@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import anyio
@@ -130,7 +130,9 @@ async def test_a_second_stream_above_the_limit_of_one_caller_is_refused() -> Non
 
 
 async def test_a_second_request_above_the_limit_of_one_caller_is_refused() -> None:
-    async with serving() as small, calling(small) as begin:
+    # As many as it takes until the slow one has arrived.
+    limits = replace(SMALL, rate_per_s=1000.0, burst=10_000.0)
+    async with serving(limits) as small, calling(small) as begin:
         slow = begin(GET, jobs_pb2.GetJobRequest(job="slow").SerializeToString())
         answers = []
         while not answers or answers[-1] == "OK":  # Until the slow one has arrived.
