@@ -13,7 +13,7 @@ import grpc.aio
 
 from elastic.core.messages import CoordinatorMessage
 from elastic.errors import ElasticError, NotAuthorized, NotLeading
-from elastic.runtime.rpc import TERM_KEY, bearer_of, server_options, status_of
+from elastic.runtime.rpc import SILENCE_KEY, TERM_KEY, bearer_of, server_options, status_of
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
     decode_agent_message,
@@ -52,7 +52,12 @@ class Heard:
 class SmallCoordinator:
     """The agents' door of a coordinator, with the test in place of the machine."""
 
-    def __init__(self, *, token: str = "", refusal: ElasticError | None = None) -> None:
+    def __init__(
+        self, *, token: str = "", refusal: ElasticError | None = None, silence_ms: str = ""
+    ) -> None:
+        # Where each stream that was let in came from.
+        self.peers: list[str] = []
+        self._greeting = ((SILENCE_KEY, silence_ms),) if silence_ms else ()
         self.heard = Heard()
         self.ended = anyio.Event()
         self.knocked_again = anyio.Event()
@@ -84,7 +89,8 @@ class SmallCoordinator:
                 raise self._refusal
         except ElasticError as error:
             await context.abort(*status_of(error))
-        await context.send_initial_metadata(())
+        self.peers.append(context.peer())
+        await context.send_initial_metadata(self._greeting)
         context.add_done_callback(lambda _: self.ended.set())
         self._out = asyncio.Queue()
         async with anyio.create_task_group() as tasks:

@@ -87,6 +87,20 @@ async def test_messages_go_both_ways_in_order() -> None:
         assert last.reason == "199"
 
 
+@pytest.mark.parametrize(("silence_ms", "dials"), [("", 1), ("1500", 1), ("6000", 2), ("x", 1)])
+async def test_a_coordinator_that_wants_fewer_pings_is_dialled_anew_once_and_remembered(
+    silence_ms: str, dials: int
+) -> None:
+    coordinator = SmallCoordinator(silence_ms=silence_ms)
+    async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
+        await welcomed(link, heard, coordinator)
+        assert len(set(coordinator.peers)) == len(coordinator.peers) == dials
+        link.disconnect(S1)
+        link.connect(S2)
+        await heard.wait_for(Connected, lambda event: event.session == S2)
+        assert len(coordinator.peers) == dials + 1
+
+
 async def test_a_message_for_another_session_is_dropped() -> None:
     coordinator = SmallCoordinator()
     async with serving(coordinator) as endpoint, linked(endpoint) as (link, heard):
