@@ -254,7 +254,8 @@ class Checkers:
     def begins(self, job_id: JobId, generation: Generation, step: int, cause: str) -> None:
         """A group is about to train, from this step on."""
         reached = self.reached.get(job_id, 0)
-        if self.is_gentle and cause in ("join", "drain"):
+        can_save = job_id != self.crowd.unsaved
+        if self.is_gentle and can_save and cause in ("join", "drain"):
             self.require(
                 step >= reached,
                 "nothing is done twice when there is time to leave",

@@ -162,6 +162,7 @@ class Crowd:
         index = self._seed // 16  # In turn, so that a few seeds have all that can come together.
         from_ns = NEVER_NS if index % 4 in (1, 2) else URGENT_NS + 15 * S
         unsaved = replace(spec, job_id=JobId("unsaved"), name="unsaved", priority=-2)
+        self._checks.unsaved = unsaved.job_id
         # It is still there when the urgent one is looked for.
         loop = replace(script, steps=2 * script.steps, report_every=NO_LIMIT)
         loop = replace(loop, in_place=True, saved_from_ns=from_ns)

@@ -23,6 +23,7 @@ class CrowdChecks:
         asked: (min, max) that users asked for, by job.
         bounds: (min, max) of each job, as it is durable.
         micro_batches: that the steps of a job are shared out in, where that is more than max.
+        unsaved: a job of which storage takes no checkpoint, "" for none.
         is_alive: whether a worker's process is there: a group is durable longer than its members.
     """
 
@@ -31,6 +32,7 @@ class CrowdChecks:
     asked: dict[JobId, list[tuple[int, int]]] = field(default_factory=dict)
     bounds: dict[JobId, tuple[int, int]] = field(default_factory=dict)
     micro_batches: dict[JobId, int] = field(default_factory=dict)
+    unsaved: str = ""
     is_alive: Callable[[WorkerId], bool] = lambda worker_id: True
     _records: dict[JobId, JobRecord] = field(default_factory=dict)
 

@@ -103,7 +103,7 @@ class Simulation:
             num_spares=rng.choice([0, 1, 2]),
             drain_timeout_s=5.0,
             # As in groups of hundreds and thousands.
-            spread_s_per_member=(0.0001, 0.0001, 0.01, 0.1)[seed // 4 % 4],
+            spread_s_per_member=(0.0001, 0.0001, 0.01, 0.05)[seed // 4 % 4],
         )
         self.agents = [
             AgentHost(

@@ -42,6 +42,11 @@ def test_nobody_in_a_large_group_answers_before_all_were_told_and_no_two_at_once
     assert all(later - sooner == MEMBER_NS for sooner, later in itertools.pairwise(moments))
 
 
+def test_the_largest_groups_answer_within_seconds() -> None:
+    size = 1_000_000
+    assert answer_after_ns(size - 1, size, MEMBER_NS) < 4 * S
+
+
 def test_a_member_of_a_large_group_says_once_that_it_trains_when_its_turn_comes() -> None:
     agent = in_group_of(1000)
     agent.process(1, said_by(W1, WorkerPhase.FORMING, 3))

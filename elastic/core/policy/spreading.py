@@ -11,6 +11,8 @@ from elastic.core.config import NS_PER_S
 
 LEAST_NS = NS_PER_S // 50
 """A group that would be done sooner speaks at once."""
+MOST_NS = 2 * NS_PER_S
+"""The largest group is done after twice this: who is silent too long counts as hung."""
 TELEMETRY_SPREADS = 10
 """Telemetry may take a tenth of the coordinator's time."""
 WAITING_NS = NS_PER_S // 4
@@ -29,8 +31,8 @@ def answer_after_ns(rank: int, world_size: int, member_ns: int) -> int:
         world_size: members of the group.
         member_ns: for each of them.
     """
-    all_ns = world_size * member_ns
-    return all_ns + rank * member_ns if all_ns >= LEAST_NS else 0
+    all_ns = min(world_size * member_ns, MOST_NS)
+    return all_ns + all_ns * rank // world_size if all_ns >= LEAST_NS else 0
 
 
 def telemetry_every_ns(rank: int, world_size: int, member_ns: int) -> int:
