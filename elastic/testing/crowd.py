@@ -178,8 +178,10 @@ class Crowd:
     def _look_in_vain(self, job_id: JobId) -> None:
         self._fail(self._checks.in_vain(job_id), f"job {job_id}")
 
-    def noted(self, name: str, said: Mapping[str, str]) -> str:
+    def noted(self, name: str, job_id: str, said: Mapping[str, str]) -> str:
         """The coordinator noted something; return the property that it contradicts."""
+        if name == "gives_way":
+            self._checks.went_for[job_id] = said["to"].partition(" ")[0]
         if name != "worker_starting":
             return ""
         cordoned = [cordon.node_id for cordon in self._place.disk.nodes.cordons]

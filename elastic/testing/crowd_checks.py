@@ -23,6 +23,7 @@ class CrowdChecks:
         asked: (min, max) that users asked for, by job.
         bounds: (min, max) of each job, as it is durable.
         micro_batches: that the steps of a job are shared out in, where that is more than max.
+        went_for: for whom each job was asked last to make room.
         unsaved: a job of which storage takes no checkpoint, "" for none.
         is_alive: whether a worker's process is there: a group is durable longer than its members.
     """
@@ -32,6 +33,7 @@ class CrowdChecks:
     asked: dict[JobId, list[tuple[int, int]]] = field(default_factory=dict)
     bounds: dict[JobId, tuple[int, int]] = field(default_factory=dict)
     micro_batches: dict[JobId, int] = field(default_factory=dict)
+    went_for: dict[str, str] = field(default_factory=dict)
     unsaved: str = ""
     is_alive: Callable[[WorkerId], bool] = lambda worker_id: True
     _records: dict[JobId, JobRecord] = field(default_factory=dict)
@@ -80,7 +82,10 @@ class CrowdChecks:
         left = [
             one
             for one in self._records.values()
-            if one.preempted_by.partition(" ")[0] == job_id and one.phase.value == "pending"
+            if one.preempted_by.partition(" ")[0] == job_id
+            and one.phase.value == "pending"
+            # Who was on its way out for another one already is counted for the later one.
+            and self.went_for.get(one.spec.job_id) == job_id
         ]
         return "nobody gives way in vain" if left and self.waits(job_id) else ""
 

@@ -75,6 +75,10 @@ class Outcome:
     jobs: tuple[tuple[str, str], ...]
 
 
+SPREADS_S = (0.0001, 0.0001, 0.01, 0.05)
+"""For each member of a group, some of them as in groups of hundreds and thousands."""
+
+
 class Simulation:
     """One run."""
 
@@ -99,12 +103,7 @@ class Simulation:
             CoordinatorHost(self.timeline, self.network, self.disk, config, candidate=candidate)
             for candidate in self._draw_candidates()
         ]
-        agent_config = AgentConfig(
-            num_spares=rng.choice([0, 1, 2]),
-            drain_timeout_s=5.0,
-            # As in groups of hundreds and thousands.
-            spread_s_per_member=(0.0001, 0.0001, 0.01, 0.05)[seed // 4 % 4],
-        )
+        agent_config = self._draw_agent_config()
         self.agents = [
             AgentHost(
                 self.timeline,
@@ -213,10 +212,17 @@ class Simulation:
             message = Announce(told)
         agent.hears(stream, message)
 
+    def _draw_agent_config(self) -> AgentConfig:
+        spread_s = SPREADS_S[self.seed // 4 % len(SPREADS_S)]
+        num_spares = self.timeline.rng.choice([0, 1, 2])
+        return AgentConfig(num_spares=num_spares, drain_timeout_s=5.0, spread_s_per_member=spread_s)
+
     def _noted(self, note: Note) -> None:
         """Hold what the coordinator accuses somebody of against the truth."""
         said = dict(note.fields)
-        self.checkers.failed(self.crowd.noted(note.name, said), f"{note.job_id} {said}")
+        self.checkers.failed(
+            self.crowd.noted(note.name, note.job_id, said), f"{note.job_id} {said}"
+        )
         if note.name == "node_silent":
             window = ns(self.coordinator.config.probe_timeout_s) + SLACK_NS
             since_ns = self.timeline.now_ns - window

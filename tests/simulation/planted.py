@@ -79,7 +79,7 @@ def gives_two_workers_one_rank(patch: Patch) -> None:
 
     def announcer(cluster: Any, job: Any) -> Any:
         announce = honest(cluster, job)
-        return lambda place: announce(dataclasses.replace(place, rank=place.local_rank))
+        return lambda place: announce(place._replace(rank=place.local_rank))
 
     patch.setattr(announcing, "announcer", announcer)
 
