@@ -6,9 +6,10 @@ The coordinator is the real one, a process with a SQLite store. An agent here is
 stream of its own, with the options and messages of real ones; its one worker is played: it is ready
 at once and trains as soon as it is announced. Several hundred agents share a process, and all of
 them share the machine with the coordinator: hearing a message costs an agent as much as saying it
-costs the coordinator, so that on two cores about half of the seconds are the agents'. The processor
-time beside them, of the coordinator and of all agents together, tells the one from the other; on a
-machine where agents are elsewhere, the coordinator's own is what is left.
+costs the coordinator, so that on two cores about half of the seconds are the agents', although the
+coordinator goes first (`nice`). The processor time beside them, of the coordinator and of all
+agents together, tells the one from the other; on a machine where agents are elsewhere, the
+coordinator's own is what is left. With `--silence 6` there are a quarter of the default's pings.
 
     rest       processor of the coordinator, and of the agents, connected and with nothing to do
     MiB        memory of the coordinator then
