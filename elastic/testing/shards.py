@@ -50,8 +50,8 @@ class Run:
         copies: by holder and source.
         arrived: the newest of a source that lies on another node.
         bringing: what the agents of sources say.
-        is_exposed: a snapshot was taken though one before could not be copied, or a copy of the
-            newest has died with the node that held it.
+        is_exposed: a snapshot was taken though one before could not be copied, or a node has died
+            that had rows of it.
     """
 
     newest: Snapshot = NONE
@@ -107,7 +107,9 @@ class Shards:
             return
         before = self._worth(run)
         if run.newest.generation == run.generation:
-            left = [n for n in run.newest.sources if run.arrived.get(n) != run.newest]
+            # Who has brought its rows to a node that died does not know it, and goes on.
+            lying = {key[1] for key, slots in run.copies.items() if run.newest in slots.values()}
+            left = [node for node in run.newest.sources if node not in lying]
             # Who brings nothing is not waited for; what is lost then is nobody's fault.
             is_excused = any(run.bringing.get(node) is not Bringing.ON for node in left)
             run.is_exposed = is_excused or (run.is_exposed and bool(left))
@@ -131,14 +133,14 @@ class Shards:
     def died(self, node_id: NodeId) -> None:
         """A node's memory is gone."""
         for run in self.runs.values():
+            held = [key for key in run.copies if key[0] == node_id]
+            # One more death may then cost more than this one has: until all lies elsewhere again.
+            run.is_exposed = run.is_exposed or bool(held) or node_id in run.own
             run.own.pop(node_id, None)
             run.arrived.pop(node_id, None)
             run.bringing.pop(node_id, None)
-            for holder, source in list(run.copies):
-                if holder == node_id:
-                    # One more death may then cost more than this one has: until it lies elsewhere.
-                    slots = run.copies.pop((holder, source)).values()
-                    run.is_exposed = run.is_exposed or run.newest in slots
+            for key in held:
+                del run.copies[key]
 
     def to_push(self, job_id: JobId, node_id: NodeId, generation: Generation) -> Snapshot | None:
         """Return what an agent brings next, of this group or a later one; None for nothing."""

@@ -25,6 +25,7 @@ from elastic.core.world import (
     Strategy,
     WorkerId,
     WorkerPhase,
+    zone_of,
 )
 from tests.strategies import SCRIPT
 
@@ -280,12 +281,29 @@ def test_workers_are_placed_within_what_is_free_by_the_strategy_and_all_or_nothi
     if strategy is Strategy.STRICT_SPREAD:
         assert all(count == 1 and not by_id[n].hosting for n, count in placed.items())
     if strategy is Strategy.SPREAD:
-        # Nobody took two where another node with room took none that it could.
+        # Nobody took two where another zone, or node of it, with room took none that it could.
         load = {o.node_id: o.hosting + placed[o.node_id] for o in found}
+        zone = {o.node_id: zone_of(o.labels) for o in found}
+        zones: Counter[str] = Counter()
+        for node_id, count in load.items():
+            zones[zone[node_id]] += count
         for busy in placed:
             for idle, offer in by_id.items():
                 if placed[idle] < room_on(job, offer):
-                    assert load[busy] <= load[idle] + 1
+                    assert zones[zone[busy]] <= zones[zone[idle]] + 1
+                    assert zone[busy] != zone[idle] or load[busy] <= load[idle] + 1
+
+
+def test_workers_are_spread_over_zones_first() -> None:
+    job = JobSpec(
+        job_id=JobId("j"), name="j", entry=SCRIPT, min_workers=6, max_workers=6,
+        strategy=Strategy.SPREAD,
+    )  # fmt: skip
+    offers = [
+        Offer(NodeId(name), 3, Resources(), Resources(), labels=(("zone", zone),) if zone else ())
+        for name, zone in (("b", ""), ("c", ""), ("d", "x"))
+    ]
+    assert Counter(placement.place(job, offers, 0).value) == {"d": 3, "b": 2, "c": 1}
 
 
 # ---------------------------------------------------------------- failure
