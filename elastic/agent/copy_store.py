@@ -113,6 +113,10 @@ class CopyStore:
         """Hold copies for a job, for whoever has the key."""
         with self._lock:
             known = self._jobs.get(job_id)
+            idle = next((name for name, one in self._jobs.items() if not one.by_source), None)
+            if known is None and len(self._jobs) >= JOBS_MAX and idle is not None:
+                # Nobody may have told us that it has ended, while we were away.
+                del self._jobs[idle]
             if known is not None:
                 known.key = key
             elif len(self._jobs) < JOBS_MAX:

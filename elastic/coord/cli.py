@@ -224,8 +224,8 @@ def main() -> None:
 @click.option(
     "--silence", type=click.FloatRange(SILENCE_S_MIN, SILENCE_S_MAX), metavar="SECONDS",
     default=SILENCE_S, show_default=True,
-    help="An agent whose host says nothing for so long is lost. With thousands of agents 5 or more "
-    "saves most of the pings; groups that train notice within about a second all the same.",
+    help="A host that says nothing for so long is lost: an agent's, and for agents the leader's. "
+    "With thousands of agents 6 saves most of the pings; a group that trains notices by itself.",
 )  # fmt: skip
 @click.option(
     "--preemption", type=click.Choice(PREEMPTIONS), default=CoordinatorConfig.preemption,

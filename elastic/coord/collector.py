@@ -34,7 +34,9 @@ def stop_collector() -> None:
 
 
 async def collect_for_ever() -> None:
-    """Look for garbage now and then; never returns."""
+    """Look for garbage now and then, unless Python does; never returns."""
+    if gc.isenabled():
+        await anyio.sleep_forever()
     young_s = all_s = time.monotonic()
     while True:
         await anyio.sleep(LOOK_S)

@@ -227,7 +227,7 @@ class CoordinatorConfig:
     preemption: str = PREEMPT_WHOLE
     preemption_deadline_s: float = 60.0
     preemption_min_run_s: float = 60.0
-    preemption_retry_s: float = 300.0
+    preemption_retry_s: float = 900.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

@@ -36,7 +36,8 @@ PENDING_REQUESTS_MAX = 100_000
 """Calls that arrived and were not begun; three thousand agents come back at once."""
 SILENCE_S = 1.5
 """A peer whose host is silent so long is lost."""
-SILENCE_S_MIN, SILENCE_S_MAX = 0.5, 60.0
+SILENCE_S_MIN, SILENCE_S_MAX = 0.5, 10.0
+"""Agents must have found the next leader before it gives them up (`adoption_grace_s`)."""
 LOOKAHEAD_BYTES = 512 * 1024
 """Of a stream that nobody has read yet: 16 MiB of code arrive in 32 round trips."""
 STREAMS_PER_CONNECTION_MAX = 256

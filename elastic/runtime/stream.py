@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import grpc.aio
 
 CLOSE_S_MAX = 1.0
-ADMISSION_S_MAX = 0.1
+ADMISSION_S_MAX = 1.0
 
 
 class ClientStream:
@@ -140,7 +140,8 @@ async def open_stream(
     stream, wanted_s = await _open_once(endpoint, method, access, timeout_s, after_term, silence_s)
     if wanted_s == silence_s:
         return stream
-    await stream.close()
+    with anyio.CancelScope(shield=True):
+        await stream.close()
     again, _ = await _open_once(endpoint, method, access, timeout_s, None, wanted_s)
     return again
 

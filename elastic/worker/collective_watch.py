@@ -27,6 +27,7 @@ TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 DISTRIBUTED = "distributed/"
 PLUMBING = ("_ops.py", "_library/", "_dynamo/", "utils/")
 """Files of torch through which a call goes on its way down."""
+COMPILING = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
 OPERATORS = "_ops.py"
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators; compiled models call them without torch.distributed's files."""
@@ -70,6 +71,14 @@ class CollectiveWatch:
             A number that differs from the last one's if the main thread has moved, and since when
             it has been seen in a collective, in nanoseconds until now; 0 if it is not in one.
         """
+        try:
+            return self._look(beats, now_ns)
+        except Exception:
+            # Who cannot be seen is not accused, and goes on training.
+            self._move()
+            return beats + self._moves, 0
+
+    def _look(self, beats: int, now_ns: int) -> tuple[int, int]:
         place = (beats, *c10d.issued())
         is_late = now_ns - self._looked_ns > LATE_NS
         self._looked_ns = now_ns
@@ -83,7 +92,7 @@ class CollectiveWatch:
         if stance is Stance.SHARDING:
             self._since_ns = self._since_ns or now_ns
             return beats + self._moves, max(1, now_ns - self._since_ns)
-        if stance is Stance.CALLED or self._since_ns:
+        if stance is Stance.CALLED or self._since_ns or is_compiling(threading.main_thread()):
             self._move()
         return beats + self._moves, 0
 
@@ -96,6 +105,16 @@ def stance_of(thread: threading.Thread) -> Stance:
     """Return where a thread is, by its stack."""
     # Nothing may keep the frame: it would keep the tensors in it.
     return _stance(sys._current_frames().get(thread.ident or 0))
+
+
+def is_compiling(thread: threading.Thread) -> bool:
+    """Return whether torch compiles for it: that may take minutes, and ends."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code.co_filename.removeprefix(TORCH) in COMPILING:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stance(frame: FrameType | None) -> Stance:

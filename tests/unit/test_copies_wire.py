@@ -315,9 +315,15 @@ def test_more_memory_than_there_is_is_refused(
 def test_a_node_holds_so_many_jobs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_store, "JOBS_MAX", 2)
     store = CopyStore(lambda: None)
-    for number in range(3):
-        store.grant(JobId(f"j{number}"), KEY)
-    assert [store.key_of(f"j{number}") for number in range(3)] == [KEY, KEY, ""]
+    jobs = [JobId(f"j{number}") for number in range(4)]
+    for job_id in jobs[:3]:
+        store.grant(job_id, KEY)
+    assert [store.key_of(job_id) for job_id in jobs] == ["", KEY, KEY, ""], "nothing lies of it"
+    for job_id in jobs[1:3]:
+        with store.writing(job_id, mark_of(), lambda: None) as (_, commit):
+            commit(0)
+    store.grant(jobs[3], KEY)
+    assert [store.key_of(job_id) for job_id in jobs] == ["", KEY, KEY, ""]
 
 
 def test_dropping_ends_what_comes_and_frees_what_is_there(store: CopyStore) -> None:

@@ -150,10 +150,10 @@ def test_one_that_cannot_be_saved_trains_on_and_is_asked_again_later() -> None:
     assert coordinator.job("a").reason == "3 workers"
     assert coordinator.job("b").reason.endswith(
         "; a (priority 0) wrote no checkpoint within 10 s and has none to go on from: it is asked "
-        "again after 300 s, or once it has one"
+        "again after 900 s, or once it has one"
     )
     assert not coordinator.sent(LeaveGroup)
-    coordinator.advance(299)
+    coordinator.advance(899)
     assert not coordinator.sent(SaveState)
     coordinator.advance(1.2)
     assert [m.request for m in coordinator.sent(SaveState)] == [2, 2, 2], "a new wish"
@@ -284,7 +284,7 @@ def test_a_pause_wishes_again_for_what_storage_did_not_take() -> None:
     assert [m.request for m in coordinator.sent(SaveState)] == [1]
     coordinator.advance(10.1)
     assert [m.request for m in coordinator.sent(SaveState)] == [2]
-    coordinator.advance(601)
+    coordinator.advance(1801)
     assert [m.request for m in coordinator.sent(SaveState)] == [3, 4]
     saved(coordinator, 1, worker="n2/1")  # The first one, late: it is of a state after the wish.
     assert coordinator.job("c").reason == "pauses at the next boundary"
@@ -313,3 +313,39 @@ def test_nobody_leaves_in_vain_beside_one_that_pauses() -> None:
     assert not coordinator.sent(LeaveGroup)
     assert coordinator.job("a").reason == "1 workers"
     assert "c (priority 0) wrote no checkpoint within 10 s" in coordinator.job("b").reason
+
+
+def test_who_waits_for_a_pause_leaves_without_it_once_that_is_late() -> None:
+    here = {"label_selector": (("zone", "x"),)}
+    coordinator = Coordinator(AT_ONCE)
+    coordinator.agent("n1", labels=(("zone", "x"),))
+    coordinator.submit("a", run_path="/runs/a", **here)
+    coordinator.ready("n1/1")
+    trains(coordinator, "n1/1")
+    coordinator.agent("n2")
+    coordinator.submit("p", run_path="/runs/p")
+    coordinator.ready("n2/1")
+    trains(coordinator, "n2/1")
+    coordinator.advance(0.1)
+    coordinator.pause("p")
+    coordinator.submit("b", priority=5, **here)
+    saved(coordinator, 2, worker="n1/1")
+    assert coordinator.job("a").reason == f"gives way to {TO_B} as soon as p can, too"
+    coordinator.advance(10.2)
+    assert coordinator.job("a").reason == f"gives way to {TO_B} at the next boundary"
+
+
+def test_a_worker_that_replaces_one_given_back_is_not_one_too_many() -> None:
+    coordinator = Coordinator(AT_ONCE)
+    coordinator.agent("n1", labels=(("zone", "x"),))
+    coordinator.submit("a", run_path="/runs/a")
+    coordinator.ready("n1/1")
+    trains(coordinator, "n1/1")
+    coordinator.advance(0.1)
+    saved(coordinator, 0)
+    coordinator.agent("n2")
+    coordinator.submit("b", priority=5, label_selector=(("zone", "x"),))
+    assert "n2/1" in {str(worker_id) for worker_id in coordinator.agents["n2"].workers}
+    assert not coordinator.sent(StopWorker)
+    coordinator.ready("n2/1")
+    assert not coordinator.sent(StopWorker)

@@ -245,21 +245,6 @@ def test_half_a_replica_is_no_reason_to_change() -> None:
     assert answer(ask(f"{two} d1:ready/0", "a1 b1", replica=2)) == "ask join"
 
 
-def test_a_group_of_which_nobody_stays_waits_for_its_checkpoint_as_long_as_there_is_time() -> None:
-    swap = "a1:train/1L b1:ready/0"
-    first = ask(swap, "a1", low=1, high=1, is_saving=True)
-    assert answer(first) == "keep"
-    assert first.reason == "nobody of the group stays: its checkpoint is waited for"
-    assert first.wake_ns == ns(120)
-    assert answer(ask(swap, "a1", low=1, high=1)) == "ask drain"
-    # Whoever stays has the state.
-    assert answer(ask("a1:train/1L b1:train/1 c1:ready/0", "a1 b1", is_saving=True)) == "ask drain"
-    assert (
-        answer(ask("a1:train/1! b1:ready/0", "a1", low=1, high=1, is_saving=True))
-        == "form drain: b1"
-    )
-
-
 def test_nothing_is_planned_while_a_members_node_does_not_answer() -> None:
     decision = ask("a1:train/1 b1:train/1? c1:ready/0", "a1 b1")
     assert answer(decision) == "keep"

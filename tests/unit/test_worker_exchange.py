@@ -32,7 +32,9 @@ class HandClock:
 
 
 def readable(exchange: Exchange) -> bool:
-    return bool(select.select([exchange], [], [], 0)[0])
+    poll = select.poll()
+    poll.register(exchange, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def test_what_is_posted_wakes_the_control_thread_once_and_keeps_its_order() -> None:

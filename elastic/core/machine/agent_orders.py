@@ -64,7 +64,8 @@ def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
         if worker is not None and worker.has_exited():
             books.workers.forget(worker)
     elif isinstance(message, Announce):
-        if books.workers.get(message.assignment.worker_id) is not None:
+        worker = books.workers.get(message.assignment.worker_id)
+        if worker is not None and not worker.has_exited():
             books.spreading.announced(message.assignment, books.now_ns)
         _forward(books, message.assignment.worker_id, message)
     elif isinstance(message, (LeaveGroup, SaveState, Preemption)):

@@ -40,6 +40,9 @@ class Spreading:
 
     def announced(self, place: Assignment, now_ns: int) -> None:
         """A worker is told of its group."""
+        known = self._turns.get(place.worker_id)
+        if known is not None and known.generation == place.generation:
+            return
         after_ns = answer_after_ns(place.rank, place.world_size, self._member_ns)
         self._turns.pop(place.worker_id, None)
         if after_ns:
@@ -55,7 +58,8 @@ class Spreading:
         """Return until when a worker's report may wait, 0 if it may not."""
         turn = self._turns.get(said.worker_id)
         is_answer = said.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)
-        if turn is None or not is_answer or said.generation != turn.generation:
+        is_fine = is_answer and said.failure is None
+        if turn is None or not is_fine or said.generation != turn.generation:
             return 0
         return turn.answer_at_ns
 

@@ -255,8 +255,7 @@ class JobState:
 
     def current(self) -> Current:
         """Return the newest group as the membership policy sees it."""
-        saves = bool(self.save_request) and self.is_in_place()
-        return Current(self.generation, self.member_ids(), self.is_open, self.asked, saves)
+        return Current(self.generation, self.member_ids(), self.is_open, self.asked)
 
     def is_in_place(self) -> bool:
         """Return whether its group trains in a loop that newcomers can enter."""

@@ -35,7 +35,7 @@ def plan(cluster: Cluster) -> None:
     jobs = [] if held else here
     cluster.replan_at_ns = None
     grants = _grants(cluster, jobs)
-    gave_way = [job.gives_way_to for job in cluster.active()]
+    gave_way = [_room_made(cluster, job) for job in cluster.active()]
     for job in cluster.active():
         before, now = cluster.grants.get(job.job_id), grants.get(job.job_id)
         if before == now:
@@ -48,10 +48,15 @@ def plan(cluster: Cluster) -> None:
         if yields and job.is_open and is_new:
             cluster.note("gives_back", job.job_id, workers=" ".join(yields))
     cluster.grants = grants
-    if gave_way != [job.gives_way_to for job in cluster.active()]:
+    if gave_way != [_room_made(cluster, job) for job in cluster.active()]:
         for job in cluster.active():
             if job.gives_way_to:
                 cluster.touch(job)  # It may have waited for one that need not leave any more.
+
+
+def _room_made(cluster: Cluster, job: JobState) -> tuple[str, bool]:
+    """Return what others that make room look at: whether it leaves, or is counted on to."""
+    return job.gives_way_to, job.job_id in cluster.grants
 
 
 def _make_room(cluster: Cluster, job: JobState, for_whom: str) -> None:
@@ -121,7 +126,11 @@ def claim_of(cluster: Cluster, job: JobState) -> Claim:
     )
     limits = job.limits
     if job.paused:
-        limits = replace(limits, max_workers=limits.min_workers)
+        # It keeps what it has until it is saved, and gets no more.
+        whole = len(alive) // limits.workers_per_replica * limits.workers_per_replica
+        limits = replace(
+            limits, max_workers=max(limits.min_workers, min(whole, limits.max_workers))
+        )
     return Claim(
         spec=limits,
         sequence=job.sequence,

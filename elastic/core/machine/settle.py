@@ -408,7 +408,9 @@ def _stop_surplus(cluster: Cluster, job: JobState) -> None:
     alive = [
         worker_id
         for worker_id, worker in sorted(job.workers.items())
-        if worker.stop_cause is None and not cluster.node_of(worker).draining
+        if worker.stop_cause is None
+        and not cluster.node_of(worker).draining
+        and not job.gives_back(worker_id)
     ]
     idle = [w for w in alive if not (job.is_open and job.is_member(w))]
     idle.sort(key=lambda w: (-job.workers[w].since_ns, w))

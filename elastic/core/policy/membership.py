@@ -80,14 +80,12 @@ class Current:
         members: by rank; empty before the first group.
         is_open: its members were announced and not told to leave at once.
         asked: its members were asked to leave at a boundary.
-        is_saving: a checkpoint was wished for, can be taken at any step, and is not written yet.
     """
 
     generation: Generation = 0
     members: tuple[WorkerId, ...] = ()
     is_open: bool = False
     asked: bool = False
-    is_saving: bool = False
 
 
 def decide(
@@ -206,9 +204,6 @@ def _decide_open(
     if wanted and joining + leaving:
         reason = f"{joining} to join and {leaving} to leave at the next boundary"
         if current.asked:
-            return Decision(Plan(Act.KEEP), reason, wake_ns)
-        if current.is_saving and not set(wanted) & set(current.members):
-            reason = "nobody of the group stays: its checkpoint is waited for"
             return Decision(Plan(Act.KEEP), reason, wake_ns)
         return Decision(Plan(Act.ASK, cause="drain" if leaving else "join"), reason, wake_ns)
     return Decision(Plan(Act.KEEP), f"{len(current.members)} workers", wake_ns)
