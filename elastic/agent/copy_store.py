@@ -113,13 +113,15 @@ class CopyStore:
         """Hold copies for a job, for whoever has the key."""
         with self._lock:
             known = self._jobs.get(job_id)
-            idle = next((name for name, one in self._jobs.items() if not one.by_source), None)
-            if known is None and len(self._jobs) >= JOBS_MAX and idle is not None:
-                # Nobody may have told us that it has ended, while we were away.
-                del self._jobs[idle]
             if known is not None:
                 known.key = key
-            elif len(self._jobs) < JOBS_MAX:
+                return
+            if len(self._jobs) >= JOBS_MAX:
+                # Nobody may have told us that one has ended, while we were away.
+                idle = [name for name, one in self._jobs.items() if not one.by_source]
+                for name in idle[:1]:
+                    del self._jobs[name]
+            if len(self._jobs) < JOBS_MAX:
                 self._jobs[job_id] = Granted(key)
             else:
                 log.warning("copy_refused job=%s: copies of %d jobs are held", job_id, JOBS_MAX)

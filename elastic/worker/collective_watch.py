@@ -42,12 +42,13 @@ class Stance(Enum):
 
     `CALLED` is a collective that the script calls by itself. It may let the others wait in one on
     purpose, while one rank writes a file, for as long as torch's own timeout allows: that says
-    nothing of whoever they wait for.
+    nothing of whoever they wait for. While torch is `COMPILING`, which may take minutes, it moves.
     """
 
     ELSEWHERE = "elsewhere"
     SHARDING = "sharding"
     CALLED = "called"
+    COMPILING = "compiling"
 
 
 class CollectiveWatch:
@@ -92,7 +93,7 @@ class CollectiveWatch:
         if stance is Stance.SHARDING:
             self._since_ns = self._since_ns or now_ns
             return beats + self._moves, max(1, now_ns - self._since_ns)
-        if stance is Stance.CALLED or self._since_ns or is_compiling(threading.main_thread()):
+        if stance in (Stance.CALLED, Stance.COMPILING) or self._since_ns:
             self._move()
         return beats + self._moves, 0
 
@@ -104,17 +105,18 @@ class CollectiveWatch:
 def stance_of(thread: threading.Thread) -> Stance:
     """Return where a thread is, by its stack."""
     # Nothing may keep the frame: it would keep the tensors in it.
-    return _stance(sys._current_frames().get(thread.ident or 0))
-
-
-def is_compiling(thread: threading.Thread) -> bool:
-    """Return whether torch compiles for it: that may take minutes, and ends."""
     frame = sys._current_frames().get(thread.ident or 0)
+    found = _stance(frame)
+    return _elsewhere(frame) if found is Stance.ELSEWHERE else found
+
+
+def _elsewhere(frame: FrameType | None) -> Stance:
+    """Return what a thread does from here outwards that waits in no collective."""
     while frame is not None:
         if frame.f_code.co_filename.removeprefix(TORCH) in COMPILING:
-            return True
+            return Stance.COMPILING
         frame = frame.f_back
-    return False
+    return Stance.ELSEWHERE
 
 
 def _stance(frame: FrameType | None) -> Stance:

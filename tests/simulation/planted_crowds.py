@@ -174,25 +174,22 @@ def takes_jobs_down_that_have_nothing_to_go_on_from(patch: Patch) -> None:
 @bug
 def waits_without_end_for_a_checkpoint_that_does_not_come(patch: Patch) -> None:
     """A job that cannot be saved, and has nothing to go on from, keeps the urgent one waiting."""
-    honest = eviction.judge_saving
-
-    def judge_saving(**facts: Any) -> Any:
-        decision = honest(**facts)
-        is_stuck = decision.value is eviction.Saving.IN_VAIN
-        return Decision(eviction.Saving.AWAITED, "it will come") if is_stuck else decision
-
-    patch.setattr(eviction, "judge_saving", judge_saving)
+    _judge_what_is_in_vain(patch, Decision(eviction.Saving.AWAITED, "it will come"))
 
 
 @bug
 def takes_a_job_down_whose_checkpoint_did_not_come(patch: Patch) -> None:
     """Its time is over, so it goes, and has nothing to go on from."""
+    _judge_what_is_in_vain(patch, Decision(eviction.Saving.OVER, "out of time"))
+
+
+def _judge_what_is_in_vain(patch: Patch, wrong: Decision[eviction.Saving]) -> None:
+    """Have this decided of a job whose checkpoint did not come, and that has none."""
     honest = eviction.judge_saving
 
     def judge_saving(**facts: Any) -> Any:
         decision = honest(**facts)
-        is_stuck = decision.value is eviction.Saving.IN_VAIN
-        return Decision(eviction.Saving.OVER, "out of time") if is_stuck else decision
+        return wrong if decision.value is eviction.Saving.IN_VAIN else decision
 
     patch.setattr(eviction, "judge_saving", judge_saving)
 

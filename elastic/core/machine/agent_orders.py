@@ -64,9 +64,6 @@ def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
         if worker is not None and worker.has_exited():
             books.workers.forget(worker)
     elif isinstance(message, Announce):
-        worker = books.workers.get(message.assignment.worker_id)
-        if worker is not None and not worker.has_exited():
-            books.spreading.announced(message.assignment, books.now_ns)
         _forward(books, message.assignment.worker_id, message)
     elif isinstance(message, (LeaveGroup, SaveState, Preemption)):
         _forward(books, message.worker_id, message)
@@ -142,6 +139,8 @@ def _forward(
     worker = books.workers.get(worker_id)
     if worker is None or worker.has_exited():
         return
+    if isinstance(message, Announce):
+        books.spreading.announced(message.assignment, books.now_ns)
     process = books.processes.get(worker.process_id)
     if process is not None:
         books.processes.send(process, message)
