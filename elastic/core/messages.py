@@ -14,6 +14,7 @@ from elastic.core.config import JobSpec
 from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
 from elastic.core.world import (
     Assignment,
+    Begun,
     CheckpointStatus,
     Generation,
     HeldCopy,
@@ -145,6 +146,7 @@ class Pulse:
         waiting_ns: how long it has waited for its peers, 0 if it does not.
         still_ns: how long it has not moved and not waited either, 0 if it moves or waits.
         epoch, step: where it is, for people.
+        begun: what was begun in groups within its group; empty if that cannot be told.
     """
 
     worker_id: WorkerId
@@ -153,6 +155,7 @@ class Pulse:
     still_ns: int
     epoch: int = 0
     step: int = 0
+    begun: tuple[Begun, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -456,6 +456,23 @@ class JobPhase(Enum):
 ENDED = (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.STOPPED)
 
 
+@dataclass(frozen=True)
+class Begun:
+    """How many collectives a worker has begun in a group within its group.
+
+    Of two that are in it, the one that has begun more waits for the other, or soon will.
+
+    Attributes:
+        name: of it, among those of the same ranks.
+        ranks: who is in it, ascending.
+        count: of collectives, as torch counts them.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    count: int
+
+
 def host_of(address: str) -> str:
     """Return the host of "host:port"; an IPv6 host loses its brackets."""
     return address.rpartition(":")[0].strip("[]")

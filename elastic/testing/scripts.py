@@ -28,6 +28,7 @@ class Script:
         is_sharded: every node has rows of its own.
         micro_batches: that a step is shared out in, 0 for none that anybody hears of.
         in_place: its loop goes on in the next group, and can be left and saved at any step.
+        in_parts: its ranks meet in groups within the group, too.
         saved_from_ns: storage takes nothing of it before.
     """
 
@@ -40,6 +41,7 @@ class Script:
     is_sharded: bool = False
     micro_batches: int = 0
     in_place: bool = False
+    in_parts: bool = False
     saved_from_ns: int = 0
 
 

@@ -51,6 +51,8 @@ SHARED_SEED = 2
 HANG_TIMEOUTS_S = (1.0, 3.0, 10.0)
 HUNG_SLACK_NS = 20 * S
 """A hung worker may first have to be lost by one group and missed by the next."""
+PARTS_SEED = 0
+"""Of three seeds, the one in which ranks meet in groups within their group, too."""
 SICK_SEED = 3
 """Of four seeds, the one in which disks fill up."""
 GENTLE_SEED = 7
@@ -348,6 +350,7 @@ class Simulation:
 
     def _enter(self, spec: JobSpec, script: Script, at_ns: int) -> None:
         """A job will be submitted at that moment."""
+        script = replace(script, in_parts=self.seed % 3 == PARTS_SEED)
         self.plane.scripts[spec.job_id] = script
         self.checkers.specs[spec.job_id] = spec
         self.timeline.after(at_ns, self._submit, spec)

@@ -54,6 +54,7 @@ from elastic.core.world import (
     NodeId,
     WorkerId,
 )
+from elastic.testing import parts
 from elastic.testing.checkers import Checkers
 from elastic.testing.copying import Copying, Trained
 from elastic.testing.scripts import Loops, Script
@@ -186,6 +187,8 @@ class DataPlane:
         if any(not p.moves() or p.is_slow() for p in group.members.values()):
             # Somebody stopped, hangs or is slow: the others wait in the reduction, time passes.
             self.timeline.after(20 * MS, self._end_step, group)
+            if self.scripts[group.job_id].in_parts and not group.is_stalled:
+                parts.stall(group.members, group.step)
             group.step_running = group.is_stalled = True
             for process in group.members.values():
                 process.linger()
@@ -334,6 +337,7 @@ class SimProcess:
         self.beats = 0
         self.held_step = 0
         self.waiting_since_ns = 0
+        self.spot = parts.OPEN
         self.wish: Generation = 0
         self.save_wish: WishSave | None = None
         self.busy_with: FormGroup | EnterTrain | None = None
@@ -358,7 +362,7 @@ class SimProcess:
             pass
         elif self.is_slow():
             self.beats += 1
-        elif not self.waiting_since_ns:
+        elif not self.waiting_since_ns and not self.spot.is_hidden:
             self.waiting_since_ns = self.timeline.now_ns
         due_ns = self.machine.next_deadline_ns()
         if self.can_run() and due_ns is not None and due_ns <= self.timeline.now_ns:
@@ -367,13 +371,13 @@ class SimProcess:
     def go_on(self) -> None:
         """Its group makes a step again."""
         self.beats += 1
-        self.waiting_since_ns = 0
+        self.waiting_since_ns, self.spot = 0, parts.OPEN
         self._look()
 
     def _look(self) -> None:
         since_ns = self.waiting_since_ns
         waiting_ns = self.timeline.now_ns - since_ns + 1 if since_ns else 0
-        self.tell_machine(Looked(self.beats, waiting_ns))
+        self.tell_machine(Looked(self.beats, waiting_ns, begun=self.spot.begun))
 
     def receive(self, message: PipeToWorker) -> None:
         """The agent wrote to the pipe."""
@@ -452,7 +456,7 @@ class SimProcess:
             self.plane.arrive(self, effect.assignment)
         elif isinstance(effect, EnterTrain):
             self.busy_with = effect
-            self.beats, self.waiting_since_ns = 1, 0
+            self.beats, self.waiting_since_ns, self.spot = 1, 0, parts.OPEN
             self.plane.enter(self, effect.assignment)
         elif isinstance(effect, AbortGroup):
             self._abort(effect.generation)

@@ -39,6 +39,9 @@ MAPS = (
 )
 """What torch's own destroy_process_group empties."""
 
+PARTS_MAX, PART_RANKS_MAX = 64, 8192
+"""Of what a worker tells of groups within its group, twice a second while it waits."""
+
 NCCL_ENVIRONMENT = {
     # 2: an error in a collective ends its communicator, never the process (1 and 3 do).
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -138,6 +141,29 @@ def issued() -> tuple[int, ...]:
         except (AttributeError, RuntimeError):
             numbers.append(-1)
     return tuple(numbers)
+
+
+def begun_in_parts() -> tuple[tuple[str, tuple[int, ...], int], ...]:
+    """Return name, ranks and number of collectives begun of each group that has not all ranks.
+
+    Any thread. Empty if they are many, or one of them does not count: nothing follows from a part.
+    In the group of all ranks we send messages of our own, which torch counts too.
+    """
+    world = parts().world
+    size, found = len(all_ranks_of(world.default_pg)), []
+    for group in all_groups():
+        ranks = all_ranks_of(group)
+        if 1 < len(ranks) < size:
+            count = int(group._get_sequence_number_for_group())
+            found.append((str(world.pg_names[group]), ranks, count))
+    if len(found) > PARTS_MAX or sum(len(ranks) for _, ranks, _ in found) > PART_RANKS_MAX:
+        return ()
+    return tuple(sorted(found))
+
+
+def all_ranks_of(group: Any) -> tuple[int, ...]:
+    """Return the ranks in the default group of a group's members, ascending; any thread."""
+    return tuple(sorted(parts().world.pg_group_ranks.get(group, {})))
 
 
 @contextmanager

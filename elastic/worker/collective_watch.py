@@ -18,6 +18,7 @@ from types import FrameType
 
 import torch
 
+from elastic.core.world import Begun
 from elastic.worker import c10d
 
 LATE_NS = 300_000_000
@@ -60,6 +61,7 @@ class CollectiveWatch:
         self._place: tuple[int, ...] = ()
         self._looked_ns = 0
         self._since_ns = 0
+        self._has_moved = True
 
     def look(self, beats: int, now_ns: int) -> tuple[int, int]:
         """Take one look, for as long as the loop itself does not say that it waits.
@@ -79,8 +81,19 @@ class CollectiveWatch:
             self._move()
             return beats + self._moves, 0
 
+    def begun(self) -> tuple[Begun, ...]:
+        """Return what this process has begun in groups within its group.
+
+        Nothing if it has moved at the last look: what is said of who moves is that it moves.
+        """
+        try:
+            return () if self._has_moved else tuple(Begun(*one) for one in c10d.begun_in_parts())
+        except Exception:
+            return ()  # Whom it waits for cannot be told.
+
     def _look(self, beats: int, now_ns: int) -> tuple[int, int]:
         place = (beats, *c10d.issued())
+        self._has_moved = False
         is_late = now_ns - self._looked_ns > LATE_NS
         self._looked_ns = now_ns
         if is_late:
@@ -100,6 +113,7 @@ class CollectiveWatch:
     def _move(self) -> None:
         self._moves += 1
         self._since_ns = 0
+        self._has_moved = True
 
 
 def stance_of(thread: threading.Thread) -> Stance:

@@ -38,6 +38,7 @@ from elastic.core.events.worker import (
 )
 from elastic.core.machine.worker import EXIT_AGENT_GONE, WorkerMachine
 from elastic.core.messages import PipeToAgent, Progress
+from elastic.core.world import Begun
 from elastic.errors import ElasticError, Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import note_text
@@ -118,9 +119,11 @@ class ControlThread:
         # The beats last: a wait that ends meanwhile is then seen as a movement, not as standing.
         now_ns = self._clock.monotonic_ns()
         waiting_ns, beats = seen.waiting_ns(now_ns), seen.beats
+        begun: tuple[Begun, ...] = ()
         if seen.is_sharded and beats and not waiting_ns:
             beats, waiting_ns = self._collectives.look(beats, now_ns)
-        return Looked(beats, waiting_ns, seen.epoch, seen.step)
+            begun = self._collectives.begun()
+        return Looked(beats, waiting_ns, seen.epoch, seen.step, begun)
 
     def _hear(self) -> None:
         try:

@@ -80,6 +80,26 @@ def test_a_rank_that_hangs_is_named_and_the_others_go_on(
     assert cluster.job(job_id).record.failures == 0
 
 
+def test_of_two_replicas_only_the_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    """Its partner seems to stand too, and is waited for by the other replica, as the one it is."""
+    orders = tmp_path / "orders"
+    with LocalCluster(nodes=1, workers_per_node=4, spares=4, directory=tmp_path) as cluster:
+        ends = []
+        for name in ("calm", "hung"):
+            job = Job.of(name, tmp_path / name, "--epochs", "2", "--strategy", "hsdp",
+                         "--orders", str(orders))  # fmt: skip
+            spec = replace(job.spec, min_workers=4, max_workers=4, hang_timeout_s=HANG_TIMEOUT_S)
+            ends.append((end_of(cluster, job_id := cluster.submit(spec)), job_id))
+            orders.mkdir(exist_ok=True)
+            (orders / "loop-1").touch()
+        (calm, _), (hung, job_id) = ends
+        assert [hung[key] for key in SAME] == [calm[key] for key in SAME]
+        named = [note["worker"] for note in notes_of(cluster, job_id, "worker_hung")]
+        logs = logs_of(cluster, "hung")
+        assert [worker for worker, text in logs.items() if "in hang_for_ever" in text] == named
+        assert len(named) == 1
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_replaced(
     cluster: LocalCluster, undisturbed: dict[str, Any], tmp_path: Path

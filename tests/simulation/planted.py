@@ -212,6 +212,12 @@ def never_notices_a_hang(patch: Patch) -> None:
 
 
 @bug
+def accuses_all_who_seem_to_stand(patch: Patch) -> None:
+    """Who waits for the one that hangs where nobody can see it is killed with it."""
+    patch.setattr(hang, "_at_the_end", lambda waiting, standing, queue: tuple(standing))
+
+
+@bug
 def kills_slow_movers(patch: Patch) -> None:
     """Whoever lets the others wait is taken for hung, also while it moves."""
 

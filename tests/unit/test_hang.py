@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from elastic.core.events.worker import Looked
 from elastic.core.machine.worker_pulse import PulseWatch
 from elastic.core.policy import hang
 from elastic.core.policy.hang import FRESH_NS, Sight, Watched
-from elastic.core.world import WorkerId
+from elastic.core.world import Begun, WorkerId
 
 NOW_NS = 1000 * NS_PER_S
 TIMEOUT_NS = 30 * NS_PER_S
@@ -152,3 +154,113 @@ def test_time_in_which_nobody_could_look_is_not_held_against_the_main_thread() -
     found = [watch.look(Looked(5), ns(60 + tenth / 10)) for tenth in range(1, 12)]
     # It was seen for the first time at 0.1 s, and 59.8 s were slept away.
     assert [round(one[1] / NS_PER_S, 1) for one in found if one] == [1.0]
+
+
+# ---------------------------------------------------------------- groups within the group
+
+
+PARTS = (("shard", (0, 1)), ("shard", (2, 3)), ("replica", (0, 2)), ("replica", (1, 3)))
+"""Of two replicas of a model in two shards: rank 0 and 1 have one of them, 2 and 3 the other."""
+
+
+def in_parts(one: Sight, rank: int, **counts: int) -> Sight:
+    """What a rank says, and how many collectives it has begun in its groups."""
+    begun = [Begun(name, ranks, counts[name]) for name, ranks in PARTS if rank in ranks]
+    return replace(one, begun=tuple(begun))
+
+
+def accused(*sights: Sight) -> list[str]:
+    return list(hang.judge(GENERATION, members(*sights), NOW_NS, TIMEOUT_NS).value.culprits)
+
+
+def test_who_seems_to_stand_and_waits_for_the_one_that_hangs_is_not_accused() -> None:
+    # Rank 0 waits for rank 1 where nobody can see it: `work.wait()` of the script's own.
+    assert accused(
+        in_parts(STANDS, 0, shard=13, replica=4),
+        in_parts(STANDS, 1, shard=12, replica=4),
+        in_parts(WAITS, 2, shard=17, replica=5),
+        in_parts(WAITS, 3, shard=17, replica=5),
+    ) == ["n1/1"]
+
+
+def test_who_stands_beside_and_is_waited_for_by_nobody_is_not_accused() -> None:
+    # Ranks 2 and 3 compute for long, and have all begun what they share with others.
+    assert accused(
+        in_parts(WAITS, 0, shard=19, replica=6),
+        in_parts(STANDS, 1, shard=18, replica=6),
+        in_parts(STANDS, 2, shard=23, replica=6),
+        in_parts(STANDS, 3, shard=23, replica=6),
+    ) == ["n1/1"]
+
+
+def test_two_that_hang_in_different_parts_are_both_accused() -> None:
+    assert accused(
+        in_parts(STANDS, 0, shard=13, replica=4),
+        in_parts(WAITS, 1, shard=14, replica=5),
+        in_parts(WAITS, 2, shard=14, replica=5),
+        in_parts(STANDS, 3, shard=13, replica=4),
+    ) == ["n0/1", "n3/1"]
+
+
+def test_of_a_circle_all_that_stand_are_accused() -> None:
+    assert accused(
+        in_parts(STANDS, 0, shard=13, replica=4),
+        in_parts(STANDS, 1, shard=12, replica=5),
+        in_parts(WAITS, 2, shard=12, replica=5),
+        in_parts(STANDS, 3, shard=13, replica=4),
+    ) == ["n0/1", "n1/1", "n3/1"]
+
+
+def test_nobody_of_a_circle_is_accused_before_the_time_is_over() -> None:
+    early = sight(stands=29.9)
+    assert not accused(
+        in_parts(early, 0, shard=13, replica=4),
+        in_parts(early, 1, shard=12, replica=5),
+        in_parts(WAITS, 2, shard=12, replica=5),
+        in_parts(early, 3, shard=13, replica=4),
+    )
+
+
+def test_who_waits_for_nobody_that_can_be_told_waits_for_all() -> None:
+    assert accused(
+        in_parts(STANDS, 0, shard=13, replica=4),
+        in_parts(STANDS, 1, shard=13, replica=4),
+        WAITS,
+        in_parts(WAITS, 3, shard=17, replica=5),
+    ) == ["n0/1", "n1/1"]
+
+
+COUNTS = st.tuples(*[st.tuples(st.integers(0, 3), st.integers(0, 3)) for _ in range(4)])
+
+
+@given(COUNTS, st.tuples(*[st.booleans()] * 4))
+def test_whoever_is_accused_is_waited_for_and_waits_for_nobody_who_is_spared(
+    counts: tuple[tuple[int, int], ...], stands: tuple[bool, ...]
+) -> None:
+    sights = [
+        in_parts(STANDS if stands[rank] else WAITS, rank, shard=shard, replica=replica)
+        for rank, (shard, replica) in enumerate(counts)
+    ]
+    found = accused(*sights)
+    assert bool(found) == (any(stands) and not all(stands))
+    for worker_id in found:
+        spared = {w for w in before(int(worker_id[1]), counts) if stands[w]}
+        assert all(f"n{other}/1" in found for other in spared)
+
+
+def before(rank: int, counts: tuple[tuple[int, int], ...]) -> set[int]:
+    """Return whom a rank waits for, by going round until nothing is new."""
+    found: set[int] = set()
+    while True:
+        more = {
+            other
+            for number, kind in enumerate(("shard", "replica"))
+            for name, ranks in PARTS
+            for one in ranks
+            for other in ranks
+            if name == kind
+            if one in found | {rank} and counts[other][number] < counts[one][number]
+        }
+        if more <= found:
+            return found
+        found |= more

@@ -12,6 +12,7 @@ from elastic.core.messages import (
 )
 from elastic.core.world import (
     Assignment,
+    Begun,
     CheckpointStatus,
     Failure,
     Generation,
@@ -192,12 +193,14 @@ class Looked:
         beats: grows whenever the main thread moves; 0 until the training loop is first seen.
         waiting_ns: how long it has waited for its peers, 0 if it does not.
         epoch, step: where it is, for people.
+        begun: what was begun in groups within its group, if it can be told.
     """
 
     beats: int
     waiting_ns: int = 0
     epoch: int = 0
     step: int = 0
+    begun: tuple[Begun, ...] = ()
 
 
 WorkerEvent = (

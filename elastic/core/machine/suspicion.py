@@ -50,6 +50,7 @@ def take_pulse(cluster: Cluster, state: NodeState, pulse: Pulse) -> None:
         still_since_ns=now_ns - pulse.still_ns if pulse.still_ns > 0 else None,
         epoch=pulse.epoch,
         step=pulse.step,
+        begun=pulse.begun,
     )
     if pulse.generation < job.generation:
         # Others wait for it in forming the next group, and do not say so.

@@ -355,12 +355,9 @@ class WorkerMachine:
         found = self._pulses.look(event, self._now_ns)
         if found is not None and self._assign is not None:
             pulse = Pulse(
-                self._assign.worker_id,
-                self._generation(),
-                *found,
-                epoch=event.epoch,
-                step=event.step,
-            )
+                self._assign.worker_id, self._generation(), *found, event.epoch, event.step,
+                begun=event.begun if any(found) else (),
+            )  # fmt: skip
             self._out.append(SendPipe(pulse))
 
     # ------------------------------------------------------------ moves

@@ -3,19 +3,26 @@
 Rule: only what a member says of itself counts, and only while it goes on saying so. Whoever moves,
 however slowly, is never a culprit; when nobody stands still, or somebody is silent, nobody is
 accused. Silence is for probes, and a group in which all wait for `collective_timeout_s`.
+
+Not all waiting can be seen from outside: a rank that waits in a collective of the script's own may
+seem to stand. Where a group has groups within it (shards and their replicas), what was begun in
+them tells who waits for whom: accused is who stands at the end of such a chain. Of those who wait
+for each other in a circle nobody can tell, and all that stand are accused, as without such groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.core.config import NS_PER_S
 from elastic.core.policy.decision import Decision
-from elastic.core.world import Generation, WorkerId
+from elastic.core.world import Begun, Generation, WorkerId
 
 FRESH_NS = 3 * NS_PER_S
 """What was not said again for so long is not believed; a worker repeats it every second."""
+STANDING_MAX = 256
+"""When more stand still, they are not told from each other."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Sight:
         waiting_since_ns: since when it waits for its peers, None if it does not.
         still_since_ns: since when it has neither moved nor waited, None if it moves or waits.
         epoch, step: where it is.
+        begun: what it has begun in groups within its group.
     """
 
     generation: Generation
@@ -36,6 +44,7 @@ class Sight:
     still_since_ns: int | None = None
     epoch: int = 0
     step: int = 0
+    begun: tuple[Begun, ...] = ()
 
     def waits(self, generation: Generation, now_ns: int) -> bool:
         """Return whether it waits for its peers in this group now."""
@@ -86,21 +95,82 @@ def judge(
         now_ns: monotonic.
         timeout_ns: of standing still; 0 accuses nobody.
     """
-    waiting, standing = [], []
+    waiting: dict[WorkerId, int] = {}
+    standing: dict[WorkerId, int] = {}
     for member in members:
         sight = member.sight
         if not member.trains or sight is None:
             return Decision(Hang(), f"{member.worker_id} says nothing of itself")
         if sight.waits(generation, now_ns):
-            waiting.append(sight.waiting_since_ns or 0)
+            waiting[member.worker_id] = sight.waiting_since_ns or 0
         elif sight.stands(generation, now_ns):
-            standing.append((member.worker_id, sight.still_since_ns or 0))
+            standing[member.worker_id] = sight.still_since_ns or 0
         else:
             return Decision(Hang(), f"{member.worker_id} moves")
     if not waiting or not standing:
         return Decision(Hang(), "all wait" if waiting else "nobody waits")
-    since_ns = max(*waiting, *(since for _, since in standing))
-    names = tuple(worker_id for worker_id, _ in standing)
+    since_ns = max(*waiting.values(), *standing.values())
     if not timeout_ns or now_ns - since_ns < timeout_ns:
-        return Decision(Hang(), f"waiting for {', '.join(names)}")
+        return Decision(Hang(), f"waiting for {', '.join(standing)}")
+    begun = {m.worker_id: m.sight.begun for m in members if m.sight is not None}
+    names = _at_the_end([*waiting], [*standing], Queue(begun))
     return Decision(Hang(names, since_ns), f"{len(waiting)} members wait for {', '.join(names)}")
+
+
+class Queue:
+    """Who waits for whom, as far as groups within the group tell."""
+
+    def __init__(self, begun: Mapping[WorkerId, Sequence[Begun]]) -> None:
+        """Put the members of each group in order.
+
+        Args:
+            begun: of each member of the whole group.
+        """
+        self._begun = begun
+        self._groups: dict[tuple[str, tuple[int, ...]], list[tuple[int, WorkerId]]] = {}
+        for worker_id, ones in begun.items():
+            for one in ones:
+                self._groups.setdefault((one.name, one.ranks), []).append((one.count, worker_id))
+        for group in self._groups.values():
+            group.sort()
+
+    def before(self, worker_id: WorkerId) -> dict[WorkerId, None]:
+        """Return whom a member waits for: those who have begun less, and whom they wait for."""
+        found: dict[WorkerId, None] = {}
+        seen: dict[tuple[str, tuple[int, ...]], int] = {}
+        todo = [worker_id]
+        while todo:
+            for one in self._begun.get(todo.pop(), ()):
+                key = (one.name, one.ranks)
+                if one.count <= seen.get(key, 0):
+                    continue
+                seen[key] = one.count
+                for count, other in self._groups[key]:
+                    if count >= one.count:
+                        break
+                    if other not in found:
+                        found[other] = None
+                        todo.append(other)
+        return found
+
+
+def _at_the_end(
+    waiting: Sequence[WorkerId], standing: Sequence[WorkerId], queue: Queue
+) -> tuple[WorkerId, ...]:
+    """Return those who stand, are waited for, and wait for nobody else who stands."""
+    if len(standing) == 1 or len(standing) > STANDING_MAX:
+        return tuple(standing)
+    before = {worker_id: queue.before(worker_id) for worker_id in standing}
+    awaited: dict[WorkerId, None] = {}
+    for worker_id in waiting:
+        # Who waits where we cannot see for whom may wait for all.
+        awaited.update(queue.before(worker_id) or dict.fromkeys(standing))
+        if all(one in awaited for one in standing):
+            break
+
+    def is_held_up(worker_id: WorkerId) -> bool:
+        others = (one for one in before[worker_id] if one in before)
+        return any(worker_id not in before[one] for one in others)
+
+    found = tuple(w for w in standing if w in awaited and not is_held_up(w))
+    return found or tuple(standing)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -89,16 +90,20 @@ def train_func(config: dict) -> dict:
     size = config["samples"]
     orders = Orders(config["orders"])
     module = Counted(config["width"], size, orders)
+    replica = None
     if config["strategy"] == "own":
         fully_shard(module.net.block)
         fully_shard(module)
         model = prepare_model(module)
     else:
-        options = {"modules": [nn.TransformerEncoderLayer]}
+        options: dict[str, Any] = {"modules": [nn.TransformerEncoderLayer]}
+        if config["strategy"] == "hsdp":
+            options["mesh"] = two_replicas()
+            replica = options["mesh"].get_group("shard")
         model = prepare_model(
             module,
-            parallel_strategy=config["strategy"],
-            parallel_strategy_kwargs=options if config["strategy"] == "fsdp" else None,
+            parallel_strategy="ddp" if config["strategy"] == "ddp" else "fsdp",
+            parallel_strategy_kwargs=options if config["strategy"] != "ddp" else None,
         )
     weights = [p for name, p in module.named_parameters() if name != "ledger"]
     # A large eps: gradients that are zero but for rounding must not become steps.
@@ -115,6 +120,8 @@ def train_func(config: dict) -> dict:
         orders.epoch = epoch
         for x, y, ids in loader:
             orders.obey("loop")
+            if replica is not None:
+                meet(replica)
             if config["pace"]:
                 time.sleep(config["pace"])  # Stands for a model that takes longer.
             logits, counted = model(x, ids)
@@ -146,6 +153,19 @@ def train_func(config: dict) -> dict:
     return result
 
 
+def two_replicas() -> DeviceMesh:
+    """Return a mesh of two replicas of the model, each sharded over half of the ranks."""
+    shape = (2, dist.get_world_size() // 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
+
+
+def meet(group: dist.ProcessGroup) -> None:
+    """Wait for the others of a group where nobody can see from outside that this waits."""
+    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    if work is not None:
+        work.wait()
+
+
 def gathered(state: Any) -> Any:
     """Return nested containers with all of each tensor; all ranks call this."""
     if isinstance(state, DTensor):
@@ -171,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--finish", default="", help="end with the epoch in which this file comes")
     parser.add_argument("--orders", default="", help="folder of orders to hang")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--strategy", choices=("fsdp", "own", "ddp"), default="fsdp")
+    parser.add_argument("--strategy", choices=("fsdp", "own", "ddp", "hsdp"), default="fsdp")
     parser.add_argument("--save-every", type=int, help="steps between automatic checkpoints")
     parser.add_argument("--copy-every", type=int, help="steps between copies on other nodes")
     parser.add_argument("--weights", default="", help="file that the weights go to")

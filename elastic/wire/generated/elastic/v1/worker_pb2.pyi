@@ -211,17 +211,29 @@ class Progress(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., first_step_unix_ns: _Optional[int] = ...) -> None: ...
 
 class Pulse(_message.Message):
-    __slots__ = ("worker_id", "generation", "waiting_ns", "still_ns", "epoch", "step")
+    __slots__ = ("worker_id", "generation", "waiting_ns", "still_ns", "epoch", "step", "begun")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WAITING_NS_FIELD_NUMBER: _ClassVar[int]
     STILL_NS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     generation: int
     waiting_ns: int
     still_ns: int
     epoch: int
     step: int
-    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., waiting_ns: _Optional[int] = ..., still_ns: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    begun: _containers.RepeatedCompositeFieldContainer[Begun]
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., waiting_ns: _Optional[int] = ..., still_ns: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ...) -> None: ...
+
+class Begun(_message.Message):
+    __slots__ = ("name", "ranks", "count")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    count: int
+    def __init__(self, name: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., count: _Optional[int] = ...) -> None: ...

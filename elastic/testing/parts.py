@@ -1,0 +1,61 @@
+"""Simulated groups within a group: two ranks share the shards of a model, others have replicas.
+
+Rule: ranks 2k and 2k + 1 make a pair, which meets first in each step; then ranks of the same parity
+meet. Who waits in its pair waits where nobody can see it, and seems to stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic.core.world import Begun
+
+PAIR = 2
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a main thread is while its group makes no step.
+
+    Attributes:
+        begun: of collectives in groups within the group.
+        is_hidden: it waits, and seems to stand.
+    """
+
+    begun: tuple[Begun, ...] = ()
+    is_hidden: bool = False
+
+
+OPEN = Spot()
+
+
+class Rank(Protocol):
+    """A process of a group."""
+
+    spot: Spot
+
+    def moves(self) -> bool:
+        """Return whether its main thread gets further."""
+
+    def is_slow(self) -> bool:
+        """Return whether its step takes longer than the others'."""
+
+
+def stall(members: Mapping[int, Rank], step: int) -> None:
+    """Say where each member is that waits for those who are late for a step."""
+    size = len(members)
+    if size < 2 * PAIR or size % PAIR:
+        return
+    late = {rank: not p.moves() or p.is_slow() for rank, p in members.items()}
+    for rank, process in members.items():
+        partner = rank ^ 1
+        is_held = late[partner] and not late[rank]
+        pairs = step if late[rank] else step + 1
+        columns = step if late[rank] or is_held else step + 1
+        begun = (
+            Begun("pair", tuple(sorted((rank, partner))), pairs),
+            Begun("column", tuple(range(rank % PAIR, size, PAIR)), columns),
+        )
+        process.spot = Spot(begun, is_held)
