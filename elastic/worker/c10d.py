@@ -11,9 +11,11 @@ group (the default one, `new_group`, a device mesh) makes its sockets. `init_pro
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from elastic.errors import GroupError, UsageError
 
@@ -120,7 +123,34 @@ def forget_all_groups() -> list[Any]:
         comms.clear()
     found.unregister_all()
     found.world.group_count = 0
+    _outdate_meshes()
     return groups
+
+
+_meshes: dict[int, weakref.ref[Any]] = {}
+"""The device meshes of this process, by identity: by value old ones equal new ones."""
+
+
+def _note_mesh(mesh: Any) -> None:
+    key = id(mesh)
+    _meshes[key] = weakref.ref(mesh, lambda _: _meshes.pop(key, None))
+
+
+def _outdate_meshes() -> None:
+    """Have the meshes of groups that are forgotten differ from all that are to come.
+
+    What torch remembers of a tensor's layout names its mesh, and with it our rank and our groups as
+    they were. It is looked up by mesh, and two of the same shape are equal for torch: after a group
+    has changed a rank would then talk in a group that is gone, or for another rank.
+    """
+    while _meshes:
+        mesh = _meshes.popitem()[1]()
+        if mesh is not None:
+            mesh._thread_id = (mesh._thread_id, id(mesh))  # Compared, and no part of a kept hash.
+    if "torch.distributed.tensor" in sys.modules:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        # Since it is never found any more, for the sake of memory alone.
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 def all_groups() -> list[Any]:
@@ -249,6 +279,14 @@ class Seams:
             wrapped = functools.wraps(real)(functools.partial(ours, real))
             self._put(distributed_c10d, name, wrapped)
             self._put(dist, name, wrapped)
+        begin = DeviceMesh.__init__
+
+        @functools.wraps(begin)
+        def begin_known(mesh: Any, *args: Any, **named: Any) -> None:
+            begin(mesh, *args, **named)
+            _note_mesh(mesh)
+
+        self._put(DeviceMesh, "__init__", begin_known)
 
     def remove(self) -> None:
         """Give the places back."""

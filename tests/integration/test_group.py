@@ -223,6 +223,13 @@ def test_newcomers_and_survivors_make_subgroups_together() -> None:
     assert all_ask(members, "mesh") == [4] * 4
 
 
+def test_members_that_change_their_ranks_find_each_other_in_a_mesh_of_the_same_shape() -> None:
+    members = CREW.take(4)
+    for turn in range(4):
+        formed(members[turn:] + members[:turn])
+        assert all_ask(members, "norm_in_parts") == [pytest.approx(14**0.5)] * 4
+
+
 def test_subgroups_are_aborted_with_their_group() -> None:
     members = CREW.take(3)
     formed(members)

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
@@ -182,6 +184,15 @@ class Member:
     def impatient_script(self, timeout_s: float) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
         dist.barrier()
+
+    def norm_in_parts(self) -> float:
+        """Return the norm of a tensor of which each column of a mesh has the shards: 0, 1, 2, 3."""
+        mesh = init_device_mesh("cpu", (2, 2))
+        whole = torch.arange(4.0)
+        shards = distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None)
+        norm = torch.linalg.vector_norm(shards)
+        assert isinstance(norm, DTensor)
+        return float(norm.full_tensor())
 
     def mesh(self) -> int:
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
