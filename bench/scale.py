@@ -25,7 +25,6 @@ the agents'), and commits of the store until all is quiet again.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import platform
@@ -37,40 +36,21 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import anyio
 import click
-import grpc.aio
 import psutil
+from played_agents import CLIENTS
 from rich.console import Console
 from rich.table import Table
 
 from elastic.client.jobs import Client
-from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec, ns
-from elastic.core.messages import Announce, Hello, LeaveGroup, StartWorker, Welcome, WorkerUpdate
-from elastic.core.policy.spreading import answer_after_ns
-from elastic.core.world import (
-    Assignment,
-    Entry,
-    EntryKind,
-    ExitCause,
-    ExitKind,
-    JobId,
-    Node,
-    NodeId,
-    WorkerPhase,
-    WorkerReport,
-)
-from elastic.runtime.rpc import SILENCE_S, call_metadata, open_channel
-from elastic.wire.codec_stream import (
-    ATTACH_METHOD,
-    decode_coordinator_message,
-    encode_agent_message,
-)
+from elastic.core.config import CoordinatorConfig, JobSpec
+from elastic.core.world import Entry, EntryKind, JobId
+from elastic.runtime.rpc import SILENCE_S
 
+PLAYERS = Path(__file__).with_name("played_agents.py")
 AGENTS_PER_PROCESS = 500
 PROCESSES_MAX = 8
 """More of them would only take turns."""
@@ -83,7 +63,6 @@ SETTLE_S = 3.0
 REST_S = 10.0
 NICE = 10
 """Of the agents: the coordinator shares its machine with nobody, as a rule."""
-MEMBER_NS = ns(AgentConfig.spread_s_per_member)
 OWN_FILES = 256
 """That a coordinator needs beside its connections."""
 
@@ -91,174 +70,17 @@ OWN_FILES = 256
 # ------------------------------------------------------------------------------------- the agents
 
 
-class Tally:
-    """What the agents of one process have been told.
-
-    Attributes:
-        told: how many know of each generation.
-        last_ns: when the last one heard of a generation.
-        bytes_in: of the newest announcement.
-    """
-
-    def __init__(self) -> None:
-        self.told: dict[int, int] = {}
-        self.last_ns = self.bytes_in = 0
-
-    def hears(self, generation: int, size: int) -> None:
-        """Count one that hears of a generation."""
-        self.told[generation] = self.told.get(generation, 0) + 1
-        self.last_ns, self.bytes_in = time.monotonic_ns(), size
-
-
-class PlayedAgent:
-    """One agent with one worker."""
-
-    def __init__(self, number: int, tally: Tally) -> None:
-        self.node = Node(NodeId(f"n{number:05d}"), 1, "127.0.0.1", 1)
-        self.report: WorkerReport | None = None
-        self.welcome_ns = self.generation = 0
-        self._tally = tally
-        self._call: Any = None
-        self._answering: Any = None
-        self._writing = asyncio.Lock()
-        self._gone = asyncio.Event()
-
-    async def live(self, address: str, gate: asyncio.Semaphore, silence_s: float) -> None:
-        """Connect, and connect again, until the node dies."""
-        wait_s = 0.1
-        while not self._gone.is_set():
-            async with open_channel(address, silence_s=silence_s) as channel:
-                try:
-                    await self._attach(channel, gate)
-                    wait_s = 0.1
-                except grpc.aio.AioRpcError:
-                    pass
-            # As real agents do: not all at the same moment.
-            wait_s = min(2.0, wait_s * 2)
-            jitter = (hash(self.node.node_id) % 1000) / 1000
-            await asyncio.sleep(wait_s * (0.5 + jitter))
-
-    async def _attach(self, channel: grpc.aio.Channel, gate: asyncio.Semaphore) -> None:
-        async with gate:
-            call = self._call = channel.stream_stream(ATTACH_METHOD)(metadata=call_metadata())
-            workers = (self.report,) if self.report is not None else ()
-            await call.write(encode_agent_message(Hello(self.node, workers)))
-            data = await call.read()
-            if not isinstance(data, bytes):
-                return
-            if not isinstance(decode_coordinator_message(data), Welcome):
-                raise click.ClickException(f"not welcome: {decode_coordinator_message(data)}")
-            self.welcome_ns = time.monotonic_ns()
-        while isinstance(data := await call.read(), bytes):
-            await self._take(decode_coordinator_message(data), len(data))
-
-    async def _take(self, message: Any, size: int) -> None:
-        if isinstance(message, StartWorker):
-            self.report = WorkerReport(
-                message.worker_id,
-                message.spec.job_id,
-                WorkerPhase.READY,
-                store_address="127.0.0.1:1",
-                pid=1,
-            )
-            await self._tell()
-        elif isinstance(message, Announce) and self.report is not None:
-            if self.generation != message.assignment.generation:
-                self.generation = message.assignment.generation
-                self._tally.hears(self.generation, size)
-            self.report = replace(
-                self.report, phase=WorkerPhase.TRAINING, generation=self.generation, in_place=True
-            )
-            await self._answer(message.assignment)
-        elif isinstance(message, LeaveGroup) and self.report is not None:
-            self.report = replace(self.report, phase=WorkerPhase.READY)
-            await self._tell()
-
-    async def _answer(self, place: Assignment) -> None:
-        """Say that the worker trains when it is its turn, as real agents do."""
-        after_ns = answer_after_ns(place.rank, place.world_size, MEMBER_NS)
-        if not after_ns:
-            await self._tell()
-            return
-
-        async def answer() -> None:
-            await asyncio.sleep(after_ns / 1e9)
-            if self.generation == place.generation:
-                await self._tell()
-
-        self._answering = asyncio.create_task(answer())
-
-    async def _tell(self) -> None:
-        async with self._writing:
-            if self.report is not None:
-                await self._call.write(encode_agent_message(WorkerUpdate(self.report)))
-
-    async def lose_worker(self) -> None:
-        """Let the worker be killed."""
-        if self.report is not None:
-            exit_ = ExitCause(ExitKind.SIGNAL, 9)
-            self.report = replace(self.report, phase=WorkerPhase.EXITED, exit=exit_)
-            await self._tell()
-            self.report = None
-
-    def is_gone(self) -> bool:
-        """Return whether the node is dead."""
-        return self._gone.is_set()
-
-    def die(self) -> None:
-        """Let the node be gone."""
-        self._gone.set()
-        self._call.cancel()
-
-
-async def hold(address: str, first: int, number: int, at_once: int, silence_s: float) -> None:
-    """Hold agents, and answer commands on stdin with JSON on stdout."""
-    gate = asyncio.Semaphore(at_once)
-    tally = Tally()
-    agents = [PlayedAgent(first + index, tally) for index in range(number)]
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    async def read() -> None:
-        while line := await loop.run_in_executor(None, sys.stdin.readline):
-            lines.put_nowait(line)
-        lines.put_nowait("end")
-
-    tasks = [asyncio.create_task(agent.live(address, gate, silence_s)) for agent in agents]
-    tasks.append(asyncio.create_task(read()))
-    while (command := (await lines.get()).split())[0] != "end":
-        living = [agent for agent in agents if not agent.is_gone()]
-        if command[0] == "state":
-            answer: Any = {
-                "told": max(tally.told.items(), default=(0, 0)),
-                "last_ns": tally.last_ns,
-                "bytes": tally.bytes_in,
-            }
-        elif command[0] == "welcome":
-            welcome = [agent.welcome_ns for agent in living]
-            answer = (sum(moment > int(command[1]) for moment in welcome), max(welcome))
-        else:
-            answer = time.monotonic_ns()
-            if command[0] == "lose":
-                await agents[int(command[1])].lose_worker()
-            else:
-                agents[int(command[1])].die()
-        print(json.dumps(answer), flush=True)
-    for task in tasks:
-        task.cancel()
-
-
 class Crowd:
     """All agents, in their processes."""
 
-    def __init__(self, address: str, agents: int, silence_s: float) -> None:
+    def __init__(self, address: str, agents: int, silence_s: float, client: str) -> None:
         self._holders = []
         each = max(AGENTS_PER_PROCESS, -(-agents // PROCESSES_MAX))
         firsts = range(0, agents, each)
         for first in firsts:
             number, at_once = min(each, agents - first), CONNECTING_AT_ONCE // len(firsts)
             numbers = [str(number) for number in (first, number, at_once, silence_s)]
-            command = [sys.executable, __file__, "--hold", address, *numbers]
+            command = [sys.executable, str(PLAYERS), address, *numbers, client]
             self._holders.append(
                 subprocess.Popen(
                     ["nice", "-n", str(NICE), *command],
@@ -394,11 +216,11 @@ def phase(coordinator: Coordinator, crowd: Crowd) -> Iterator[Phase]:
     found.commits = coordinator.revision() - revision
 
 
-def measure(agents: int, silence_s: float, *, storm: bool) -> list[str]:
+def measure(agents: int, silence_s: float, client: str, *, storm: bool) -> list[str]:
     """Return a row of the table."""
     with tempfile.TemporaryDirectory() as folder:
         coordinator = Coordinator(Path(folder), silence_s)
-        crowd = Crowd(coordinator.address, agents, silence_s)
+        crowd = Crowd(coordinator.address, agents, silence_s, client)
         try:
             return [f"{agents}", *_cells(coordinator, crowd, agents, storm=storm)]
         finally:
@@ -473,24 +295,22 @@ def check_files(agents: int) -> None:
 @click.option("--agents", "counts", type=int, multiple=True, help="Default: 1000.")
 @click.option("--storm/--no-storm", default=True, help="Restart the coordinator, too.")
 @click.option("--silence", type=float, default=SILENCE_S, show_default=True, help="Seconds.")
-def main(counts: tuple[int, ...], storm: bool, silence: float) -> None:
+@click.option("--client", type=click.Choice(CLIENTS), default="frames", show_default=True)
+def main(counts: tuple[int, ...], storm: bool, silence: float, client: str) -> None:
     """Measure a coordinator with many agents."""
     check_files(max(counts, default=0))
     table = Table("agents", "rest", "MiB", "submit", "death", "node", "storm", "bytes")
     for agents in counts or (1000,):
-        table.add_row(*measure(agents, silence, storm=storm))
+        table.add_row(*measure(agents, silence, client, storm=storm))
     console = Console(width=150)
     grace = CoordinatorConfig.node_grace_s
     console.print(
         f"Python {platform.python_version()}, {os.cpu_count()} cores for coordinator and agents; "
         f"in brackets processor time of coordinator + agents, commits; node grace {grace:g} s, "
-        f"--silence {silence:g} s"
+        f"--silence {silence:g} s, agents by {client}"
     )
     console.print(table)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--hold"]:
-        anyio.run(hold, sys.argv[2], *(int(text) for text in sys.argv[3:6]), float(sys.argv[6]))
-    else:
-        main()
+    main()

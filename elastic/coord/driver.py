@@ -54,6 +54,8 @@ TICK_PAUSE_S = 0.001
 GATHER_S_MIN, GATHER_S_MAX = 0.005, 0.05
 """A machine whose step took longer than the first is not asked again at once, but waits for as
 long, the second at most."""
+RETURN_GATHER, RETURN_GATHER_S_MAX = 4, 0.3
+"""When agents come, and are all that came, it waits for so many times as long, up to the second."""
 MANY_SESSIONS = 500
 """With as many, it always waits for the first: what they say alike comes in thousands."""
 
@@ -109,6 +111,8 @@ class Driver:
         self._is_tick_next = False
         # By the machine, for its last step.
         self._took_s = 0.0
+        # Its last step was about agents that came, and nothing else.
+        self._brought_agents = False
         self._recovered = anyio.Event()
         self._coordinators: Coordinators | None = None
 
@@ -255,12 +259,15 @@ class Driver:
         is said meanwhile: a thousand agents that come back would have it looked at a thousand
         times.
         """
-        if self._took_s >= GATHER_S_MIN or len(self.sessions) >= MANY_SESSIONS:
+        if self._took_s >= GATHER_S_MIN and self._brought_agents:
+            await anyio.sleep(min(RETURN_GATHER * self._took_s, RETURN_GATHER_S_MAX))
+        elif self._took_s >= GATHER_S_MIN or len(self.sessions) >= MANY_SESSIONS:
             await anyio.sleep(min(max(self._took_s, GATHER_S_MIN), GATHER_S_MAX))
 
     async def _step(self, event: CoordinatorEvent) -> None:
         self._journal.check_office()
         began_ns = self._clock.monotonic_ns()
+        self._brought_agents = _is_arrival(event)
         effects = self._machine.step(event, began_ns)
         self._took_s = (self._clock.monotonic_ns() - began_ns) / 1e9
         self._view = None
@@ -313,3 +320,9 @@ class Driver:
         self._persisting_since_ns = self._clock.monotonic_ns()
         await patiently("a record", lambda: self._journal.write(effect.records), self._clock)
         self._persisting_since_ns = 0
+
+
+def _is_arrival(event: CoordinatorEvent) -> bool:
+    """Return whether all that happened is that agents came."""
+    events = event.events if isinstance(event, Several) else (event,)
+    return all(isinstance(one, AgentConnected) for one in events)

@@ -179,6 +179,8 @@ class CoordinatorConfig:
             a healthy agent wait: too small, and its workers are restarted for nothing.
         adoption_grace_s: after its own restart the coordinator waits this long for agents that
             it knows from the journal; must exceed the agents' longest back-off.
+        adoption_s_max: and for as long as others of them still come, up to this long: thousands
+            cannot all come at once.
         broken_grace_s: a group that broke without a known loss is formed anew after this.
         form_timeout_s: a member that has not begun to train this long after its generation was
             announced is killed.
@@ -210,6 +212,7 @@ class CoordinatorConfig:
     node_grace_s: float = 0.5
     probe_timeout_s: float = 0.6
     adoption_grace_s: float = 10.0
+    adoption_s_max: float = 120.0
     broken_grace_s: float = 0.3
     form_timeout_s: float = 60.0
     boundary_timeout_s: float = 30.0
@@ -233,10 +236,10 @@ class CoordinatorConfig:
         """Refuse what cannot work."""
         check_projects(self.projects)
         for name in (
-            "start_patience_s", "node_grace_s", "adoption_grace_s", "broken_grace_s",
-            "form_timeout_s", "boundary_timeout_s", "stop_grace_s", "restart_delay_s_max",
-            "healthy_after_s", "fault_window_s", "quarantine_s", "preemption_deadline_s",
-            "preemption_min_run_s",
+            "start_patience_s", "node_grace_s", "adoption_grace_s", "adoption_s_max",
+            "broken_grace_s", "form_timeout_s", "boundary_timeout_s", "stop_grace_s",
+            "restart_delay_s_max", "healthy_after_s", "fault_window_s", "quarantine_s",
+            "preemption_deadline_s", "preemption_min_run_s",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(

@@ -29,6 +29,9 @@ FOR_PEOPLE = frozenset({
 })  # fmt: skip
 """String fields that nothing is decided by: what is not Unicode in them is escaped, not refused."""
 
+WIDE = 16
+"""A part with so many fields, such as a job, is written once for all that are told of it."""
+
 LABEL_REPEATED = 3
 """As in google/protobuf/descriptor.proto."""
 
@@ -197,15 +200,26 @@ def _message_port(
 ) -> Port:
     name, full_name, from_wire = field.name, field.full_name, value.from_wire
     factory = known.default_factory
+    is_wide = len(field.message_type.fields) >= WIDE if field.message_type else False
+    # The fact itself is kept, so that no other can have its identity.
+    last: tuple[Any, Message] | None = None
 
     def write(item: Any, target: Message) -> None:
+        nonlocal last
         if item is None and optional:
             return
         part = getattr(target, name)
         # A message without fields set must be there all the same.
         part.SetInParent()
-        if value.fill:
+        known_last = last
+        if known_last is not None and known_last[0] is item:
+            part.CopyFrom(known_last[1])
+        elif value.fill:
             value.fill(item, part)
+            if is_wide and _is_frozen(item):
+                kept = type(part)()
+                kept.CopyFrom(part)
+                last = item, kept
 
     def read(source: Message) -> Any:
         if source.HasField(name):
@@ -217,6 +231,11 @@ def _message_port(
         return factory()
 
     return Port(known.name, write, read)
+
+
+def _is_frozen(item: Any) -> bool:
+    """Return whether what was written of a fact stays true."""
+    return bool(item.__dataclass_params__.frozen)
 
 
 def _repeated_port(name: str, known: str, value: Value) -> Port:

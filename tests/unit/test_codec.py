@@ -344,3 +344,12 @@ def test_a_worker_is_started_with_the_payload() -> None:
     entry = Entry(EntryKind.FUNCTION, "train", payload=b"pickled")
     start = StartWorker(WorkerId("n1/1"), replace(SPEC, entry=entry))
     assert decode_coordinator_message(encode_coordinator_message(start)) == start
+
+
+def test_a_job_that_many_are_told_of_is_written_the_same_for_each_of_them() -> None:
+    other = replace(SPEC, name="other", priority=7)
+    orders = [
+        StartWorker(WorkerId(f"n1/{number}"), job)
+        for number, job in enumerate((SPEC, SPEC, other, SPEC, other, other), start=1)
+    ]
+    assert [decode_coordinator_message(encode_coordinator_message(o)) for o in orders] == orders

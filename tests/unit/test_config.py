@@ -123,7 +123,8 @@ def test_a_job_is_described_by_names_only() -> None:
 
 
 SECONDS = (
-    "start_patience_s", "node_grace_s", "adoption_grace_s", "broken_grace_s", "form_timeout_s",
+    "start_patience_s", "node_grace_s", "adoption_grace_s", "adoption_s_max", "broken_grace_s",
+    "form_timeout_s",
     "boundary_timeout_s", "stop_grace_s", "restart_delay_s_max", "healthy_after_s",
     "fault_window_s", "quarantine_s", "preemption_deadline_s", "preemption_min_run_s",
 )  # fmt: skip

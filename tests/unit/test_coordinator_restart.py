@@ -8,6 +8,7 @@ from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist, Recovered
 from elastic.core.machine.coordinator import HOLD_AFTER_RESTART_S, CoordinatorMachine
 from elastic.core.machine.intake import UNCONFIRMED_GRACE_S
+from elastic.core.machine.nodes import RETURN_PART
 from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker, Welcome
 from elastic.core.projects import ProjectShare
 from elastic.core.world import (
@@ -114,6 +115,32 @@ def test_a_member_that_does_not_come_back_is_given_up_after_the_adoption_grace()
     coordinator.advance(0.1)
     assert coordinator.members("a") == "g2: n1/1 n3/1"
     assert coordinator.node("n2").phase is NodePhase.LOST
+
+
+def test_nobody_is_given_up_while_others_still_come_back() -> None:
+    """Thousands take their time; one that comes late has lost nothing."""
+    coordinator = restarted(running(nodes=4, low=1))
+    coordinator.advance(CONFIG.adoption_grace_s - 2)
+    coordinator.agent("n1")
+    coordinator.advance(1.9)
+    coordinator.agent("n3")
+    took_s = CONFIG.adoption_grace_s - 0.1
+    coordinator.advance(took_s / RETURN_PART - 0.1)
+    coordinator.agent("n2")
+    assert coordinator.members("a") == "g1: n1/1 n2/1 n3/1 n4/1"
+    took_s += took_s / RETURN_PART - 0.1
+    coordinator.advance(took_s / RETURN_PART)
+    assert coordinator.members("a") == "g2: n1/1 n2/1 n3/1"
+    assert coordinator.node("n4").phase is NodePhase.LOST
+
+
+def test_however_many_come_back_the_others_are_given_up_in_the_end() -> None:
+    coordinator = restarted(running(nodes=9, low=1, config=replace(CONFIG, adoption_s_max=12)))
+    for number in range(1, 9):
+        assert coordinator.node("n9").phase is NodePhase.DISCONNECTED
+        coordinator.agent(f"n{number}")
+        coordinator.advance(1.5)
+    assert coordinator.node("n9").phase is NodePhase.LOST
 
 
 def test_when_no_agent_comes_back_the_job_is_suspended_and_waits() -> None:

@@ -208,6 +208,8 @@ class CoordinatorMachine:
         self._recovered = True
         cluster.term, cluster.history = event.term, event.history
         cluster.secret = event.secret
+        cluster.book.recovered_ns = cluster.now_ns
+        cluster.book.await_until_ns = cluster.now_ns + ns(cluster.config.adoption_s_max)
         cluster.first_serial = (event.term - 1) * SERIALS_PER_TERM
         cluster.first_save = (event.term - 1) * saves.REQUESTS_PER_TERM
         cluster.sequence = max((record.sequence for record in event.jobs), default=0)

@@ -153,7 +153,7 @@ def _enter(cluster: Cluster, event: AgentConnected) -> NodeState:
         cluster.do(CloseSession(state.session, "replaced by a newer connection"))
     state.node, state.copies_at = node, event.hello.copies_at
     state.protocol_minor = event.hello.protocol_minor
-    state.unconfirmed, state.lost_at_ns = False, None
+    book.came(state, cluster.now_ns)
     book.bind(state, event.session)
     state.reports_due = max(0, event.hello.reports_due)
     health.take_problems(cluster, state, event.hello.problems)
@@ -308,8 +308,8 @@ def _tell_groups(cluster: Cluster, state: NodeState) -> None:
 def settle_nodes(cluster: Cluster) -> None:
     """Give up nodes whose time is over; release drained ones that hold no worker."""
     for state in cluster.book.unsettled_nodes():
-        overdue = state.lost_at_ns is not None and cluster.now_ns >= state.lost_at_ns
-        if state.phase is NodePhase.DISCONNECTED and overdue:
+        lost_at_ns = cluster.book.lost_at_ns(state)
+        if lost_at_ns is not None and cluster.now_ns >= lost_at_ns:
             why = state.reason or "its agent did not come back"
             state.move(NodePhase.LOST, cluster.now_ns, why)
             state.draining = False

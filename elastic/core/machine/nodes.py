@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from elastic.core.config import ns
 from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.machine.transitions import NODE, check_move
 from elastic.core.messages import PROTOCOL_MINOR
@@ -17,6 +18,9 @@ from elastic.core.world import JobId, Node, NodeId, NodePhase, Resources, Sessio
 LIVE = (NodePhase.READY, NodePhase.DRAINING)
 PRESENT = (*LIVE, NodePhase.DISCONNECTED)
 SERIAL_DIGITS_MAX = 15
+RETURN_PAUSE_S, RETURN_PART = 1.0, 4
+"""After a restart, nobody is given up while others still come back: not for so long after the last
+one, and not for so many parts of the time that they have taken. Thousands take their time."""
 
 
 @dataclass
@@ -150,6 +154,9 @@ class NodeBook:
         cordons: nodes on which no new workers start, and why; they need not be here now.
         leaving: nodes that drain.
         faulty: nodes that are in quarantine for the faults of their workers, for a time.
+        recovered_ns: when the journal was read.
+        returned_ns: when a node that was known from it only came back last.
+        await_until_ns: whoever comes then, nobody waits for others any more.
     """
 
     nodes: dict[NodeId, NodeState] = field(default_factory=dict)
@@ -158,6 +165,9 @@ class NodeBook:
     cordons: dict[NodeId, str] = field(default_factory=dict)
     leaving: dict[NodeId, None] = field(default_factory=dict)
     faulty: dict[NodeId, None] = field(default_factory=dict)
+    recovered_ns: int = 0
+    returned_ns: int = 0
+    await_until_ns: int = 0
 
     def of_session(self, session: SessionId) -> NodeState | None:
         """Return the node that speaks over this session; None for an old or refused one."""
@@ -169,6 +179,22 @@ class NodeBook:
         self.unbind(state)
         state.session = session
         self.sessions[session] = state.node.node_id
+
+    def came(self, state: NodeState, now_ns: int) -> None:
+        """Note that the node's agent has come, or come back: it is not lost."""
+        if state.unconfirmed:
+            self.returned_ns = now_ns
+        state.unconfirmed, state.lost_at_ns = False, None
+
+    def lost_at_ns(self, state: NodeState) -> int | None:
+        """Return when a disconnected node is given up, None for another one."""
+        if state.phase is not NodePhase.DISCONNECTED or state.lost_at_ns is None:
+            return None
+        if not state.unconfirmed:
+            return state.lost_at_ns
+        took_ns = self.returned_ns - self.recovered_ns
+        until_ns = self.returned_ns + max(ns(RETURN_PAUSE_S), took_ns // RETURN_PART)
+        return max(state.lost_at_ns, min(until_ns, self.await_until_ns))
 
     def unbind(self, state: NodeState) -> None:
         """Forget the node's session."""
@@ -213,11 +239,8 @@ class NodeBook:
 
     def next_deadline_ns(self) -> int | None:
         """Return when the next node is given up."""
-        moments = [
-            state.lost_at_ns
-            for state in self.unsettled_nodes()
-            if state.phase is NodePhase.DISCONNECTED and state.lost_at_ns is not None
-        ]
+        lost_at = [self.lost_at_ns(self.nodes[node_id]) for node_id in self.unsettled]
+        moments = [moment for moment in lost_at if moment is not None]
         moments += [self.nodes[name].faulty_until_ns for name in self.faulty]
         return min(moments, default=None)
 

@@ -1,0 +1,272 @@
+"""Thousands of agents without workers, for benches: what real ones say, at next to no cost.
+
+    python bench/played_agents.py ADDRESS FIRST NUMBER AT_ONCE SILENCE_S CLIENT
+
+Each agent has a connection and a stream of its own and plays one worker, which is ready at once and
+trains as soon as it is announced. Commands come on stdin, answers go out as JSON on stdout.
+
+Rule: it says what an agent says when an agent says it, and answers when it is its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import grpc.aio
+from frames import GrpcStream
+
+from elastic.core.config import AgentConfig, ns
+from elastic.core.messages import AgentMessage, Hello, WorkerUpdate
+from elastic.core.policy.spreading import answer_after_ns
+from elastic.core.world import (
+    ExitCause,
+    ExitKind,
+    JobId,
+    Node,
+    NodeId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
+from elastic.runtime.rpc import call_metadata, open_channel, parse_endpoint
+from elastic.wire.codec_stream import ATTACH_METHOD, encode_agent_message
+from elastic.wire.generated.elastic.v1 import agent_pb2
+
+CLIENTS = ("frames", "grpc")
+"""Who speaks for an agent: frames.py, or gRPC's own client as in a real agent."""
+MEMBER_NS = ns(AgentConfig.spread_s_per_member)
+
+
+class FramesClient:
+    """A stream by frames.py."""
+
+    def __init__(self, on_message: Callable[[bytes], None]) -> None:
+        self._ended = asyncio.Event()
+        self._stream = GrpcStream(ATTACH_METHOD, call_metadata(), on_message, self._ended.set)
+
+    async def run(self, address: str, _: float, first: bytes) -> None:
+        """Connect, say the first message, and return when the stream has ended."""
+        host, port = parse_endpoint(address)
+        try:
+            await asyncio.get_running_loop().create_connection(lambda: self._stream, host, port)
+        except OSError:
+            return
+        self._stream.send(first)
+        await self._ended.wait()
+
+    def send(self, data: bytes) -> None:
+        """Send a message."""
+        self._stream.send(data)
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._stream.close()
+
+
+class GrpcClient:
+    """A stream by gRPC, with a real agent's options."""
+
+    def __init__(self, on_message: Callable[[bytes], None]) -> None:
+        self._on_message = on_message
+        self._out: asyncio.Queue[bytes] = asyncio.Queue()
+        self._call: Any = None
+
+    async def run(self, address: str, silence_s: float, first: bytes) -> None:
+        """Connect, say the first message, and return when the stream has ended."""
+        async with open_channel(address, silence_s=silence_s) as channel:
+            call = self._call = channel.stream_stream(ATTACH_METHOD)(metadata=call_metadata())
+            self._out.put_nowait(first)
+            writing = asyncio.create_task(self._write())
+            try:
+                while isinstance(data := await call.read(), bytes):
+                    self._on_message(data)
+            except grpc.aio.AioRpcError:
+                pass
+            finally:
+                writing.cancel()
+
+    async def _write(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._call.write(await self._out.get())
+
+    def send(self, data: bytes) -> None:
+        """Send a message."""
+        self._out.put_nowait(data)
+
+    def close(self) -> None:
+        """End the stream."""
+        self._call.cancel()
+
+
+class Tally:
+    """What the agents of one process have been told.
+
+    Attributes:
+        told: how many know of each generation.
+        last_ns: when the last one heard of a generation.
+        bytes_in: of the newest announcement.
+    """
+
+    def __init__(self) -> None:
+        self.told: dict[int, int] = {}
+        self.last_ns = self.bytes_in = 0
+
+    def hears(self, generation: int, size: int) -> None:
+        """Count one that hears of a generation."""
+        self.told[generation] = self.told.get(generation, 0) + 1
+        self.last_ns, self.bytes_in = time.monotonic_ns(), size
+
+
+class PlayedAgent:
+    """One agent with one worker."""
+
+    def __init__(self, number: int, tally: Tally, make: type[FramesClient | GrpcClient]) -> None:
+        self.node = Node(NodeId(f"n{number:05d}"), 1, "127.0.0.1", 1)
+        self.report: WorkerReport | None = None
+        self.welcome_ns = self.generation = 0
+        self._tally = tally
+        self._make = make
+        self._client: FramesClient | GrpcClient | None = None
+        self._welcome = asyncio.Event()
+        self._gone = False
+
+    async def live(self, address: str, gate: asyncio.Semaphore, silence_s: float) -> None:
+        """Connect, and connect again, until the node dies."""
+        wait_s = 0.1
+        while not self._gone:
+            self._welcome.clear()
+            await self._attach(address, gate, silence_s)
+            if self._welcome.is_set():
+                wait_s = 0.1
+            # As real agents do: not all at the same moment.
+            wait_s = min(2.0, wait_s * 2)
+            jitter = (hash(self.node.node_id) % 1000) / 1000
+            await asyncio.sleep(wait_s * (0.5 + jitter))
+
+    async def _attach(self, address: str, gate: asyncio.Semaphore, silence_s: float) -> None:
+        """Hold one stream until it ends; the gate is for those that are not welcome yet."""
+        self._client = self._make(self._take)
+        workers = (self.report,) if self.report is not None else ()
+        hello = encode_agent_message(Hello(self.node, workers))
+        async with gate:
+            life = asyncio.create_task(self._client.run(address, silence_s, hello))
+            welcome = asyncio.create_task(self._welcome.wait())
+            await asyncio.wait((life, welcome), return_when=asyncio.FIRST_COMPLETED)
+            welcome.cancel()
+        await life
+
+    def _take(self, data: bytes) -> None:
+        message = agent_pb2.CoordinatorToAgent.FromString(data)
+        kind = message.WhichOneof("body")
+        if kind == "welcome":
+            self.welcome_ns = time.monotonic_ns()
+            self._welcome.set()
+        elif kind == "refusal":
+            sys.exit(f"not welcome: {message}")
+        elif kind == "start_worker":
+            self._start(message.start_worker)
+        elif kind == "announce" and self.report is not None:
+            self._join(message.announce.assignment, len(data))
+        elif kind == "leave_group" and self.report is not None:
+            self._tell(replace(self.report, phase=WorkerPhase.READY))
+
+    def _start(self, order: Any) -> None:
+        self._tell(
+            WorkerReport(
+                WorkerId(order.worker_id),
+                JobId(order.spec.job_id),
+                WorkerPhase.READY,
+                store_address="127.0.0.1:1",
+                pid=1,
+            )
+        )
+
+    def _join(self, place: Any, size: int) -> None:
+        """Count it, and say that the worker trains when it is its turn, as real agents do."""
+        assert self.report is not None
+        if self.generation != place.generation:
+            self.generation = place.generation
+            self._tally.hears(self.generation, size)
+        report = self.report = replace(
+            self.report, phase=WorkerPhase.TRAINING, generation=self.generation, in_place=True
+        )
+        after_ns = answer_after_ns(place.rank, place.world_size, MEMBER_NS)
+        if not after_ns:
+            self._tell(report)
+            return
+
+        def answer() -> None:
+            if self.report is report:
+                self._tell(report)
+
+        asyncio.get_running_loop().call_later(after_ns / 1e9, answer)
+
+    def _tell(self, report: WorkerReport) -> None:
+        self.report = report
+        self._say(WorkerUpdate(report))
+
+    def _say(self, message: AgentMessage) -> None:
+        if self._client is not None:
+            self._client.send(encode_agent_message(message))
+
+    def lose_worker(self) -> None:
+        """Let the worker be killed."""
+        if self.report is not None:
+            exit_ = ExitCause(ExitKind.SIGNAL, 9)
+            self._tell(replace(self.report, phase=WorkerPhase.EXITED, exit=exit_))
+            self.report = None
+
+    def is_gone(self) -> bool:
+        """Return whether the node is dead."""
+        return self._gone
+
+    def die(self) -> None:
+        """Let the node be gone."""
+        self._gone = True
+        if self._client is not None:
+            self._client.close()
+
+
+def answer(command: list[str], agents: list[PlayedAgent], tally: Tally) -> Any:
+    """Do what a command says and return what is to be printed."""
+    if command[0] == "state":
+        newest = max(tally.told.items(), default=(0, 0))
+        return {"told": newest, "last_ns": tally.last_ns, "bytes": tally.bytes_in}
+    if command[0] == "welcome":
+        welcome = [agent.welcome_ns for agent in agents if not agent.is_gone()]
+        return sum(moment > int(command[1]) for moment in welcome), max(welcome)
+    now_ns, agent = time.monotonic_ns(), agents[int(command[1])]
+    if command[0] == "lose":
+        agent.lose_worker()
+    else:
+        agent.die()
+    return now_ns
+
+
+async def hold(
+    address: str, first: int, number: int, at_once: int, silence_s: float, client: str
+) -> None:
+    """Hold agents, and answer commands until stdin ends."""
+    gate, tally = asyncio.Semaphore(at_once), Tally()
+    make: type[FramesClient | GrpcClient] = FramesClient if client == "frames" else GrpcClient
+    agents = [PlayedAgent(first + index, tally, make) for index in range(number)]
+    loop = asyncio.get_running_loop()
+    tasks = [asyncio.create_task(agent.live(address, gate, silence_s)) for agent in agents]
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        print(json.dumps(answer(line.split(), agents, tally)), flush=True)
+    for task in tasks:
+        task.cancel()
+
+
+if __name__ == "__main__":
+    where, *numbers, silence, who = sys.argv[1:]
+    anyio.run(hold, where, *(int(text) for text in numbers), float(silence), who)
