@@ -29,6 +29,7 @@ from elastic.core.events.coordinator import (
     CloseSession,
     CoordinatorEffect,
     CoordinatorEvent,
+    Forget,
     Persist,
     PersistNodes,
     Recovered,
@@ -272,13 +273,14 @@ class Driver:
         self._took_s = (self._clock.monotonic_ns() - began_ns) / 1e9
         self._view = None
         for effect in effects:
-            await self._perform(effect)
+            if isinstance(effect, SendAgent):  # There may be ten thousand.
+                self._send(effect)
+            else:
+                await self._perform(effect)
         self.watchers.wake(jobs_of(event, effects))
 
     async def _perform(self, effect: CoordinatorEffect) -> None:
-        if isinstance(effect, SendAgent):
-            self._send(effect)
-        elif isinstance(effect, Note):
+        if isinstance(effect, Note):
             self._tell(effect)
         elif isinstance(effect, Persist):
             await self._persist(effect)
@@ -295,7 +297,7 @@ class Driver:
             session = self.sessions.find(effect.session)
             if session is not None:
                 session.close(effect.reason)
-        else:
+        elif isinstance(effect, Forget):
             await self._journal.forget(effect.job_ids)
 
     def _send(self, effect: SendAgent) -> None:

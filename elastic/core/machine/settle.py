@@ -56,18 +56,13 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
         # Once for all that came together: a cloud may take a thousand nodes at one moment.
         job.has_news_of_leavers = False
         remind_of_leavers(cluster, job, job.member_ids())
-    formed = False
     for _ in range(ROUNDS_MAX):
-        if not formed:
-            _give_up_stuck(cluster, job)
+        _give_up_stuck(cluster, job)
         if _is_complete(job):
             end_job(cluster, job, JobPhase.SUCCEEDED, "all workers finished")
             return
-        generation = job.generation
         if not _settle_group(cluster, job):
             break
-        # Nobody is late for a group that was announced in this step.
-        formed = job.generation > generation
     else:
         check(False, f"job {job.job_id} does not come to rest: {job.reason}")
     if job.has_ended():
@@ -75,7 +70,7 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
     _save_before_they_leave(cluster, job)
     _stop_leavers(cluster, job)
     _stop_surplus(cluster, job)
-    if _start_workers(cluster, job):
+    if _start_workers(cluster, job) and not job.is_open:
         _settle_group(cluster, job)
     _say_why_waiting(cluster, job)
     _watch_health(cluster, job)
@@ -151,20 +146,28 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
         _form(cluster, job, plan, decision.reason)
-        return True
+        _holds(job, f"{len(plan.members)} workers")
+        return False
     if plan.act is Act.ASK:
         ask(cluster, job, plan, decision.reason)
-        return True
+        _holds(job, decision.reason)
+        return False
     if plan.act is Act.SUSPEND:
         if leaving.exhausts_budget(cluster, job, ()):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
         _suspend(cluster, job, plan, decision.reason)
         return True
-    job.waits_for = decision.reason if plan.act is Act.WAIT else ""
-    if not job.waits_for:
-        job.reason = decision.reason
+    if plan.act is Act.WAIT:
+        job.waits_for = decision.reason
+    else:
+        _holds(job, decision.reason)
     return False
+
+
+def _holds(job: JobState, reason: str) -> None:
+    """The group stands, or comes together: say so."""
+    job.waits_for, job.reason = "", reason
 
 
 def _fails_by_break(cluster: Cluster, job: JobState) -> bool:
@@ -292,14 +295,13 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
         if worker is None or worker.stop_cause is not None:
             continue
         report, since_ns = worker.report, job.announced_ns
-        is_member = job.is_open and job.is_member(worker_id)
-        behind = report.generation < job.generation
         lingers_since_ns, worker.lingers_since_ns = worker.lingers_since_ns, None
-        if is_member and not behind and report.phase is not WorkerPhase.FORMING:
-            continue
+        is_forming = report.phase is WorkerPhase.FORMING
+        if members and report.generation >= job.generation and not is_forming:
+            continue  # Only members have been told of this generation.
         if not cluster.node_of(worker).is_live():
             continue
-        if is_member:
+        if job.is_open and job.is_member(worker_id):
             what = f"join generation {job.generation}"
         elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
             # From the first group without it: those that follow are no reason to wait longer.
@@ -356,13 +358,15 @@ def _start_workers(cluster: Cluster, job: JobState) -> bool:
     members = [job.workers[w] for w in job.member_ids() if w in job.workers]
     if job.is_open and any(w.report.phase is WorkerPhase.FINISHED for w in members):
         return False
+    if job.must_rest():
+        return False
     alive = [w for w in job.workers.values() if w.stop_cause is None]
-    have = sum(
-        1
-        for w in alive
-        if not cluster.node_of(w).draining and not job.gives_back(w.report.worker_id)
-    )
-    if have >= job.limits.max_workers or job.must_rest():
+    have = len(alive)
+    if cluster.book.leaving or job.yields:
+        have -= sum(
+            1 for w in alive if cluster.node_of(w).draining or job.gives_back(w.report.worker_id)
+        )
+    if have >= job.limits.max_workers:
         return False
     not_before = max(job.restart_at_ns, cluster.hold_until_ns)
     if cluster.now_ns < not_before:
