@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
-import grpc.aio
 from frames import GrpcStream
 
 from elastic.core.config import AgentConfig, ns
@@ -36,7 +35,9 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
-from elastic.runtime.rpc import call_metadata, open_channel, parse_endpoint
+from elastic.errors import ElasticError
+from elastic.runtime.rpc import call_metadata, parse_endpoint
+from elastic.runtime.stream import ClientStream, open_stream
 from elastic.wire.codec_stream import ATTACH_METHOD, encode_agent_message
 from elastic.wire.generated.elastic.v1 import agent_pb2
 
@@ -72,31 +73,30 @@ class FramesClient:
 
 
 class GrpcClient:
-    """A stream by gRPC, with a real agent's options."""
+    """A stream as a real agent opens it."""
 
     def __init__(self, on_message: Callable[[bytes], None]) -> None:
         self._on_message = on_message
         self._out: asyncio.Queue[bytes] = asyncio.Queue()
-        self._call: Any = None
+        self._stream: ClientStream | None = None
 
     async def run(self, address: str, silence_s: float, first: bytes) -> None:
         """Connect, say the first message, and return when the stream has ended."""
-        async with open_channel(address, silence_s=silence_s) as channel:
-            call = self._call = channel.stream_stream(ATTACH_METHOD)(metadata=call_metadata())
+        with contextlib.suppress(ElasticError):
+            self._stream = await open_stream(address, ATTACH_METHOD, silence_s=silence_s)
             self._out.put_nowait(first)
-            writing = asyncio.create_task(self._write())
+            writing = asyncio.create_task(self._write(self._stream))
             try:
-                while isinstance(data := await call.read(), bytes):
+                while (data := await self._stream.read()) is not None:
                     self._on_message(data)
-            except grpc.aio.AioRpcError:
-                pass
             finally:
                 writing.cancel()
+                await self._stream.close()
 
-    async def _write(self) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+    async def _write(self, stream: ClientStream) -> None:
+        with contextlib.suppress(ElasticError):
             while True:
-                await self._call.write(await self._out.get())
+                await stream.write(await self._out.get())
 
     def send(self, data: bytes) -> None:
         """Send a message."""
@@ -104,7 +104,8 @@ class GrpcClient:
 
     def close(self) -> None:
         """End the stream."""
-        self._call.cancel()
+        if self._stream is not None:
+            self._closing = asyncio.create_task(self._stream.close())
 
 
 class Tally:

@@ -2,14 +2,13 @@
 
     python bench/scale.py --agents 1000 --agents 5000 --agents 10000
 
-The coordinator is the real one, a process with a SQLite store. An agent here is a gRPC channel and
-stream of its own, with the options and messages of real ones; its one worker is played: it is ready
-at once and trains as soon as it is announced. Several hundred agents share a process, and all of
-them share the machine with the coordinator: hearing a message costs an agent as much as saying it
-costs the coordinator, so that on two cores about half of the seconds are the agents', although the
-coordinator goes first (`nice`). The processor time beside them, of the coordinator and of all
-agents together, tells the one from the other; on a machine where agents are elsewhere, the
-coordinator's own is what is left. With `--silence 6` there are a quarter of the default's pings.
+The coordinator is the real one, a process with a SQLite store. An agent here is a connection and a
+stream of its own; its one worker is played: it is ready at once and trains as soon as it is
+announced. Several hundred agents share a process, and all of them share the machine with the
+coordinator, which goes first (`nice`). So they speak through frames.py, which costs a quarter of
+gRPC's client in Python; `--client grpc` has them connect and speak with the code of real agents.
+The processor time of the coordinator and of all agents stands beside the seconds. With
+`--silence 6` there are a quarter of the default's pings.
 
     rest       processor of the coordinator, and of the agents, connected and with nothing to do
     MiB        memory of the coordinator then
@@ -36,6 +35,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ AGENTS_PER_PROCESS = 500
 PROCESSES_MAX = 8
 """More of them would only take turns."""
 CONNECTING_AT_ONCE = 400
-"""In all processes together: each connects as soon as it can, and here they share two cores with
-the pings of those that are connected, which must be answered within half a second."""
+"""In all processes together, unless told otherwise: each connects as soon as it can, and here they
+share two cores with the pings of those that are connected, which must be answered in time."""
 WAIT_S = 300.0
 LOOK_S = 0.05
 SETTLE_S = 3.0
@@ -70,17 +70,26 @@ OWN_FILES = 256
 # ------------------------------------------------------------------------------------- the agents
 
 
+@dataclass(frozen=True)
+class How:
+    """How agents connect: what silence they allow, who speaks for them, how many at once."""
+
+    silence_s: float
+    client: str
+    at_once: int
+
+
 class Crowd:
     """All agents, in their processes."""
 
-    def __init__(self, address: str, agents: int, silence_s: float, client: str) -> None:
+    def __init__(self, address: str, agents: int, how: How) -> None:
         self._holders = []
         each = max(AGENTS_PER_PROCESS, -(-agents // PROCESSES_MAX))
         firsts = range(0, agents, each)
         for first in firsts:
-            number, at_once = min(each, agents - first), CONNECTING_AT_ONCE // len(firsts)
-            numbers = [str(number) for number in (first, number, at_once, silence_s)]
-            command = [sys.executable, str(PLAYERS), address, *numbers, client]
+            number, at_once = min(each, agents - first), how.at_once // len(firsts)
+            numbers = [str(number) for number in (first, number, at_once, how.silence_s)]
+            command = [sys.executable, str(PLAYERS), address, *numbers, how.client]
             self._holders.append(
                 subprocess.Popen(
                     ["nice", "-n", str(NICE), *command],
@@ -216,11 +225,11 @@ def phase(coordinator: Coordinator, crowd: Crowd) -> Iterator[Phase]:
     found.commits = coordinator.revision() - revision
 
 
-def measure(agents: int, silence_s: float, client: str, *, storm: bool) -> list[str]:
+def measure(agents: int, how: How, *, storm: bool) -> list[str]:
     """Return a row of the table."""
     with tempfile.TemporaryDirectory() as folder:
-        coordinator = Coordinator(Path(folder), silence_s)
-        crowd = Crowd(coordinator.address, agents, silence_s, client)
+        coordinator = Coordinator(Path(folder), how.silence_s)
+        crowd = Crowd(coordinator.address, agents, how)
         try:
             return [f"{agents}", *_cells(coordinator, crowd, agents, storm=storm)]
         finally:
@@ -296,18 +305,19 @@ def check_files(agents: int) -> None:
 @click.option("--storm/--no-storm", default=True, help="Restart the coordinator, too.")
 @click.option("--silence", type=float, default=SILENCE_S, show_default=True, help="Seconds.")
 @click.option("--client", type=click.Choice(CLIENTS), default="frames", show_default=True)
-def main(counts: tuple[int, ...], storm: bool, silence: float, client: str) -> None:
+@click.option("--at-once", type=int, default=CONNECTING_AT_ONCE, help="Agents that connect.")
+def main(counts: tuple[int, ...], storm: bool, silence: float, client: str, at_once: int) -> None:
     """Measure a coordinator with many agents."""
     check_files(max(counts, default=0))
     table = Table("agents", "rest", "MiB", "submit", "death", "node", "storm", "bytes")
     for agents in counts or (1000,):
-        table.add_row(*measure(agents, silence, client, storm=storm))
+        table.add_row(*measure(agents, How(silence, client, at_once), storm=storm))
     console = Console(width=150)
     grace = CoordinatorConfig.node_grace_s
     console.print(
         f"Python {platform.python_version()}, {os.cpu_count()} cores for coordinator and agents; "
         f"in brackets processor time of coordinator + agents, commits; node grace {grace:g} s, "
-        f"--silence {silence:g} s, agents by {client}"
+        f"--silence {silence:g} s, agents by {client}, {at_once} at once"
     )
     console.print(table)
 

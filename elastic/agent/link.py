@@ -41,8 +41,9 @@ log = logging.getLogger(__name__)
 
 LEARNED_MAX = 8
 """Endpoints beside those named at the start, which coordinators told of; the newest."""
-FIRST_ANSWER_S_MAX = 15.0
-"""A coordinator that takes the stream and says nothing this long is given up."""
+FIRST_ANSWER_S_MAX = 30.0
+"""A coordinator that takes the stream and says nothing this long is given up: it may have ten
+thousand agents to answer at once, and whoever comes again makes it later for all."""
 REMIND_S = 30.0
 
 
