@@ -349,3 +349,61 @@ def test_a_worker_that_replaces_one_given_back_is_not_one_too_many() -> None:
     assert not coordinator.sent(StopWorker)
     coordinator.ready("n2/1")
     assert not coordinator.sent(StopWorker)
+
+
+def test_a_pause_that_cannot_even_begin_keeps_nobody_waiting_who_can_have_other_slots() -> None:
+    """One member has returned, and the leader evaluates for hours."""
+    coordinator = Coordinator(AT_ONCE)
+    for name in ("n1", "n2", "n3"):
+        coordinator.agent(name)
+    coordinator.submit("c", 2, run_path="/runs/c")
+    coordinator.ready("n1/1", "n2/1")
+    trains(coordinator, "n1/1", "n2/1")
+    coordinator.submit("a", run_path="/runs/a")
+    coordinator.ready("n3/1")
+    trains(coordinator, "n3/1")
+    coordinator.advance(0.1)
+    coordinator.finished("n2/1")
+    coordinator.pause("c")
+    coordinator.submit("b", priority=5)
+    assert not coordinator.noted("gives_way"), "the slots of a pause come free by themselves"
+    coordinator.advance(10.2)
+    assert coordinator.job("a").reason == f"gives way to {TO_B} as soon as a checkpoint is written"
+    coordinator.finished("n1/1")
+    assert coordinator.store[JobId("c")].phase is JobPhase.SUCCEEDED
+
+
+def test_a_pause_that_can_begin_late_has_its_time_for_a_checkpoint() -> None:
+    coordinator = Coordinator(AT_ONCE)
+    coordinator.agent("n1")
+    coordinator.submit("c", run_path="/runs/c")
+    coordinator.ready("n1/1")
+    coordinator.pause("c")
+    coordinator.submit("b", priority=5)
+    coordinator.advance(15)  # It comes to train late, and another job waits for its slot.
+    trains(coordinator, "n1/1")
+    coordinator.advance(0.1)
+    assert coordinator.sent(SaveState) or coordinator.noted("checkpoint_wished")
+    assert coordinator.job("c").reason == "pauses as soon as a checkpoint is written"
+    assert not coordinator.noted("gives_way_in_vain")
+
+
+def test_how_often_a_pause_was_tried_does_not_spare_the_job_once_it_goes_on() -> None:
+    coordinator = pair()
+    coordinator.pause("c")
+    coordinator.advance(10.1)  # It was wished for again.
+    coordinator.resume("c")
+    coordinator.submit("b", priority=5)
+    assert coordinator.job("c").reason.startswith(f"gives way to {TO_B}"), "the youngest"
+    assert coordinator.job("a").reason == "1 workers"
+
+
+def test_a_pause_is_tried_again_also_of_a_job_that_was_passed_over_before() -> None:
+    coordinator = pair()
+    coordinator.submit("b", 2, priority=5)
+    coordinator.advance(10.1)
+    assert len(coordinator.noted("gives_way_in_vain")) == 2
+    coordinator.pause("c")
+    assert [m.request for m in coordinator.sent(SaveState)] == [3]
+    coordinator.advance(10.1)
+    assert [m.request for m in coordinator.sent(SaveState)] == [4]

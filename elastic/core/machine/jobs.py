@@ -146,7 +146,9 @@ class JobState:
             workers, 0 before.
         is_saved: that wish came true.
         gives_all: since then its group was asked to leave, and no other one is formed.
-        rest_by_ns: until when it has time for a checkpoint, then for a boundary; None before.
+        rest_by_ns: until when it has time for a checkpoint, then for a boundary; None before. A pause
+            that takes longer is not counted on any more.
+        wish_again_ns: a pause that storage holds up does not wish for a checkpoint again before.
         preempted_by: the job that it gave way to, "" once it trains again.
         submitter: by which token or certificate, "" if users are not told from each other.
         is_fresh: it has not trained yet since it was submitted, resumed or preempted.
@@ -196,6 +198,7 @@ class JobState:
     gives_all: bool = False
     gives_way_to: str = ""
     rest_by_ns: int | None = None
+    wish_again_ns: int = 0
     preempted_by: str = ""
     submitter: str = ""
     is_fresh: bool = True
@@ -310,7 +313,7 @@ class JobState:
     def forget_rest(self) -> None:
         """How far it came on the way to rest does not count for the next time."""
         self.pause_wish, self.is_saved, self.gives_all = 0, False, False
-        self.rest_by_ns = None
+        self.rest_by_ns, self.wish_again_ns = None, 0
 
     def latest_checkpoint(self) -> str:
         """Return the path of the newest reported checkpoint that is recorded, "" for none.

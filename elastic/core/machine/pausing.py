@@ -54,8 +54,8 @@ def _saving(cluster: Cluster, job: JobState) -> Decision[Saving]:
         in_place=bool(job.spec.run_path) and job.is_in_place(),
         is_saved=job.is_saved,
         num_checkpoints=len(job.checkpoints),
-        # A user waits, unless somebody else does.
-        save_by_ns=job.rest_by_ns if job.gives_way_to else None,
+        # A user waits, unless somebody else does; and time counts once it was told to be saved.
+        save_by_ns=job.rest_by_ns if job.gives_way_to and job.pause_wish else None,
         now_ns=cluster.now_ns,
     )
 
@@ -63,9 +63,12 @@ def _saving(cluster: Cluster, job: JobState) -> Decision[Saving]:
 def _mind_time(cluster: Cluster, job: JobState) -> None:
     """Have the queue know once a job that pauses takes longer than one that gives way may.
 
+    Time counts from its beginning: its leader may evaluate for hours before it can be saved at all.
     What storage has not taken is given up by those who write it: it is wished for again.
     """
     now_ns = cluster.now_ns
+    if job.paused and job.rest_by_ns is None:
+        job.rest_by_ns = now_ns + ns(cluster.config.preemption_deadline_s)
     if job.rest_by_ns is None or now_ns < job.rest_by_ns:
         settle.wake(job, job.rest_by_ns)
         return
@@ -74,10 +77,10 @@ def _mind_time(cluster: Cluster, job: JobState) -> None:
     if _is_counted_on(cluster, job):
         cluster.replan = True
     if job.pause_wish and not (job.is_saved or job.gives_all):
-        if now_ns >= job.passed_over_until_ns:
+        if now_ns >= job.wish_again_ns:
             saves.wish(cluster, job)
-            job.passed_over_until_ns = now_ns + ns(cluster.config.preemption_retry_s)
-        settle.wake(job, job.passed_over_until_ns)
+            job.wish_again_ns = now_ns + ns(cluster.config.preemption_retry_s)
+        settle.wake(job, job.wish_again_ns)
 
 
 def _save(cluster: Cluster, job: JobState) -> None:
@@ -85,7 +88,6 @@ def _save(cluster: Cluster, job: JobState) -> None:
     if not job.pause_wish:
         saves.wish(cluster, job)
         job.pause_wish = job.save_request
-    if job.rest_by_ns is None:
         job.rest_by_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
         settle.wake(job, job.rest_by_ns)
     job.reason = f"{_gives_way(job)} as soon as a checkpoint is written"
