@@ -186,6 +186,8 @@ class CoordinatorConfig:
             announced is killed.
         boundary_timeout_s: members leave a group at one boundary; those that linger this long
             after the first are cut off.
+        boundary_save_s: the same where they save their state before they leave, and none of them
+            stands still; a little longer than they wait for storage themselves.
         stop_grace_s: between asking a worker to end and killing it.
         restart_delay_s_max: longest back-off between replacements of a failing worker.
         crash_loop_limit: losses in a row, without any report or healthy period in between,
@@ -216,6 +218,7 @@ class CoordinatorConfig:
     broken_grace_s: float = 0.3
     form_timeout_s: float = 60.0
     boundary_timeout_s: float = 30.0
+    boundary_save_s: float = 660.0
     stop_grace_s: float = 5.0
     restart_delay_s_max: float = 30.0
     crash_loop_limit: int = 10
@@ -237,9 +240,9 @@ class CoordinatorConfig:
         check_projects(self.projects)
         for name in (
             "start_patience_s", "node_grace_s", "adoption_grace_s", "adoption_s_max",
-            "broken_grace_s", "form_timeout_s", "boundary_timeout_s", "stop_grace_s",
-            "restart_delay_s_max", "healthy_after_s", "fault_window_s", "quarantine_s",
-            "preemption_deadline_s", "preemption_min_run_s",
+            "broken_grace_s", "form_timeout_s", "boundary_timeout_s", "boundary_save_s",
+            "stop_grace_s", "restart_delay_s_max", "healthy_after_s", "fault_window_s",
+            "quarantine_s", "preemption_deadline_s", "preemption_min_run_s",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(

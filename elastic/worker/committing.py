@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic.core.events.worker import TellPreemption, UserReported, WorkerEvent
+from elastic.core.events.worker import TellPreemption, UserReported, WishBoundary, WorkerEvent
 from elastic.core.messages import Progress
 from elastic.core.world import CheckpointStatus, Generation, JobId
 from elastic.errors import StorageError
@@ -38,12 +38,8 @@ class Link(Protocol):
         """Tell what happened."""
         ...
 
-    def wish(self, generation: Generation) -> str:
-        """Return why this generation is to be left at its next boundary, "" if it is not."""
-        ...
-
-    def saves_at_boundary(self, generation: Generation) -> bool:
-        """Return whether the state is to be saved at this generation's last boundary."""
+    def wish(self, generation: Generation) -> WishBoundary | None:
+        """Return how and why this generation is to be left at its next boundary, None if not."""
         ...
 
     def save_wish(self, generation: Generation) -> int:

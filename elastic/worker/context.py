@@ -132,7 +132,7 @@ class WorkerContext:
         If so, a report with a checkpoint now lets it happen at once. Other members may learn of
         it a moment earlier or later: it is a hint, and what all do is agreed in `report`.
         """
-        return bool(self.link.wish(self.generation))
+        return self.link.wish(self.generation) is not None
 
 
 _current: WorkerContext | None = None

@@ -115,15 +115,13 @@ class Exchange:
         """Let the next boundary of the wish's generation be the last."""
         self._wish = wish
 
-    def wish(self, generation: Generation) -> str:
-        """Return why this generation is to be left at its next boundary, "" if it is not."""
-        wish = self._wish
-        return (wish.reason or "planned change") if wish and wish.generation == generation else ""
+    def wish(self, generation: Generation) -> WishBoundary | None:
+        """Return how and why this generation is to be left at its next boundary, None if not.
 
-    def saves_at_boundary(self, generation: Generation) -> bool:
-        """Return whether the state is to be saved at this generation's last boundary."""
+        Whoever needs more than one of these facts asks once: it may change between two questions.
+        """
         wish = self._wish
-        return wish is not None and wish.generation == generation and wish.saves
+        return wish if wish is not None and wish.generation == generation else None
 
     def set_save_wish(self, wish: WishSave) -> None:
         """Let the wish's generation take a checkpoint soon."""

@@ -14,7 +14,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from elastic.core.events.worker import CopiesWanted, StepsCut
+from elastic.core.events.worker import CopiesWanted, StepsCut, WishBoundary
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.streams import Data
 from elastic.errors import StorageError, UsageError, check
@@ -38,8 +38,6 @@ T = TypeVar("T")
 
 WARM_UP_AT = 2
 """Steps of this process after which memory for snapshots is found: a recovery is over by then."""
-
-
 FIRST_COPY_AT = WARM_UP_AT + 1
 """Steps of a group after which the rows of a sharded model, dealt anew, are copied at first."""
 
@@ -62,8 +60,8 @@ class Keeper:
             streams: what is known of a dataset that is read as streams.
         """
         self.steps, self.is_due, self._is_stored, self.rests = 0, False, False, False
-        self._boundaries, self._told, self._is_sharded = 0, 0, False
-        self._steps_here = 0
+        self._boundaries, self._steps_here, self._told, self._is_sharded = 0, 0, 0, False
+        self._wish: WishBoundary | None = None
         self._logbook, self._streams = logbook, streams
         self._objects = objects
         self._saver: Saver | None = None
@@ -103,12 +101,15 @@ class Keeper:
 
     # ------------------------------------------------------------------- saving
 
-    def flags(self) -> tuple[bool, bool, bool]:
-        """Return what we tell with the next step: `saves`, `busy` and `rests` of its row."""
-        saver, place = self._saver, self._place
-        if saver is None or place is None:
+    def flags(self, wish: WishBoundary | None) -> tuple[bool, bool, bool]:
+        """Return what we tell with a step, after which we know of this wish to leave.
+
+        These are `saves`, `busy` and `rests` of its row.
+        """
+        saver, self._wish = self._saver, wish
+        if saver is None or self._place is None:
             return False, True, False
-        rests = place.link.saves_at_boundary(place.generation)
+        rests = wish is not None and wish.saves
         return saver.wants(self.steps + 1, self._request()), saver.is_busy(), rests
 
     def committed(self, rows: Sequence[StepRow]) -> None:
@@ -153,7 +154,7 @@ class Keeper:
             return
         self.is_due, request = False, self._request()
         if self.rests:
-            saver.wait_for_room(is_over, LEAVING_S)
+            saver.wait_for_room(lambda: self._goes_on(is_over), LEAVING_S)
 
         def take() -> None:
             done = saver.take(
@@ -207,8 +208,21 @@ class Keeper:
             saver.wait_for_room(is_over, LEAVING_S)
             self.is_due = self._is_stored = True
             self.at_boundary(cursor, data, is_over)
-        # A job that rests has time, until the coordinator says otherwise; others wait for the rest.
-        saver.wait_durable(is_over, self._show_life, FINISH_S if self.rests else LEAVING_S)
+        if self.rests:  # It has time, until the coordinator says otherwise.
+            saver.wait_durable(lambda: self._goes_on(is_over), self._show_life, FINISH_S)
+        if self.is_sharded:  # Those that go on wait for it, too.
+            saver.wait_durable(is_over, self._show_life, LEAVING_S)
+
+    def _goes_on(self, is_over: Callable[[], bool]) -> bool:
+        """Return whether a job that was to rest need not: its group is over, or it was called off.
+
+        That it rests others may have told us, and our own order be still on its way. Whoever asks
+        waits, and is not hung.
+        """
+        self._show_life()
+        place = self._place
+        wish = place.link.wish(place.generation) if place is not None else None
+        return is_over() or (wish is not None and not wish.saves and wish is not self._wish)
 
     def take(self, cursor: Cursor, data: Data | None) -> State:
         """Return the state of the run; its tensors are the live ones.

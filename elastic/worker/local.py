@@ -160,13 +160,9 @@ class NoCoordinator:
                 if self._on_report is not None:
                     self._on_report(json.loads(metrics))
 
-    def wish(self, generation: Generation) -> str:
-        """Return "": nothing ever changes."""
-        return ""
-
-    def saves_at_boundary(self, generation: Generation) -> bool:
-        """Return False: nobody has it rest."""
-        return False
+    def wish(self, generation: Generation) -> None:
+        """Return None: nothing ever changes."""
+        del generation
 
     def save_wish(self, generation: Generation) -> int:
         """Return 0: nobody asks."""

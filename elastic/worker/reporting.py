@@ -137,7 +137,7 @@ class Reporter:
         self._keep_metrics(index, metrics)
         name = name or self._default_name(index)
         self._begin_part(index, name, brought)
-        wishes = bool(self._link.wish(self._place.generation))
+        wishes = self._link.wish(self._place.generation) is not None
         waits = wishes or brought is not None
         self._agreement.vote(index, Vote(waits, wishes, brought is not None))
         tally = Tally()
@@ -411,7 +411,8 @@ class Reporter:
 
     def _leave(self) -> NoReturn:
         generation = self._place.generation
-        raise GroupChanged(self._link.wish(generation), generation)
+        wish = self._link.wish(generation)
+        raise GroupChanged(wish.reason if wish is not None else "", generation)
 
 
 def _brought(checkpoint: str | Brought | None) -> Brought | None:

@@ -202,7 +202,14 @@ class Saver:
         return is_due(self.copies, steps=steps, last_steps=self.last_steps, waited_s=0.0).value
 
     def is_busy(self) -> bool:
-        """Return whether there is no room for another one: storage, or another node, is slow."""
+        """Return whether no other one is begun now: storage, or another node, is slow.
+
+        One that somebody has wished for is not given up for a newer one, whoever wishes for that.
+        """
+        return self._is_full() or (self._writer is not None and self._writer.is_wished_for())
+
+    def _is_full(self) -> bool:
+        """Return whether there is no room for another one."""
         if not self._slots:
             return False
         slot = self._slot_of(self.number + 1)
@@ -218,7 +225,7 @@ class Saver:
         """Wait until there is room for another one; not in a group that is over, nor for ever."""
         deadline, writer = time.monotonic() + timeout_s, self._writer
         try:
-            while self.is_busy() and not is_over() and time.monotonic() < deadline:
+            while self._is_full() and not is_over() and time.monotonic() < deadline:
                 if writer is not None:
                     writer.is_awaited = True
                 time.sleep(WAIT_SLICE_S)

@@ -263,9 +263,9 @@ class StepEngine:
         first, last = share.held
         if batch.micro_batch == first and not is_again:
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
-            wishes = bool(self._context.link.wish(self._context.generation))
-            logged = tuple(self.logbook.row())
-            row = StepRow(wishes, self.cursor, self._stepped, logged, *self._keeper.flags())
+            wish = place.link.wish(place.generation)  # Once: it may change.
+            told = tuple(self.logbook.row()), *self._keeper.flags(wish)
+            row = StepRow(wish is not None, self.cursor, self._stepped, *told)
             reducer.begin_step(share, row.numbers())
             self._padding.begin_step(share)
         is_last, padded = batch.micro_batch == last - 1, self._padding.pad(batch)

@@ -12,7 +12,6 @@ current, so that a side that was cut off cannot commit; and a marker is the last
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -59,7 +58,9 @@ PARTS_S = 600.0
 """How long a part of a living member may take."""
 ORPHANED_S = 30.0
 """The same once the group is over, for a member may be gone, and nobody tells us which; and once
-the next snapshot waits, for a member may have failed to write."""
+the next snapshot waits, for a member may have failed to write, unless this one was wished for."""
+UNTOLD_S = 5.0
+"""How often a member says again that it failed to write, if storage did not take that either."""
 CONSENT_S = 60.0
 """How long a generation may take to form that can consent."""
 UNLIKE = (
@@ -199,6 +200,11 @@ class Writer:
         """Return whether a snapshot in this slot is not durable yet, nor given up."""
         return any(snapshot.slot is slot for snapshot in list(self._outstanding))
 
+    def is_wished_for(self) -> bool:
+        """Return whether one that this group was told to take is not durable yet, nor given up."""
+        group = self.generation
+        return any(one.request and one.generation == group for one in list(self._outstanding))
+
     def finish(self, timeout_s: float) -> bool:
         """Wait until nothing is outstanding, in slices that an interrupt can end.
 
@@ -218,29 +224,43 @@ class Writer:
     # ------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
-        while (snapshot := self._queue.get()) is not None:
-            if isinstance(snapshot, Failure):
-                self._tell_failed(snapshot)
-                continue
-            began = time.monotonic()
+        untold: Failure | None = None
+        until = 0.0
+        while True:
             try:
-                self._write(snapshot)
-            except (GivenUp, StorageError, ValueError, OSError) as error:
-                log.warning(
-                    "checkpoint_failed name=%s s=%.1f reason=%r: training goes on; the next one "
-                    "is tried when it is due",
-                    self._name(snapshot.name), time.monotonic() - began, str(error),
-                )  # fmt: skip
-                self._tell_failed(Failure(snapshot.rank, snapshot.name, str(error)))
-            except Exception as error:
-                log.exception("checkpoint_failed name=%s", self._name(snapshot.name))
-                self._tell_failed(Failure(snapshot.rank, snapshot.name, str(error)))
-            finally:
-                with self._changed:
-                    self._outstanding.remove(snapshot)
-                    self._changed.notify_all()
-                snapshot.done.set()
-                del snapshot
+                item = self._queue.get(timeout=UNTOLD_S if untold is not None else None)
+            except queue.Empty:
+                pass  # Storage has not taken it before: it is said again.
+            else:
+                if item is None:
+                    return
+                untold = item if isinstance(item, Failure) else self._try(item)
+                until = time.monotonic() + PARTS_S
+                del item  # Its memory may be needed.
+            if untold is not None and (self._tell_failed(untold) or time.monotonic() > until):
+                untold = None
+
+    def _try(self, snapshot: Snapshot) -> Failure | None:
+        """Write a snapshot; return why that has come to nothing, if it has."""
+        began = time.monotonic()
+        try:
+            self._write(snapshot)
+        except (GivenUp, StorageError, ValueError, OSError) as error:
+            log.warning(
+                "checkpoint_failed name=%s s=%.1f reason=%r: training goes on; the next one "
+                "is tried when it is due",
+                self._name(snapshot.name), time.monotonic() - began, str(error),
+            )  # fmt: skip
+            return Failure(snapshot.rank, snapshot.name, str(error))
+        except Exception as error:
+            log.exception("checkpoint_failed name=%s", self._name(snapshot.name))
+            return Failure(snapshot.rank, snapshot.name, str(error))
+        finally:
+            with self._changed:
+                self._outstanding.remove(snapshot)
+                self._changed.notify_all()
+            snapshot.done.set()
+        return None
 
     def _write(self, snapshot: Snapshot) -> None:
         began = time.monotonic()
@@ -275,12 +295,15 @@ class Writer:
                 break  # Whoever has not copied by now is in the next group, or lost.
         raise GivenUp("a worker of this node has not copied its share")
 
-    def _tell_failed(self, failure: Failure) -> None:
-        """Leave a note in place of our part, if storage takes that much."""
+    def _tell_failed(self, failure: Failure) -> bool:
+        """Leave a note in place of our part; return whether storage has taken that much."""
         if failure.rank:
-            with contextlib.suppress(StorageError):
+            try:
                 files = self._run.checkpoint(self._name(failure.name))
                 write_failure(files, failure.rank, failure.reason)
+            except StorageError:
+                return False
+        return True
 
     def _complete(self, snapshot: Snapshot) -> str:
         """Make a checkpoint of everyone's parts; returns its path."""
@@ -295,7 +318,7 @@ class Writer:
             has_next = len(self._outstanding) > 1 or self.is_awaited
             if is_over and has_next:
                 break  # The next one is of a group that lives.
-            if is_over or has_next:
+            if is_over or (has_next and not snapshot.request):
                 doubtful_since = doubtful_since or time.monotonic()
                 if time.monotonic() - doubtful_since > ORPHANED_S:
                     break

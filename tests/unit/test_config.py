@@ -124,9 +124,9 @@ def test_a_job_is_described_by_names_only() -> None:
 
 SECONDS = (
     "start_patience_s", "node_grace_s", "adoption_grace_s", "adoption_s_max", "broken_grace_s",
-    "form_timeout_s",
-    "boundary_timeout_s", "stop_grace_s", "restart_delay_s_max", "healthy_after_s",
-    "fault_window_s", "quarantine_s", "preemption_deadline_s", "preemption_min_run_s",
+    "form_timeout_s", "boundary_timeout_s", "boundary_save_s", "stop_grace_s",
+    "restart_delay_s_max", "healthy_after_s", "fault_window_s", "quarantine_s",
+    "preemption_deadline_s", "preemption_min_run_s",
 )  # fmt: skip
 COUNTS = (
     "crash_loop_limit", "node_faults_max", "jobs_max", "jobs_per_submitter_max", "ended_jobs_kept",

@@ -183,7 +183,6 @@ class Loop:
         link = SimpleNamespace(
             post=self.posted.append,
             save_wish=lambda generation: 0,
-            saves_at_boundary=lambda generation: False,
         )
         self.keeper.enter(
             SimpleNamespace(  # type: ignore[arg-type]
@@ -194,7 +193,7 @@ class Loop:
 
     def step(self) -> None:
         self.run.step()
-        saves, busy, _ = self.keeper.flags()
+        saves, busy, _ = self.keeper.flags(None)
         cursor = Cursor(0, self.keeper.steps)
         self.keeper.committed([StepRow(False, cursor, 0, saves=saves, busy=busy)])
         self.keeper.at_boundary(Cursor(0, self.keeper.steps), None, lambda: False)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from elastic.core.events.worker import WishBoundary
 from elastic.core.policy.cursor import Cursor
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import keeping
@@ -34,13 +35,27 @@ def keepers_of(run: Run) -> list[Keeper]:
         saver.configure({"every_n_steps": 100})
         keeper = Keeper(run.objects, Logbook(), StreamBook())
         keeper._saver, keeper.steps = saver, 7
-        link = SimpleNamespace(
-            save_wish=lambda generation: 0, saves_at_boundary=lambda generation: False
-        )
+        link = SimpleNamespace(save_wish=lambda generation: 0, wish=lambda generation: None)
         keeper._place = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, generation=1, link=link, activity=None
         )
         found.append(keeper)
+    return found
+
+
+def rests(keeper: Keeper, *, goes_on: bool = False) -> None:
+    """Let a member know that its job rests, or that it goes on after all."""
+    wish = WishBoundary(1, "resume" if goes_on else "pause", saves=not goes_on)
+    keeper._place.link.wish = lambda generation: wish  # type: ignore[union-attr]
+
+
+def rows_of(keepers: list[Keeper]) -> list[StepRow]:
+    """Return what they tell with the next step."""
+    found = []
+    for keeper in keepers:
+        wish = keeper._place.link.wish(1)  # type: ignore[union-attr]
+        told = keeper.flags(wish)
+        found.append(StepRow(wish is not None, Cursor(0, keeper.steps), 0, (), *told))
     return found
 
 
@@ -82,7 +97,7 @@ def test_a_wish_that_some_members_have_not_heard_of_yet_is_written_by_all(tmp_pa
     for saver in run.savers:
         saver.configure({})
     keepers[0]._place.link.save_wish = lambda generation: 1  # type: ignore[union-attr]
-    rows = [StepRow(False, Cursor(0, 6), 0, (), *keeper.flags()) for keeper in keepers]
+    rows = rows_of(keepers)
     assert [row.saves for row in rows] == [True, False]
     for keeper in keepers:
         keeper.committed(rows)
@@ -113,8 +128,8 @@ def test_a_job_that_rests_has_its_last_step_in_storage_whoever_heard_of_it(tmp_p
     for keeper in keepers:
         keeper.committed([StepRow(False, Cursor(0, 6), 0, (), saves=True)] * 2)
         keeper.at_boundary(Cursor(0, 7), None, lambda: False)
-    keepers[1]._place.link.saves_at_boundary = lambda generation: True  # type: ignore[union-attr]
-    rows = [StepRow(True, Cursor(0, 7), 0, (), *keeper.flags()) for keeper in keepers]
+    rests(keepers[1])
+    rows = rows_of(keepers)
     rows = [replace(StepRow.of(row.numbers()), busy=True) for row in rows]
     assert [row.rests for row in rows] == [False, True]
 
@@ -135,13 +150,85 @@ def test_a_job_that_rests_has_its_last_step_in_storage_whoever_heard_of_it(tmp_p
 def test_a_job_whose_group_is_over_waits_for_no_storage(tmp_path: Path) -> None:
     run = Run(tmp_path, workers=2)
     keeper = keepers_of(run)[0]  # The other one has not written its part.
-    keeper._place.link.saves_at_boundary = lambda generation: True  # type: ignore[union-attr]
-    keeper.committed([StepRow(True, Cursor(0, 7), 0, (), *keeper.flags())])
+    rests(keeper)
+    keeper.committed(rows_of([keeper]))
     keeper.at_boundary(Cursor(0, 8), None, lambda: False)
     began = time.monotonic()
     keeper.before_leaving(Cursor(0, 8), None, lambda: True)
     assert time.monotonic() - began < DEADLINE_S / 3
     assert run.committed() == []
+
+
+def test_a_job_that_goes_on_after_all_waits_for_no_storage(tmp_path: Path) -> None:
+    run = Run(tmp_path, workers=2)
+    keeper = keepers_of(run)[0]  # The other one has not written its part.
+    keeper.committed([StepRow(True, Cursor(0, 7), 0, (), rests=True)])  # It has told us of it.
+    keeper.at_boundary(Cursor(0, 8), None, lambda: False)
+    left = threading.Event()
+
+    def leave() -> None:
+        keeper.before_leaving(Cursor(0, 8), None, lambda: False)
+        left.set()
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    assert not left.wait(0.2), "it has not heard of it itself yet"
+    rests(keeper)
+    assert not left.wait(0.2)
+    rests(keeper, goes_on=True)
+    assert left.wait(DEADLINE_S / 3)
+    thread.join()
+
+
+def test_what_we_were_told_before_the_others_told_that_we_rest_calls_nothing_off(
+    tmp_path: Path,
+) -> None:
+    """A node was to join; the order to rest instead has reached only the others."""
+    keepers = keepers_of(Run(tmp_path, workers=2))
+    rests(keepers[0], goes_on=True)
+    rests(keepers[1])
+    rows = rows_of(keepers)
+    assert [row.rests for row in rows] == [False, True]
+    keepers[0].committed(rows)
+    assert not keepers[0]._goes_on(lambda: False)
+    rests(keepers[0])
+    assert not keepers[0]._goes_on(lambda: False)
+    rests(keepers[0], goes_on=True)
+    assert keepers[0]._goes_on(lambda: False)
+
+
+def test_a_checkpoint_that_was_wished_for_is_not_given_up_for_a_newer_wish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one is taken once the first is written, or has come to nothing."""
+    monkeypatch.setattr("elastic.worker.writing.ORPHANED_S", 0.0)
+    run = Run(tmp_path, workers=2)
+    keepers = keepers_of(run)
+
+    def step(request: int, late: list[Keeper]) -> None:
+        """All are at a boundary; some copy their part only later, as if storage was slow."""
+        for keeper in keepers:
+            keeper._place.link.save_wish = lambda generation: request  # type: ignore[union-attr]
+        rows = rows_of(keepers)
+        for keeper in keepers:
+            keeper.committed(rows)
+            if keeper not in late:
+                keeper.at_boundary(Cursor(0, keeper.steps), None, lambda: False)
+
+    step(1, late=keepers[1:])
+    step(2, late=keepers)
+    assert not keepers[0].is_due
+    assert keepers[0].flags(None)[:2] == (True, True), "wished for, and not now"
+    slow = keepers[1]
+    slow.is_due = True
+    slow.steps = 8
+    slow.at_boundary(Cursor(0, 8), None, lambda: False)
+    assert all(saver._writer and saver._writer.finish(DEADLINE_S) for saver in run.savers)
+    assert [marker.about("steps", 0) for _, marker in run.directory.markers()] == [8]
+    slow.steps = 9
+    step(2, late=[])
+    assert all(saver._writer and saver._writer.finish(DEADLINE_S) for saver in run.savers)
+    assert [marker.about("steps", 0) for _, marker in run.directory.markers()] == [8, 10]
 
 
 def together(keepers: list[Keeper]) -> None:

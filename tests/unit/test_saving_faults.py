@@ -10,7 +10,7 @@ import pytest
 from elastic.storage.verify import verify
 from elastic.testing.faulty_storage import Faults
 from elastic.worker import writing
-from tests.unit.saving_under_test import Run
+from tests.unit.saving_under_test import DEADLINE_S, Run
 
 
 @pytest.fixture
@@ -94,4 +94,24 @@ def test_a_member_that_could_not_write_does_not_keep_the_next_one_waiting(
     faults.wait_hit(fault)
     run.save()
     assert len(run.committed()) == 1
+    assert_newest_is(run, 2)
+
+
+def test_a_member_that_could_not_even_say_that_it_did_not_write_says_so_later(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would wait for its part for ten minutes."""
+    monkeypatch.setattr(writing, "UNTOLD_S", 0.05)
+    run = run_on(faults)
+    faults.add("denied", on="write", match="*part-00001.d*")
+    fault = faults.add("denied", on="write", match="*part-00001.failed*")
+    run.save(wait=False)
+    faults.wait_hit(fault)
+    first = run.savers[0]
+    assert first._writer is not None
+    assert not first._writer.finish(0.2)
+    faults.remove()
+    assert first._writer.finish(DEADLINE_S)
+    assert not run.committed()
+    run.save()
     assert_newest_is(run, 2)

@@ -287,7 +287,9 @@ def test_a_boundary_at_which_the_job_rests_is_wished_for_again_and_saved_at() ->
     rests = replace(leave(1, at_boundary=True), saves=True)
     assert worker.told(leave(1, at_boundary=True)) == [WishBoundary(1, "why")]
     assert worker.told(rests) == [WishBoundary(1, "why", saves=True)]
-    assert worker.told(rests) == worker.told(leave(1, at_boundary=True)) == []
+    assert worker.told(rests) == []
+    assert worker.told(leave(1, at_boundary=True)) == [WishBoundary(1, "why")], "called off"
+    assert worker.told(leave(1, at_boundary=True)) == []
     worker.told(leave(1, at_boundary=False))
     assert worker.told(rests) == [], "it is over"
 

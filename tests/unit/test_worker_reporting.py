@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastic.core.events.worker import UserReported, WorkerEvent
+from elastic.core.events.worker import UserReported, WishBoundary, WorkerEvent
 from elastic.core.messages import Progress
 from elastic.core.world import Generation, JobId
 from elastic.errors import StorageError, UsageError
@@ -42,8 +42,8 @@ class Coordinator:
         assert isinstance(item, UserReported)
         self.posted.append(item)
 
-    def wish(self, generation: Generation) -> str:
-        return self.wish_reason
+    def wish(self, generation: Generation) -> WishBoundary | None:
+        return WishBoundary(generation, self.wish_reason) if self.wish_reason else None
 
     def expect_answer(self, generation: Generation, index: int) -> Answer:
         answer = Answer(accepted=self.accepts, reason="because")

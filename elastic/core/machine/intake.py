@@ -204,7 +204,7 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
     elif is_member:
         if job.asked:
             told = (report.worker_id, job.generation, True, "planned change")
-            tell(cluster, worker, LeaveGroup(*told, saves=job.gives_all))
+            tell(cluster, worker, LeaveGroup(*told, saves=job.told_to_save))
         remind_of_save(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
     elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):

@@ -121,6 +121,7 @@ class JobState:
     Attributes:
         is_open: the members of `group` were announced and not told to leave at once.
         asked: they were asked to leave at a boundary.
+        told_to_save: and to save their state there, because no member goes on with it.
         announced_ns: when `group` was announced, or told to leave, in this coordinator's life.
         training_since_ns: when the last member of `group` began to train, None before.
         waits_for: what keeps the next group from forming, "" while there is one.
@@ -146,9 +147,8 @@ class JobState:
             workers, 0 before.
         is_saved: that wish came true.
         gives_all: since then its group was asked to leave, and no other one is formed.
-        rest_by_ns: until when it has time for a checkpoint, then for a boundary; None before. A pause
-            that takes longer is not counted on any more.
-        wish_again_ns: a pause that storage holds up does not wish for a checkpoint again before.
+        rest_by_ns: until when it has time for a checkpoint, then for a boundary; None before.
+        wish_again_ns: a pause that is late does not wish for a checkpoint again before.
         preempted_by: the job that it gave way to, "" once it trains again.
         submitter: by which token or certificate, "" if users are not told from each other.
         is_fresh: it has not trained yet since it was submitted, resumed or preempted.
@@ -169,6 +169,7 @@ class JobState:
     group: Group | None = None
     is_open: bool = False
     asked: bool = False
+    told_to_save: bool = False
     announced_ns: int = 0
     training_since_ns: int | None = None
     workers: dict[WorkerId, WorkerState] = field(default_factory=dict)
@@ -258,7 +259,8 @@ class JobState:
 
     def current(self) -> Current:
         """Return the newest group as the membership policy sees it."""
-        return Current(self.generation, self.member_ids(), self.is_open, self.asked)
+        members = self.member_ids()
+        return Current(self.generation, members, self.is_open, self.asked, self.told_to_save)
 
     def is_in_place(self) -> bool:
         """Return whether its group trains in a loop that newcomers can enter."""

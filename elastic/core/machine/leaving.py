@@ -78,7 +78,9 @@ def save_is_due(cluster: Cluster, job: JobState) -> Decision[bool]:
         return Decision(False, "no node of the group leaves")
     found = job.candidates(cluster.book)
     candidates = {worker_id: found[worker_id] for worker_id in sorted(found)}
-    can_go_on = bool(membership.choose(job.limits, job.current(), candidates, interrupting=True))
+    wanted = membership.choose(job.limits, job.current(), candidates, interrupting=True)
+    # Others may take over, but only who stays has the state.
+    can_go_on = any(job.is_member(worker_id) for worker_id in wanted)
     leave_by_ns = min(state.leave_by_ns or 0 for state in nodes)
     return policy.save_before(
         leave_by_ns, last_ns=job.saved_before_ns, now_ns=cluster.now_ns, can_go_on=can_go_on

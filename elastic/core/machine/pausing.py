@@ -101,7 +101,7 @@ def _leave(cluster: Cluster, job: JobState) -> None:
     # Who does not leave by then is cut off, if that is due at all: see `JobState.candidates`.
     settle.wake(job, job.rest_by_ns)
     cause = "pause" if job.paused else "preempt"
-    settle.ask(cluster, job, Plan(Act.ASK, cause=cause), job.reason)
+    settle.ask(cluster, job, Plan(Act.ASK, cause=cause, saves=True), job.reason)
     _touch_fellows(cluster, job)
 
 

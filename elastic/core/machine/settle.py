@@ -134,8 +134,9 @@ def remind_of_leavers(cluster: Cluster, job: JobState, workers: Iterable[WorkerI
 def _settle_group(cluster: Cluster, job: JobState) -> bool:
     """Ask the membership policy and do what it says; True if that may change its next answer."""
     candidates = [*job.candidates(cluster.book).values()]
+    current = replace(job.current(), is_saving=_is_saving(cluster, job))
     decision = membership.decide(
-        queueing.limits_now(cluster, job), job.current(), candidates, cluster.now_ns, cluster.config
+        queueing.limits_now(cluster, job), current, candidates, cluster.now_ns, cluster.config
     )
     wake(job, decision.wake_ns)
     plan = decision.value
@@ -199,7 +200,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
         reason=plan.cause,
     )
     job.seated = job.group, places
-    job.is_open, job.asked = True, False
+    job.is_open, job.asked, job.told_to_save = True, False, False
     job.announced_ns, job.training_since_ns = cluster.now_ns, None
     soonest_s = min(cluster.config.form_timeout_s, job.spec.hang_timeout_s or inf)
     wake(job, cluster.now_ns + ns(soonest_s))
@@ -234,12 +235,11 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
 
 
 def ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
-    """Ask every member to leave at the next boundary."""
-    job.asked = True
+    """Ask every member to leave at the next boundary; a later wish replaces an earlier one."""
+    job.asked, job.told_to_save = True, plan.saves
     for worker_id in job.member_ids():
         worker = job.workers[worker_id]
-        # Who rests has what it has done up to there saved; else the members take it along.
-        leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=job.gives_all)
+        leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=plan.saves)
         tell(cluster, worker, leave)
     cluster.note(
         "change_planned", job.job_id, generation=job.generation, cause=plan.cause, reason=reason
@@ -248,7 +248,7 @@ def ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
 
 def _suspend(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     """Let the members leave at once; they keep their state and wait."""
-    job.is_open, job.asked = False, False
+    job.is_open, job.asked, job.told_to_save = False, False, False
     cluster.replan = True
     job.announced_ns = cluster.now_ns
     job.reason = reason
@@ -321,17 +321,31 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
 
 def _patience_s(cluster: Cluster, job: JobState, worker: WorkerState) -> float:
     """Return how long a worker may take to come out of the group that it is in, or into one."""
-    report, sight = worker.report, worker.sight
+    report = worker.report
     limit_s = cluster.config.form_timeout_s
     if not report.in_place or report.phase is not WorkerPhase.TRAINING:
         return limit_s
     # Its loop leaves by itself, at its next micro-batch: user code between epochs may take.
     limit_s = max(limit_s, job.spec.collective_timeout_s)
-    hang_s = job.spec.hang_timeout_s
-    if hang_s and sight and sight.stands(report.generation, cluster.now_ns):
-        stood_ns = cluster.now_ns - (sight.still_since_ns or 0)
-        return min(limit_s, hang_s) if stood_ns >= ns(hang_s) else limit_s
-    return limit_s
+    return min(limit_s, job.spec.hang_timeout_s) if _stands(cluster, job, worker) else limit_s
+
+
+def _stands(cluster: Cluster, job: JobState, worker: WorkerState) -> bool:
+    """Return whether the main thread of a worker has not moved for longer than it may."""
+    sight, hang_s = worker.sight, job.spec.hang_timeout_s
+    if not hang_s or sight is None or not sight.stands(worker.report.generation, cluster.now_ns):
+        return False
+    return cluster.now_ns - (sight.still_since_ns or 0) >= ns(hang_s)
+
+
+def _is_saving(cluster: Cluster, job: JobState) -> bool:
+    """Return whether members save where they leave, and none that has not left stands still."""
+    if not (job.told_to_save and job.is_in_place()):
+        return False
+    inside = [job.workers[w] for w in job.member_ids() if w in job.workers]
+    return not any(
+        w.report.phase is WorkerPhase.TRAINING and _stands(cluster, job, w) for w in inside
+    )
 
 
 def _save_before_they_leave(cluster: Cluster, job: JobState) -> None:

@@ -228,8 +228,9 @@ class WorkerMachine:
             self._next = None
         if self._leave is None or (self._leave.at_boundary and not order.at_boundary):
             self._leave = order
-        elif order.saves and order.at_boundary and not self._leave.saves:
-            self._leave, self._has_wished = order, False  # It is to rest, and not only to change.
+        elif order.at_boundary and self._leave.at_boundary and order.saves != self._leave.saves:
+            # It is to rest and not only to change, or need not rest any more.
+            self._leave, self._has_wished = order, False
         if order.at_boundary:
             self._wish()
         elif self._main in (MainPhase.FORMING, MainPhase.TRAINING):

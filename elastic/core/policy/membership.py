@@ -19,6 +19,9 @@ from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.policy.decision import Decision
 from elastic.core.world import Generation, NodeId, WorkerId, WorkerPhase
 
+LOOK_S = 5.0
+"""While members save their state at a boundary, it is looked so often whether one stands still."""
+
 WAITING_PHASES = (WorkerPhase.READY, WorkerPhase.BROKEN, WorkerPhase.FINISHED)
 """Phases in which a worker can be announced into a group without being interrupted."""
 
@@ -40,11 +43,16 @@ class Act(Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """An act, with its members (by preference, not yet ranked) and a one-word cause."""
+    """An act, with its members (by preference, not yet ranked) and a one-word cause.
+
+    Attributes:
+        saves: members are to save their state where they leave.
+    """
 
     act: Act
     members: tuple[WorkerId, ...] = ()
     cause: str = ""
+    saves: bool = False
 
 
 class Candidate(NamedTuple):
@@ -80,12 +88,16 @@ class Current:
         members: by rank; empty before the first group.
         is_open: its members were announced and not told to leave at once.
         asked: its members were asked to leave at a boundary.
+        saves: they were also told to save their state there.
+        is_saving: and that they still do so is to be seen, of each that has not left yet.
     """
 
     generation: Generation = 0
     members: tuple[WorkerId, ...] = ()
     is_open: bool = False
     asked: bool = False
+    saves: bool = False
+    is_saving: bool = False
 
 
 def decide(
@@ -182,31 +194,46 @@ def _decide_open(
             Plan(Act.KEEP), "the group broke, waiting for the cause", min([until, *wake])
         )
 
+    wanted = choose(spec, current, by_id, interrupting=True)
+    # The state goes along with a member that stays; if none does, only what is saved is not lost.
+    saves = set(current.members).isdisjoint(wanted) if wanted else current.saves
     left = [c for c in here if c.phase is WorkerPhase.READY]
     if left:
-        out = [c for c in here if c.phase in WAITING_PHASES]
-        until = min(c.since_ns for c in left) + ns(config.boundary_timeout_s)
-        if len(out) == len(members) or now_ns >= until:
+        out = sum(1 for c in here if c.phase in WAITING_PHASES)
+        is_saving = current.is_saving and saves
+        limit_s = config.boundary_save_s if is_saving else config.boundary_timeout_s
+        until = min(c.since_ns for c in left) + ns(limit_s)
+        if out == len(members) or now_ns >= until:
             return _replace(spec, current, by_id, "join", "members left at a boundary")
-        return Decision(
-            Plan(Act.KEEP),
-            f"{len(out)} of {len(members)} members are at the boundary",
-            min([until, *wake]),
-        )
+        if current.saves is not saves:
+            return _ask(saves)
+        look = [now_ns + ns(LOOK_S)] if is_saving else []
+        reason = f"{out} of {len(members)} members are at the boundary"
+        return Decision(Plan(Act.KEEP), reason, min([until, *look, *wake]))
 
     wake_ns = min(wake, default=None)
     silent = [c.worker_id for c in members if not c.reachable]
     if silent:
         return Decision(Plan(Act.KEEP), f"the node of {', '.join(silent)} does not answer", wake_ns)
-    wanted = choose(spec, current, by_id, interrupting=True)
     joining = len(set(wanted) - set(current.members))
     leaving = len(set(current.members) - set(wanted))
     if wanted and joining + leaving:
         reason = f"{joining} to join and {leaving} to leave at the next boundary"
-        if current.asked:
+        if current.asked and current.saves is saves:
             return Decision(Plan(Act.KEEP), reason, wake_ns)
-        return Decision(Plan(Act.ASK, cause="drain" if leaving else "join"), reason, wake_ns)
+        cause = "drain" if leaving else "join"
+        return Decision(Plan(Act.ASK, cause=cause, saves=saves), reason, wake_ns)
+    if current.saves is not saves:
+        return _ask(saves)
     return Decision(Plan(Act.KEEP), f"{len(current.members)} workers", wake_ns)
+
+
+def _ask(saves: bool) -> Decision[Plan]:
+    """Members leave at the same boundary as before, but have to save their state, or need not."""
+    if saves:
+        return Decision(Plan(Act.ASK, cause="drain", saves=True), "nobody stays: it is saved first")
+    reason = "it goes on after all: nothing need be saved first"
+    return Decision(Plan(Act.ASK, cause="resume"), reason)
 
 
 def _replace(
