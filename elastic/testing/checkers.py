@@ -261,6 +261,11 @@ class Checkers:
                 "nothing is done twice when there is time to leave",
                 f"job {job_id} generation {generation} begins at step {step}, {reached} were done",
             )
+        self.require(
+            step >= reached or job_id not in self.crowd.careful,
+            "a job that leaves by plan does nothing twice",
+            f"job {job_id} generation {generation} begins at step {step}, {reached} were done",
+        )
         self.reached[job_id] = step
 
     def charged(self, job_id: JobId, losses: int, preemptions: int) -> None:

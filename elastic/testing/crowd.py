@@ -15,6 +15,7 @@ from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import (
     CoordinatorEvent,
     NodeCordonRequested,
+    NodeDrainRequested,
     PauseRequested,
     ResumeRequested,
     ScaleRequested,
@@ -23,6 +24,7 @@ from elastic.core.projects import ProjectShare
 from elastic.core.world import Entry, EntryKind, JobId, NodeId
 from elastic.testing.crowd_checks import CrowdChecks
 from elastic.testing.disk import Disk
+from elastic.testing.leavers import Leavers, Users
 from elastic.testing.training import Script
 from elastic.testing.world import MS, S, Timeline
 
@@ -105,6 +107,9 @@ class Crowd:
                 checks.limits[share.project] = share.max_workers
         if self._is_there and self._rng.random() < 0.5:
             self._at(5, 50, self._cordon_some_node)
+        self.leavers = Leavers(
+            timeline, place.disk, checks, Users(self._pause, self._resume, self._drain), seed=seed
+        )
 
     def plan_job(self, spec: JobSpec, script: Script) -> tuple[JobSpec, Script]:
         """Return a job as this run has it, and plan what is done with it."""
@@ -130,6 +135,7 @@ class Crowd:
 
     def plan_rivals(self, slots: int, enter: Callable[[JobSpec, Script, int], None]) -> None:
         """Plan a long job of low priority that needs every slot, and an urgent one."""
+        self.leavers.plan(slots, enter, self._fail)
         if self._seed % 8 != RIVALS:
             return
         entry = Entry(EntryKind.FUNCTION, "train")
@@ -207,6 +213,9 @@ class Crowd:
 
     def _at(self, first_s: int, last_s: int, act: Callable[..., None], *args: object) -> None:
         self._timeline.after(self._rng.randint(first_s * S, last_s * S), act, *args)
+
+    def _drain(self, node_id: NodeId, timeout_ns: int) -> None:
+        self._post(NodeDrainRequested(self._request(), node_id, timeout_ns, "the operator said so"))
 
     def _request(self) -> str:
         self._requests += 1

@@ -25,6 +25,7 @@ class CrowdChecks:
         micro_batches: that the steps of a job are shared out in, where that is more than max.
         went_for: for whom each job was asked last to make room.
         unsaved: a job of which storage takes no checkpoint, "" for none.
+        careful: jobs to which nothing happens but what leaves them time to save.
         is_alive: whether a worker's process is there: a group is durable longer than its members.
     """
 
@@ -35,6 +36,7 @@ class CrowdChecks:
     micro_batches: dict[JobId, int] = field(default_factory=dict)
     went_for: dict[str, str] = field(default_factory=dict)
     unsaved: str = ""
+    careful: set[JobId] = field(default_factory=set)
     is_alive: Callable[[WorkerId], bool] = lambda worker_id: True
     _records: dict[JobId, JobRecord] = field(default_factory=dict)
 

@@ -149,6 +149,7 @@ class Simulation:
             fail=self.checkers.failed,
             seed=seed,
         )
+        self.crowd.leavers.waits = self.plane.loops.waits
         self.submissions: dict[str, JobSpec] = {}
         # Which life of which agent was told that an operator wants it to leave.
         self.told_to_leave: dict[NodeId, int] = {}

@@ -57,7 +57,7 @@ from elastic.core.world import (
 from elastic.testing import parts
 from elastic.testing.checkers import Checkers
 from elastic.testing.copying import Copying, Trained
-from elastic.testing.scripts import Loops, Script
+from elastic.testing.scripts import Leaving, Loops, Script
 from elastic.testing.world import MS, Timeline
 
 
@@ -99,12 +99,7 @@ class DataPlane:
         key = (assignment.job_id, assignment.generation)
         group = self.groups.get(key)
         if group is None:
-            group = SimGroup(
-                assignment.job_id,
-                assignment.generation,
-                assignment.world_size,
-                assignment,
-            )
+            group = SimGroup(*key, assignment.world_size, assignment)
             self.groups[key] = group
             script = self.scripts[group.job_id]
             if not (script.is_sharded or script.in_place):
@@ -214,7 +209,8 @@ class DataPlane:
         elif group.step >= script.steps:
             self._finish(group)
         elif script.in_place and self._is_left(group):
-            self._leave(group)
+            group.is_over = True
+            self.loops.leave(Leaving(group.job_id, group.generation, group.members, group.step))
         elif group.step % script.report_every == 0:
             self._report(group)
         else:
@@ -229,7 +225,7 @@ class DataPlane:
             if not self.loops.save(group.job_id, group.step):
                 return  # What cannot be written is given up; the next wish is tried again.
             index = FIRST_AUTOMATIC + newest
-            saved = StateSaved(group.generation, index, "{}", f"auto-{newest}")
+            saved = StateSaved(group.generation, index, "{}", f"auto-{newest}", newest)
             group.members[0].tell_machine(saved)
 
     def _raise(self, group: SimGroup) -> None:
@@ -241,7 +237,8 @@ class DataPlane:
     def _finish(self, group: SimGroup) -> None:
         group.is_over = True
         for rank in group.members:
-            self.timeline.after(self.timeline.between(0, 5 * MS), self._return, group, rank)
+            delay = 0 if rank else self.scripts[group.job_id].evaluates_ns
+            self.timeline.after(delay + self.timeline.between(0, 5 * MS), self._return, group, rank)
 
     def _return(self, group: SimGroup, rank: int) -> None:
         process = group.members[rank]
@@ -287,11 +284,8 @@ class DataPlane:
                 neighbours = {(rank + 1) % group.world_size, (rank - 1) % group.world_size}
                 for neighbour in sorted(neighbours - {rank}):
                     other = group.members[neighbour]
-                    self.timeline.after(
-                        self.timeline.between(MS, 5 * MS),
-                        other.break_out,
-                        group.generation,
-                    )
+                    delay = self.timeline.between(MS, 5 * MS)
+                    self.timeline.after(delay, other.break_out, group.generation)
 
 
 def _step_of(checkpoint: str) -> int:
@@ -338,7 +332,7 @@ class SimProcess:
         self.held_step = 0
         self.waiting_since_ns = 0
         self.spot = parts.OPEN
-        self.wish: Generation = 0
+        self.wish, self.rests = Generation(0), Generation(0)
         self.save_wish: WishSave | None = None
         self.busy_with: FormGroup | EnterTrain | None = None
         self._pending: list[WorkerEvent] = []
@@ -355,6 +349,11 @@ class SimProcess:
     def is_slow(self) -> bool:
         """Return whether its step takes longer than the others'."""
         return self.timeline.now_ns < self.slow_until_ns
+
+    def is_in(self, generation: Generation) -> bool:
+        """Return whether its main thread is in the train function in this generation."""
+        busy = self.busy_with if self.is_alive else None
+        return isinstance(busy, EnterTrain) and busy.assignment.generation == generation
 
     def linger(self) -> None:
         """Its group makes no step: it waits for the others, or the others for it."""
@@ -464,7 +463,10 @@ class SimProcess:
             event = TrainLeft(effect.generation, at_boundary=False)
             self._later(self.answer_main, event)
         elif isinstance(effect, WishBoundary):
-            self.wish = effect.generation
+            is_called_off = self.rests == effect.generation and not effect.saves
+            self.wish, self.rests = effect.generation, effect.generation * effect.saves
+            if is_called_off:
+                self.plane.loops.called_off(self.job_id, self)
         elif isinstance(effect, WishSave):
             self.save_wish = effect
         elif isinstance(effect, TellPreemption):

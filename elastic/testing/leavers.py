@@ -1,0 +1,149 @@
+"""Jobs of a simulated run that leave by plan, and take their time: pauses, drains, evaluations.
+
+Rule: they begin when all that was broken is healed, and nothing else happens to them. So nothing of
+them may be done twice, and nobody may wait for them longer than is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from elastic.core.config import JobSpec
+from elastic.core.world import Entry, EntryKind, JobId, NodeId
+from elastic.testing.crowd_checks import CrowdChecks
+from elastic.testing.disk import Disk
+from elastic.testing.scripts import Script
+from elastic.testing.world import MS, S, Timeline
+
+EVERY, FIRST = 8, 3
+"""Seeds 3, 11, 19, ... have such a job."""
+GENTLE = (10, 7)
+"""Of ten seeds, the one in which machines may still be taken away then."""
+BEGIN_NS = 60 * S - 10 * MS
+"""As late as it can be: a run in which nothing is left to do is over from then on."""
+CAREFUL_NS, CHANGE_NS, URGENT_NS = 75 * S, 80 * S, 85 * S
+WAIT_NS_MAX = 40 * S
+"""An urgent job trains by then."""
+CALLED_OFF_NS_MAX = 5 * S
+"""A job that goes on after all trains by then."""
+NO_LIMIT = 1_000_000
+
+Enter = Callable[[JobSpec, Script, int], None]
+
+
+class Story(Enum):
+    """What happens to the job."""
+
+    SLOW = "slow"
+    """It pauses, and some members save what they have done for much longer than others."""
+    RESUMED = "resumed"
+    """It is resumed while they do."""
+    EVALUATES = "evaluates"
+    """It is paused while its leader evaluates; an urgent job comes, and others can make room."""
+    SWAPPED = "swapped"
+    """All its nodes drain, and others take over."""
+
+
+@dataclass(frozen=True)
+class Users:
+    """What users can do."""
+
+    pause: Callable[[JobId], None]
+    resume: Callable[[JobId], None]
+    drain: Callable[[NodeId, int], None]
+
+
+class Leavers:
+    """The job of one run that leaves by plan, if it has one."""
+
+    def __init__(
+        self, timeline: Timeline, disk: Disk, checks: CrowdChecks, users: Users, *, seed: int
+    ) -> None:
+        """Choose what happens.
+
+        Args:
+            timeline: of the run.
+            disk: where it is to be seen on which nodes a job is.
+            checks: are told what must hold.
+            users: who ask for it.
+            seed: of the run.
+        """
+        self._timeline, self._disk, self._checks, self._users = timeline, disk, checks, users
+        is_there = seed % EVERY == FIRST and seed % GENTLE[0] != GENTLE[1]
+        self.story = [*Story][seed // EVERY % len(Story)] if is_there else None
+        self.waits: Callable[[JobId], bool] = lambda job_id: False
+        self._fail: Callable[[str, str], None] = lambda prop, detail: None
+
+    def plan(self, slots: int, enter: Enter, fail: Callable[[str, str], None]) -> None:
+        """Plan it.
+
+        Args:
+            slots: of the cluster.
+            enter: has a job submitted at a moment.
+            fail: ends the run if a property is named.
+        """
+        if self.story is None:
+            return
+        self._fail = fail
+        workers = min(slots, 3)
+        spec = JobSpec(
+            job_id=JobId("leaver"), name="leaver", entry=Entry(EntryKind.FUNCTION, "train"),
+            min_workers=workers, max_workers=workers, priority=7, run_path="/results",
+            max_failures=-1,
+        )  # fmt: skip
+        script = Script(steps=1600, report_every=NO_LIMIT, step_ns=50 * MS, in_place=True)
+        if self.story is Story.EVALUATES:
+            self._plan_evaluation(spec, script, slots, enter)
+            return
+        after = self._timeline.at
+        after(CAREFUL_NS, self._checks.careful.add, spec.job_id)
+        if self.story is Story.SWAPPED:
+            spec = replace(spec, min_workers=1, max_workers=1)
+            script = replace(script, save_ns=2 * S)
+            after(CHANGE_NS, self._drain_all, spec.job_id)
+        else:
+            is_slow = self.story is Story.SLOW
+            script = replace(script, save_ns=(20 if is_slow else 100) * S)
+            after(CHANGE_NS, self._users.pause, spec.job_id)
+            after(CHANGE_NS + (45 if is_slow else 3) * S, self._go_on, spec.job_id)
+        enter(spec, script, BEGIN_NS)
+
+    def _plan_evaluation(self, spec: JobSpec, script: Script, slots: int, enter: Enter) -> None:
+        if slots < 3:
+            return
+        long = replace(script, steps=60, evaluates_ns=120 * S)
+        enter(replace(spec, min_workers=2, max_workers=2), long, BEGIN_NS)
+        patient = replace(
+            spec, job_id=JobId("patient"), name="patient", priority=-1, min_workers=slots - 2,
+            max_workers=slots - 2,
+        )  # fmt: skip
+        enter(patient, script, BEGIN_NS)
+        urgent = replace(
+            patient, job_id=JobId("urgent"), name="urgent", priority=6, min_workers=1, max_workers=1
+        )
+        enter(urgent, replace(script, steps=20), URGENT_NS)
+        self._timeline.at(CHANGE_NS, self._users.pause, spec.job_id)
+        self._timeline.at(URGENT_NS + WAIT_NS_MAX, self._look, urgent.job_id)
+        self._timeline.at(2 * URGENT_NS, self._go_on, spec.job_id)
+
+    def _look(self, job_id: JobId) -> None:
+        self._fail(self._checks.waits(job_id), f"job {job_id}")
+
+    def _go_on(self, job_id: JobId) -> None:
+        record = self._disk.records.get(job_id)
+        if record is None or record.phase.value in ("succeeded", "failed", "stopped"):
+            return
+        self._users.resume(job_id)
+        self._timeline.after(CALLED_OFF_NS_MAX, self._look_whether_it_waits, job_id)
+
+    def _look_whether_it_waits(self, job_id: JobId) -> None:
+        prop = "a job that goes on after all waits for no storage"
+        self._fail(prop if self.waits(job_id) else "", f"job {job_id}")
+
+    def _drain_all(self, job_id: JobId) -> None:
+        record = self._disk.records.get(job_id)
+        group = record.group if record is not None else None
+        for member in group.members if group is not None else ():
+            self._users.drain(member.node_id, 40 * S)
