@@ -105,9 +105,9 @@ class Leavers:
             after(CHANGE_NS, self._drain_all, spec.job_id)
         else:
             is_slow = self.story is Story.SLOW
-            script = replace(script, save_ns=(20 if is_slow else 100) * S)
+            script = replace(script, save_ns=(70 if is_slow else 100) * S)
             after(CHANGE_NS, self._users.pause, spec.job_id)
-            after(CHANGE_NS + (45 if is_slow else 3) * S, self._go_on, spec.job_id)
+            after(CHANGE_NS + (80 if is_slow else 3) * S, self._go_on, spec.job_id)
         enter(spec, script, BEGIN_NS)
 
     def _plan_evaluation(self, spec: JobSpec, script: Script, slots: int, enter: Enter) -> None:
