@@ -23,8 +23,9 @@ def lets_a_job_that_goes_on_wait_for_storage(patch: Patch) -> None:
     """What was to be saved is saved, though nobody needs it any more."""
     honest = membership._ask
 
-    def ask(saves: bool) -> Any:
-        return honest(saves) if saves else Decision(Plan(Act.KEEP), "it comes by itself")
+    def ask(saves: bool, wake_ns: Any) -> Any:
+        decision = honest(saves, wake_ns)
+        return decision if saves else Decision(Plan(Act.KEEP), "it comes by itself", wake_ns)
 
     patch.setattr(membership, "_ask", ask)
 

@@ -206,7 +206,7 @@ def _decide_open(
         if out == len(members) or now_ns >= until:
             return _replace(spec, current, by_id, "join", "members left at a boundary")
         if current.saves is not saves:
-            return _ask(saves)
+            return _ask(saves, min([until, *wake]))
         look = [now_ns + ns(LOOK_S)] if is_saving else []
         reason = f"{out} of {len(members)} members are at the boundary"
         return Decision(Plan(Act.KEEP), reason, min([until, *look, *wake]))
@@ -224,16 +224,16 @@ def _decide_open(
         cause = "drain" if leaving else "join"
         return Decision(Plan(Act.ASK, cause=cause, saves=saves), reason, wake_ns)
     if current.saves is not saves:
-        return _ask(saves)
+        return _ask(saves, wake_ns)
     return Decision(Plan(Act.KEEP), f"{len(current.members)} workers", wake_ns)
 
 
-def _ask(saves: bool) -> Decision[Plan]:
+def _ask(saves: bool, wake_ns: int | None) -> Decision[Plan]:
     """Members leave at the same boundary as before, but have to save their state, or need not."""
-    if saves:
-        return Decision(Plan(Act.ASK, cause="drain", saves=True), "nobody stays: it is saved first")
-    reason = "it goes on after all: nothing need be saved first"
-    return Decision(Plan(Act.ASK, cause="resume"), reason)
+    plan, reason = Plan(Act.ASK, cause="drain", saves=True), "nobody stays: it is saved first"
+    if not saves:
+        plan, reason = Plan(Act.ASK, cause="resume"), "goes on after all: nothing need be saved"
+    return Decision(plan, reason, wake_ns)
 
 
 def _replace(
