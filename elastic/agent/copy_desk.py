@@ -1,4 +1,8 @@
-"""The agent's door to copies of other nodes: orders in, and what is held told to the loop.
+"""The agent's doors to copies of other nodes: orders in, and what is held told to the loop.
+
+An agent without a certificate of the cluster, that others reach over a network, makes one of its
+own, and answers at two addresses: over TLS with that, and in the clear those whose version knows
+nothing of it.
 
 Rule: threads of the server never touch the agent's machine; what they change is posted to its
 event loop.
@@ -12,16 +16,18 @@ from collections.abc import Callable
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.agent.own_rows import OwnRows
-from elastic.core.copy_messages import DropCopy, KeepCopy
+from elastic.core.copy_messages import Doors, DropCopy, KeepCopy
 from elastic.core.events.agent import CopiesChanged
+from elastic.runtime.own_tls import OwnCertificate
 from elastic.runtime.peer_tls import PeerTls
+from elastic.runtime.rpc import is_loopback
 
 
 class CopyDesk:
     """Holds copies for other nodes.
 
     Attributes:
-        address: where they reach it, "" if they cannot.
+        doors: where they reach it.
     """
 
     def __init__(
@@ -37,28 +43,35 @@ class CopyDesk:
         Args:
             host: of this node, as others reach it.
             post: takes what is held now, on the event loop.
-            tls: of this node, None if it has no certificate.
+            tls: of this node, None if it has no certificate of the cluster.
             own: what lies in this node's own memory, None for nothing.
         """
         self._post = post
         self._loop: asyncio.AbstractEventLoop | None = None
         self._store = CopyStore(self._changed)
-        self._server = CopyServer(host, self._store, tls, own)
-        self.address = self._server.address
+        self._servers = [CopyServer(host, self._store, tls, own)]
+        self.doors = Doors(self._servers[0].address)
+        if tls is None and self.doors.at and not is_loopback(host):
+            certificate = OwnCertificate()
+            self._servers.append(CopyServer(host, self._store, certificate, own))
+            at = self._servers[-1].address
+            self.doors = Doors(self.doors.at, at, certificate.fingerprint if at else "")
 
     def order(self, order: KeepCopy | DropCopy) -> None:
         """Do what the coordinator says; on the event loop."""
         self._loop = asyncio.get_running_loop()
         if isinstance(order, KeepCopy):
             self._store.grant(order.job_id, order.key)
-            self._server.start()
+            for server in self._servers:
+                server.start()
         else:
             self._store.drop(order)
 
     def close(self) -> None:
         """Free everything."""
         self._loop = None
-        self._server.close()
+        for server in self._servers:
+            server.close()
         self._store.close()
 
     def _changed(self) -> None:

@@ -29,7 +29,7 @@ from elastic.runtime.copy_wire import (
     securing,
     yield_to_training,
 )
-from elastic.runtime.peer_tls import PeerTls
+from elastic.runtime.own_tls import Lock
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +54,14 @@ class CopyServer:
     """
 
     def __init__(
-        self, host: str, store: CopyStore, tls: PeerTls | None = None, own: OwnRows | None = None
+        self, host: str, store: CopyStore, tls: Lock | None = None, own: OwnRows | None = None
     ) -> None:
         """Listen on any free port of this address; nobody is answered before `start`.
 
         Args:
             host: of this node, as others reach it.
             store: of the copies.
-            tls: of this node, None if it has no certificate.
+            tls: spoken with all who come, None to talk in the clear.
             own: what lies in this node's own memory, None for nothing.
         """
         self._store, self._tls, self._own = store, tls, own

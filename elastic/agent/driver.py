@@ -119,7 +119,7 @@ class AgentDriver:
         own = OwnRows(node.node_id, self._arenas)
         self._copies = CopyDesk(node.host, self.post, self._tls, own=own)
         self._machine = AgentMachine(
-            node, settings.config, settings.devices, copies_at=self._copies.address
+            node, settings.config, settings.devices, doors=self._copies.doors
         )
         self._events: deque[AgentEvent] = deque()
         self._wake = asyncio.Event()

@@ -32,7 +32,7 @@ from elastic.core.policy.replication import Bringing
 from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.world import JobId
 from elastic.errors import ElasticError
-from elastic.runtime.copy_wire import PUSH, Request, calling, yield_to_training
+from elastic.runtime.copy_wire import PUSH, Request, calling, lock_of, yield_to_training
 from elastic.runtime.peer_tls import PeerTls
 from elastic.runtime.snapshot_memory import (
     HEADER,
@@ -165,13 +165,14 @@ class Pushing:
         """
         yield_to_training()
         began, begun = time.monotonic(), partial(self._begun, order)
+        lock = lock_of(self._tls, order.address, order.fingerprint)
         try:
             set_sent(descriptor, mark.number)
             with (
                 mmap.mmap(descriptor, HEADER + mark.num_bytes, prot=mmap.PROT_READ) as memory,
                 memoryview(memory) as everything,
                 everything[HEADER:] as body,
-                calling(order.address, tls=self._tls, begun=begun) as line,
+                calling(order.address, tls=lock, begun=begun) as line,
             ):
                 request = Request(PUSH, order.job_id, mark, order.source)
 

@@ -6,8 +6,37 @@ Rule: as in `messages`: what is told is all of it, so that the newest one counts
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from elastic.core.world import ALL_ALIKE, NO_GENERATION, Generation, HeldCopy, JobId, NodeId
+
+OWN_TLS_SINCE_MINOR = 2
+"""Agents of earlier versions know no certificate but those of the cluster."""
+
+
+class Doors(NamedTuple):
+    """Where a node's agent takes and gives copies, as others reach it.
+
+    Attributes:
+        at: "host:port", over TLS if the node has a certificate of the cluster, else in the clear;
+            "" if it does neither.
+        tls_at: over TLS with a certificate of its own making, "" if it has none.
+        fingerprint: SHA-256 of that one, hexadecimal.
+    """
+
+    at: str = ""
+    tls_at: str = ""
+    fingerprint: str = ""
+
+    def for_agent(self, protocol_minor: int) -> tuple[str, str]:
+        """Return address and fingerprint for one who speaks this; "" where none is looked at."""
+        if self.tls_at and self.fingerprint and protocol_minor >= OWN_TLS_SINCE_MINOR:
+            return self.tls_at, self.fingerprint
+        return self.at, ""
+
+
+NO_DOORS = Doors()
+
 
 # ---------------------------------------------------------------- agent -> coordinator
 
@@ -74,6 +103,7 @@ class Replicate:
         every_n_steps: how often, >= 1.
         source: this node, if every node has rows of its own; "" if all have the same.
         generation: snapshots of earlier groups are not brought.
+        fingerprint: of the certificate that is shown at the address, "" to look at none such.
     """
 
     job_id: JobId
@@ -83,6 +113,7 @@ class Replicate:
     every_n_steps: int
     source: NodeId = ALL_ALIKE
     generation: Generation = NO_GENERATION
+    fingerprint: str = ""
 
 
 CopyOrder = KeepCopy | DropCopy | Replicate

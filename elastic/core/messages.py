@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from elastic.core.cluster_messages import Coordinators, Drain
 from elastic.core.config import JobSpec
-from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
+from elastic.core.copy_messages import (
+    CopiesHeld,
+    CopyFailed,
+    Doors,
+    DropCopy,
+    KeepCopy,
+    Replicate,
+)
 from elastic.core.world import (
     Assignment,
     Begun,
@@ -27,7 +34,7 @@ from elastic.core.world import (
 )
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class Hello:
         reports_due: how many reports follow as soon as the agent is welcome, because they have
             not been acknowledged yet.
         copies: what this node holds for others.
-        copies_at: "host:port" where it takes and gives them, "" if it cannot.
+        copies_at, copies_tls_at, copies_fingerprint: where it takes and gives them; see `Doors`.
         problems: what is wrong with the node, a phrase for each; see `NodeHealth`.
     """
 
@@ -84,7 +91,14 @@ class Hello:
     reports_due: int = 0
     copies: tuple[HeldCopy, ...] = ()
     copies_at: str = ""
+    copies_tls_at: str = ""
+    copies_fingerprint: str = ""
     problems: tuple[str, ...] = ()
+
+    @property
+    def doors(self) -> Doors:
+        """Return where it takes and gives copies."""
+        return Doors(self.copies_at, self.copies_tls_at, self.copies_fingerprint)
 
 
 @dataclass(frozen=True)
@@ -391,7 +405,7 @@ class Assign:
         snapshots: paths of the agent's memory for this job, one for each slot; empty: the worker
             takes memory of its own.
         tls: paths of this node's certificate, its key, and the authority, with which copies are
-            fetched from other nodes; empty: in the clear.
+            fetched from other nodes; empty: as the announcement says.
     """
 
     worker_id: WorkerId

@@ -302,6 +302,8 @@ class Assignment:
         copies_dealt: those only that this worker asks for rows of a sharded model: others ask
             others. False from a coordinator of protocol 1.0: all of them.
         copies_key: proves to them that the job may have it; a secret.
+        copies_fingerprints: of the certificates that those agents made for themselves, in the order
+            of `copies`, "" for one that shows none such; () if all do.
     """
 
     job_id: JobId
@@ -319,6 +321,7 @@ class Assignment:
     copies: tuple[str, ...] = ()
     copies_key: str = field(default="", repr=False)
     copies_dealt: bool = False
+    copies_fingerprints: tuple[str, ...] = ()
 
 
 class Strategy(Enum):

@@ -7,8 +7,9 @@
     and after a push the server's last answer
 
 Requests and answers are JSON behind four bytes of length. A proof is a hash of all that was said
-before, keyed with the job's secret, which so never travels. Where nodes have certificates, all of
-it goes over TLS, on which both have shown theirs (`peer_tls`).
+before, keyed with the job's secret, which so never travels. Where nodes have certificates of the
+cluster, all of it goes over TLS, on which both have shown theirs (`peer_tls`); elsewhere over TLS
+too, with a certificate that the answering agent made for itself (`own_tls`).
 
 Rule: nothing of a peer is believed before its proof was looked at; every length has a limit and
 every wait a deadline, so that a peer which lies, is slow, or is gone costs a thread for a while.
@@ -20,6 +21,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import socket
@@ -32,10 +34,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from elastic.core.copy_messages import OWN_TLS_SINCE_MINOR
 from elastic.errors import NotAuthorized, PeerError, Refused
+from elastic.runtime.own_tls import Lock, Pinned
 from elastic.runtime.peer_tls import PeerTls, refused
-from elastic.runtime.rpc import parse_endpoint
+from elastic.runtime.rpc import is_loopback, parse_endpoint
 from elastic.runtime.snapshot_memory import Mark
+
+log = logging.getLogger(__name__)
+
+_said_in_the_clear = threading.Event()
 
 GREETING = b"elastic copies 1"
 NONCE_BYTES = 32
@@ -281,18 +289,41 @@ class Line:
         return bytes(data)
 
 
+def lock_of(ours: PeerTls | None, address: str, fingerprint: str) -> Lock | None:
+    """Return how an agent is spoken to; None for in the clear, which is said in the log once.
+
+    Args:
+        ours: of this node, None if it has no certificate of the cluster.
+        address: "host:port" of that agent.
+        fingerprint: of the certificate that it made for itself, as the coordinator says; "" if
+            the coordinator says none.
+    """
+    if ours is not None:
+        return ours
+    if fingerprint:
+        return Pinned(fingerprint)
+    if not is_loopback(parse_endpoint(address)[0]) and not _said_in_the_clear.is_set():
+        _said_in_the_clear.set()
+        log.warning(
+            "copies_in_the_clear first=%s reason='the agent there, or the coordinator, is of a "
+            "version before protocol 1.%d': not said again",
+            address, OWN_TLS_SINCE_MINOR,
+        )  # fmt: skip
+    return None
+
+
 @contextlib.contextmanager
 def calling(
     address: str,
     *,
-    tls: PeerTls | None = None,
+    tls: Lock | None = None,
     begun: Callable[[socket.socket], None] = lambda sock: None,
 ) -> Iterator[Line]:
     """Connect to an agent that holds copies; the connection ends with the block.
 
     Args:
         address: "host:port".
-        tls: of this node, None if it has no certificate.
+        tls: how it is spoken to, see `lock_of`; None in the clear.
         begun: is given the socket, so that another thread can end what waits for it.
 
     Raises:
@@ -303,14 +334,16 @@ def calling(
     with securing(raw, tls, is_client=True, begun=begun) as sock:
         try:
             yield Line(sock, is_client=True)
-        except ssl.SSLError as error:  # It has looked at our certificate by then.
-            raise refused(error) from error
+        except ssl.SSLError as error:
+            if not isinstance(tls, PeerTls):
+                raise
+            raise refused(error) from error  # It has looked at our certificate by then.
 
 
 @contextlib.contextmanager
 def securing(
     raw: socket.socket,
-    tls: PeerTls | None,
+    tls: Lock | None,
     *,
     is_client: bool,
     begun: Callable[[socket.socket], None],
@@ -319,7 +352,7 @@ def securing(
 
     Args:
         raw: the connection.
-        tls: of this node, None to talk in the clear.
+        tls: None to talk in the clear.
         is_client: whether this side has connected.
         begun: is given the socket that counts, before anything is waited for.
 

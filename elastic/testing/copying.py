@@ -7,9 +7,9 @@ workers make steps, and a way between the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from elastic.core.copy_messages import CopyOrder, DropCopy, KeepCopy, Replicate
+from elastic.core.copy_messages import CopyOrder, Doors, DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import AgentEvent, CopiesChanged, PushFailed
 from elastic.core.policy.replication import Bringing
 from elastic.core.world import ALL_ALIKE, Assignment, Generation, HeldCopy, JobId, NodeId
@@ -23,6 +23,8 @@ UNCOPIED_NS = 45 * S
 """A run whose state could lie on another node does so by then: a node that did not answer is
 asked again after 30 s."""
 STEPS_MIN = 40
+
+CLEAR_PORT, TLS_PORT = "1", "2"
 
 Age = tuple[Generation, int]
 
@@ -54,12 +56,41 @@ class Copying:
         )
         self._uncopied_since: dict[JobId, tuple[Generation, int]] = {}
         self._shown: dict[tuple[JobId, Generation], set[NodeId]] = {}
+        # Nodes, and the lives of their agents that are of a version before certificates of its own.
+        self.old: set[tuple[NodeId, int]] = set()
+
+    def reach(self, caller: NodeId, address: str, fingerprint: str) -> CopyDesk | None:
+        """Return who answers there, None if that is not whose certificate is looked for."""
+        host, _, port = address.rpartition(":")
+        desk = self.desks[f"{host}:{CLEAR_PORT}"]
+        old = {node_id for node_id, _ in self.old}
+        self.checkers.require(
+            bool(fingerprint) or caller in old or desk.node_id in old,
+            "copies are encrypted between all agents that know how",
+            f"{caller} goes to {desk.node_id} in the clear",
+        )
+        self.checkers.require(
+            bool(fingerprint) == (port == TLS_PORT),
+            "an address comes with the fingerprint that belongs to it",
+            f"{caller}: {address} {fingerprint!r}",
+        )
+        return desk if not fingerprint or fingerprint == desk.doors.fingerprint else None
+
+    def reached(self, assignment: Assignment) -> list[CopyDesk]:
+        """Return whom a member finds at the addresses that it was told."""
+        caller = NodeId(assignment.worker_id.rpartition("/")[0])
+        prints = assignment.copies_fingerprints or ("",) * len(assignment.copies)
+        found = [
+            self.reach(caller, address, fingerprint)
+            for address, fingerprint in zip(assignment.copies, prints, strict=True)
+        ]
+        return [desk for desk in found if desk is not None]
 
     def fetch(self, assignment: Assignment) -> int:
         """Return the steps of the newest copy that a new group can be given, 0 for none."""
         found = [0]
-        for address in assignment.copies:
-            held = self.desks[address].give(assignment.job_id, assignment.copies_key)
+        for desk in self.reached(assignment):
+            held = desk.give(assignment.job_id, assignment.copies_key)
             found.append(held[1] if held is not None else 0)
         return max(found)
 
@@ -72,9 +103,13 @@ class Copying:
             stored: steps of the newest checkpoint in storage.
         """
         key, job_id = max(one.copies_key for one in told.values()), told[0].job_id
-        asked = {address for rank, one in told.items() for address in asked_by(one, rank)}
-        self._check_asked(job_id, told[0].generation, asked)
-        desks = [self.desks[address] for address in sorted(asked)]
+        asked = {
+            desk.address: desk
+            for rank, one in told.items()
+            for desk in self.reached(asked_by(one, rank))
+        }
+        self._check_asked(job_id, told[0].generation, {*asked})
+        desks = [asked[address] for address in sorted(asked)]
         holders = {desk.node_id for desk in desks if desk.may_give(job_id, key)}
         steps = self.shards.forms(job_id, told[0].generation, nodes, holders)
         if stored > steps:
@@ -144,28 +179,41 @@ class CopyDesk:
         self,
         copying: Copying,
         node_id: NodeId,
-        address: str,
+        host: str,
         *,
         post: Callable[[AgentEvent], None],
         is_up: Callable[[], bool],
         has_memory: Callable[[JobId], bool],
     ) -> None:
-        """Hold nothing, and be found under this address.
+        """Hold nothing, and be found at this host.
 
         Args:
             copying: of the run.
             node_id: whose.
-            address: where others reach it.
+            host: where others reach it.
             post: takes events for the agent's machine.
             is_up: whether the agent runs, and is reached.
             has_memory: whether workers of a job run here.
         """
-        self.node_id, self.address, self.is_up = node_id, address, is_up
+        self.node_id, self.host, self.is_up = node_id, host, is_up
+        self.life = 0
         self.held: dict[JobId, Age] = {}
         self._keys: dict[JobId, str] = {}
         self._orders: dict[JobId, Replicate] = {}
         self._copying, self._post, self._has_memory = copying, post, has_memory
-        copying.desks[address] = self
+        copying.desks[self.address] = self
+
+    @property
+    def address(self) -> str:
+        """Return where it is found by those of any version."""
+        return f"{self.host}:{CLEAR_PORT}"
+
+    @property
+    def doors(self) -> Doors:
+        """Return what its agent tells in its hello: each life makes itself a certificate."""
+        if (self.node_id, self.life) in self._copying.old:
+            return Doors(self.address)
+        return Doors(self.address, f"{self.host}:{TLS_PORT}", f"{self.node_id}-{self.life}")
 
     def died(self) -> None:
         """The agent is gone, and its memory."""
@@ -256,8 +304,8 @@ class CopyDesk:
             return
         one = self._copying.shards.to_push(job_id, self.node_id, order.generation)
         if self.is_up() and one is not None and one != last:
-            holder = self._copying.desks[order.address]
-            if holder.take_rows(job_id, order.key, one, self.node_id):
+            holder = self._holder(order)
+            if holder is not None and holder.take_rows(job_id, order.key, one, self.node_id):
                 self._copying.shards.runs[job_id].arrived[self.node_id] = one
                 self._show(job_id, Bringing.ON)
                 last, failing_ns = one, 0
@@ -268,6 +316,9 @@ class CopyDesk:
                 self._show(job_id, Bringing.OFF)
                 self._post(PushFailed(job_id, order.node_id, "no answer"))
         self._copying.timeline.after(LOOK_NS, self._look_at_rows, order, last, failing_ns)
+
+    def _holder(self, order: Replicate) -> CopyDesk | None:
+        return self._copying.reach(self.node_id, order.address, order.fingerprint)
 
     def _look(self, order: Replicate, last: Age | None, failing_ns: int) -> None:
         """Push what is newer than what was pushed, and look again; ends with its order."""
@@ -284,8 +335,10 @@ class CopyDesk:
             and (last is None or trained.age[0] != last[0] or _is_due(order, trained.age, last))
         )
         if self.is_up() and trained is not None and is_new:
-            holder = self._copying.desks[order.address]
-            if holder.take(order.job_id, order.key, trained.age, self.node_id):
+            holder = self._holder(order)
+            if holder is not None and holder.take(
+                order.job_id, order.key, trained.age, self.node_id
+            ):
                 last, failing_ns = trained.age, 0
             elif not failing_ns:
                 failing_ns = now_ns
@@ -295,11 +348,13 @@ class CopyDesk:
         self._copying.timeline.after(LOOK_NS, self._look, order, last, failing_ns)
 
 
-def asked_by(assignment: Assignment, rank: int) -> tuple[str, ...]:
+def asked_by(assignment: Assignment, rank: int) -> Assignment:
     """Return whom a member asks for rows; an older agent's worker knows of no share."""
     if assignment.copies_dealt:
-        return assignment.copies
-    return assignment.copies[rank :: assignment.world_size]
+        return assignment
+    mine = slice(rank, None, assignment.world_size)
+    prints = assignment.copies_fingerprints[mine]
+    return replace(assignment, copies=assignment.copies[mine], copies_fingerprints=prints)
 
 
 def _is_due(order: Replicate, age: Age, last: Age) -> bool:

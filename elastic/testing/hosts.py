@@ -284,7 +284,7 @@ class AgentHost:
         self.copies = CopyDesk(
             plane.copying,
             node.node_id,
-            f"{node.host}:1",
+            node.host,
             post=self.post,
             is_up=lambda: self.machine is not None and not self.is_frozen,
             has_memory=lambda job_id: any(p.job_id == job_id for p in self.workers()),
@@ -308,7 +308,8 @@ class AgentHost:
             self.node.num_slots,
             self.node.resources,
         )
-        self.machine = AgentMachine(self.node, self.config, (), copies_at=self.copies.address)
+        self.copies.life = self.life
+        self.machine = AgentMachine(self.node, self.config, (), doors=self.copies.doors)
         self.exit_code = None
         self._deadline = None
         self.timeline.tell(self.node_id, f"agent starts, life {self.life}")

@@ -22,6 +22,7 @@ import click
 
 from elastic.core.cluster_messages import Drain
 from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec, ns
+from elastic.core.copy_messages import Replicate
 from elastic.core.events.coordinator import (
     CheckpointRequested,
     JobRecord,
@@ -121,6 +122,7 @@ class Simulation:
         self.old = {
             (agent.node_id, 1) for agent in self.agents[seed % 3 :: 3] if seed % 16 == OLD_SEED
         }
+        self.plane.copying.old = self.old
         self.by_node = {agent.node_id: agent for agent in self.agents}
         self.checkers.crowd.is_alive = lambda worker_id: any(
             process.worker_id == worker_id for agent in self.agents for process in agent.workers()
@@ -210,9 +212,11 @@ class Simulation:
             if self.seed % 10 == REPLACED_SEED:
                 self.timeline.after(0, self._replace)
         if isinstance(message, Announce) and (stream.node_id, agent.life) in self.old:
-            # It does not know the field.
-            told = replace(message.assignment, copies_dealt=False)
+            # It does not know the fields.
+            told = replace(message.assignment, copies_dealt=False, copies_fingerprints=())
             message = Announce(told)
+        if isinstance(message, Replicate) and (stream.node_id, agent.life) in self.old:
+            message = replace(message, fingerprint="")
         agent.hears(stream, message)
 
     def _draw_agent_config(self) -> AgentConfig:

@@ -49,6 +49,7 @@ class WorkerContext:
         copies: "host:port" of agents of other nodes that hold a copy of the run's state.
         copies_key: proves to them that it is ours.
         copies_dealt: of those that have rows of a sharded model, they are only our share.
+        copies_fingerprints: of the certificates that those agents made for themselves, see there.
         tls: paths of this node's certificate, its key and the authority; empty if it has none.
         saver: takes automatic checkpoints, over all calls of the train function.
         validator: has reported checkpoints validated, over all calls of the train function; None
@@ -81,6 +82,7 @@ class WorkerContext:
     copies: tuple[str, ...] = ()
     copies_key: str = field(default="", repr=False)
     copies_dealt: bool = False
+    copies_fingerprints: tuple[str, ...] = ()
     tls: tuple[str, ...] = ()
     reporter: Reporter | None = field(repr=False)
     step_counter: StepCounter = field(repr=False)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.world import JobId
 from elastic.errors import ElasticError, check
-from elastic.runtime.copy_wire import ASK, FETCH, LIST, TEXT, Request, calling
+from elastic.runtime.copy_wire import ASK, FETCH, LIST, TEXT, Line, Request, calling, lock_of
 from elastic.runtime.peer_tls import PeerTls
 from elastic.runtime.snapshot_memory import Mark
 from elastic.worker.arena import Slot
@@ -55,6 +56,7 @@ class PeerCopies:
         key: str,
         *,
         tls: Sequence[str] = (),
+        fingerprints: Sequence[str] = (),
         node_id: str = "",
         is_dealt: bool = False,
     ) -> None:
@@ -65,10 +67,13 @@ class PeerCopies:
             job_id: whose state it is.
             key: of the job.
             tls: paths of this node's certificate, its key and the authority; empty if it has none.
+            fingerprints: of the certificates that those agents made for themselves, by the order
+                of addresses; empty if they made none.
             node_id: of this node.
             is_dealt: of the agents that have nodes' rows, others ask those that are not here.
         """
         self._tls = tuple(tls)
+        self._fingerprints = dict(zip(addresses, fingerprints, strict=False))
         self._node_id, self._is_dealt = node_id, is_dealt
         self._addresses, self._job_id, self._key = tuple(addresses), job_id, key
         self._best: tuple[str, Mark] | None = None
@@ -81,9 +86,15 @@ class PeerCopies:
             place.job_id,
             place.copies_key,
             tls=place.tls,
+            fingerprints=place.copies_fingerprints,
             node_id=place.worker_id.rpartition("/")[0],
             is_dealt=place.copies_dealt,
         )
+
+    def _calling(self, address: str) -> AbstractContextManager[Line]:
+        """Connect to an agent, as its node and ours require; see `calling`."""
+        fingerprint = self._fingerprints.get(address, "")
+        return calling(address, tls=lock_of(PeerTls.at(self._tls), address, fingerprint))
 
     def share(self, rank: int, size: int) -> tuple[str, ...]:
         """Return which agents this member asks for the rows that they have."""
@@ -100,7 +111,7 @@ class PeerCopies:
         found = []
         for address in self.share(rank, size):
             try:
-                with calling(address, tls=PeerTls.at(self._tls)) as line:
+                with self._calling(address) as line:
                     copies = line.ask(Request(LIST, self._job_id), self._key).copies
             except (ElasticError, OSError) as error:
                 log.warning("copy_unreachable address=%s error=%r", address, str(error))
@@ -124,7 +135,7 @@ class PeerCopies:
         if mark.skeleton_bytes > TEXT_BYTES_MAX:
             raise ValueError(f"{mark.skeleton_bytes} bytes that are no tensor")
         text = bytearray(mark.skeleton_bytes)
-        with calling(address, tls=PeerTls.at(self._tls)) as line:
+        with self._calling(address) as line:
             line.ask(Request(TEXT, self._job_id, mark, source), self._key)
             if line.read_body(memoryview(text)) != mark.skeleton_crc:
                 raise ValueError(f"the text of the copy of {source} is not what was taken")
@@ -138,7 +149,7 @@ class PeerCopies:
         """Return the steps of the newest copy that can be reached, -1 if there is none."""
         for address in self._addresses:
             try:
-                with calling(address, tls=PeerTls.at(self._tls)) as line:
+                with self._calling(address) as line:
                     mark = line.ask(Request(ASK, self._job_id), self._key).mark
             except (ElasticError, OSError) as error:
                 log.warning("copy_unreachable address=%s error=%r", address, str(error))
@@ -162,7 +173,7 @@ class PeerCopies:
 
     def _fetch(self, address: str, mark: Mark, source: str = "") -> Slot:
         began, slot = time.monotonic(), Slot()
-        with calling(address, tls=PeerTls.at(self._tls)) as line:
+        with self._calling(address) as line:
             line.ask(Request(FETCH, self._job_id, mark, source), self._key)
             slot.fill(mark, line.read_body)
         log.info(

@@ -469,6 +469,7 @@ class Runner:
             copies=place.copies,
             copies_key=place.copies_key,
             copies_dealt=place.copies_dealt,
+            copies_fingerprints=place.copies_fingerprints,
             tls=assign.tls,
             reporter=self._reporter,
             step_counter=StepCounter(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.client.show import copies_line
-from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
+from elastic.core.copy_messages import CopiesHeld, CopyFailed, Doors, DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import (
     Connected,
     ConnectionLost,
@@ -374,7 +374,7 @@ def dropped(effects: list[Any]) -> list[HandleCopy]:
 def registered() -> Agent:
     agent = Agent()
     agent.machine = AgentMachine(
-        Node(NodeId("n"), 7, "10.0.0.1", 4), agent.machine._books.config, copies_at="10.0.0.1:99"
+        Node(NodeId("n"), 7, "10.0.0.1", 4), agent.machine._books.config, doors=Doors("10.0.0.1:99")
     )
     greet(agent)
     return agent

@@ -85,7 +85,8 @@ def restored(
         keeper._saver = savers[rank]
         keeper._place = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, run_path=run.directory.path, job_id="j1", copies=copies[rank],
-            copies_key=KEY, copies_dealt=True, worker_id=f"n{rank}/1", tls=(),
+            copies_key=KEY, copies_dealt=True, copies_fingerprints=(), worker_id=f"n{rank}/1",
+            tls=(),
         )  # fmt: skip
         found[rank] = keeper.restore(rank, Cursor())  # type: ignore[call-overload]
 

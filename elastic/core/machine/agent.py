@@ -8,7 +8,7 @@ connection. A worker that was accepted is reported until the coordinator says to
 from __future__ import annotations
 
 from elastic.core.config import AgentConfig, ns
-from elastic.core.copy_messages import CopyFailed
+from elastic.core.copy_messages import NO_DOORS, CopyFailed, Doors
 from elastic.core.events.agent import (
     AgentEffect,
     AgentEvent,
@@ -61,7 +61,7 @@ class AgentMachine:
         config: AgentConfig,
         devices: tuple[str, ...] = (),
         *,
-        copies_at: str = "",
+        doors: Doors = NO_DOORS,
     ) -> None:
         """Begin disconnected, with no process; the first `step` connects and spawns.
 
@@ -69,9 +69,9 @@ class AgentMachine:
             node: what this agent says it is.
             config: times and limits.
             devices: accelerators, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
-            copies_at: "host:port" where it takes copies for other nodes, "" if it does not.
+            doors: where it takes copies for other nodes.
         """
-        self._books = AgentBooks(node, config, devices, copies_at)
+        self._books = AgentBooks(node, config, devices, doors)
         self._story = Story()
         self._due_ns: int | None = None
         self._is_over = False

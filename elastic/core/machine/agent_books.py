@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.config import AgentConfig
-from elastic.core.copy_messages import CopiesHeld, CopyFailed
+from elastic.core.copy_messages import CopiesHeld, CopyFailed, Doors
 from elastic.core.events.agent import AgentEffect
 from elastic.core.machine.agent_connection import Connection, Unacknowledged
 from elastic.core.machine.agent_copies import Copies
@@ -51,13 +51,13 @@ class AgentBooks:
         departure: whether and when this agent ends.
         spreading: which of what workers say waits.
         copies: what it holds for other nodes.
-        copies_at: where those reach it for that, "" if they cannot.
+        doors: where those reach it for that.
         problems: what is wrong with this node now.
         health_is_told: the coordinator knows of it.
     """
 
     def __init__(
-        self, node: Node, config: AgentConfig, devices: tuple[str, ...], copies_at: str = ""
+        self, node: Node, config: AgentConfig, devices: tuple[str, ...], doors: Doors
     ) -> None:
         """Begin with empty books."""
         self.node = node
@@ -70,7 +70,7 @@ class AgentBooks:
         self.workers = Workers(devices)
         self.departure = Departure(config)
         self.spreading = Spreading(config)
-        self.copies, self.copies_at = Copies(self.out), copies_at
+        self.copies, self.doors = Copies(self.out), doors
         self.problems: tuple[str, ...] = ()
         self.health_is_told = True
 
@@ -128,7 +128,9 @@ class AgentBooks:
             drain_timeout_ns=self.departure.remaining_ns(self.now_ns),
             reports_due=len(self.reports),
             copies=self.copies.held,
-            copies_at=self.copies_at,
+            copies_at=self.doors.at,
+            copies_tls_at=self.doors.tls_at,
+            copies_fingerprint=self.doors.fingerprint,
             problems=self.problems,
         )
 

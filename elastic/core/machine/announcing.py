@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from elastic.core.copy_messages import Doors
 from elastic.core.machine import copies
 from elastic.core.machine.jobs import Cluster, JobState
-from elastic.core.messages import Announce
+from elastic.core.messages import PROTOCOL_MINOR, Announce
 from elastic.core.policy import replication
 from elastic.core.policy.ranks import Place
-from elastic.core.world import Assignment, WorkerId
+from elastic.core.world import Assignment, NodeId, WorkerId
 from elastic.errors import InvariantViolation
 
 DEALT_SINCE_MINOR = 1
@@ -38,11 +39,13 @@ def announcer(cluster: Cluster, job: JobState) -> Callable[[Place], Announce]:
     leader_address, checkpoint = group.members[0].store_address, job.latest_checkpoint()
     found = copies.addresses(cluster, job)
     key = copies.key_of(cluster, job.job_id) if found else ""
-    nodes = [cluster.book.nodes.get(place.node_id) for place in places] if found else []
-    is_dealt = all(node is None or node.protocol_minor >= DEALT_SINCE_MINOR for node in nodes)
-    shares = _shares(found, places) if is_dealt else {EACH: tuple(one.at for one in found)}
+    minors = {place.node_id: _minor_of(cluster, place.node_id) for place in places if found}
+    is_dealt = min(minors.values(), default=PROTOCOL_MINOR) >= DEALT_SINCE_MINOR
+    shares = _shares(found, places) if is_dealt else {EACH: tuple(one.doors for one in found)}
 
     def announce(place: Place) -> Announce:
+        share, minor = shares.get(place.rank, shares[EACH]), minors.get(place.node_id, 0)
+        ways = [doors.for_agent(minor) for doors in share]
         return Announce(
             Assignment(
                 job_id=job.job_id,
@@ -57,26 +60,35 @@ def announcer(cluster: Cluster, job: JobState) -> Callable[[Place], Announce]:
                 leader_address=leader_address,
                 checkpoint=checkpoint,
                 cause=group.reason,
-                copies=shares.get(place.rank, shares[EACH]),
+                copies=tuple(at for at, _ in ways),
                 copies_dealt=is_dealt,
                 copies_key=key,
+                copies_fingerprints=tuple(of for _, of in ways) if any(o for _, o in ways) else (),
             )
         )
 
     return announce
 
 
-def _shares(found: Sequence[copies.Address], places: Sequence[Place]) -> dict[int, tuple[str, ...]]:
+def _minor_of(cluster: Cluster, node_id: NodeId) -> int:
+    """Return which minor version of the protocol a node's agent speaks."""
+    state = cluster.book.nodes.get(node_id)
+    return state.protocol_minor if state is not None else PROTOCOL_MINOR
+
+
+def _shares(
+    found: Sequence[copies.Address], places: Sequence[Place]
+) -> dict[int, tuple[Doors, ...]]:
     """Return which agents each member asks for copies, by rank; `EACH` for all that are not named.
 
     What has rows of a sharded model is asked by one member, who tells the others; there may be as
     many of those as members. What all members have alike lies on few nodes, and all are told.
     """
     first_ranks = {place.node_id: place.rank for place in places if not place.local_rank}
-    alike = tuple(one.at for one in found if not one.is_sharded)
+    alike = tuple(one.doors for one in found if not one.is_sharded)
     shares = {EACH: alike}
     for one in found:
         if one.is_sharded:
             rank = replication.asks(one.node_id, first_ranks, len(places))
-            shares[rank] = (*shares.get(rank, alike), one.at)
+            shares[rank] = (*shares.get(rank, alike), one.doors)
     return shares

@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from elastic.core.config import ns
-from elastic.core.copy_messages import CopyFailed, CopyOrder, DropCopy, KeepCopy, Replicate
+from elastic.core.copy_messages import (
+    CopyFailed,
+    CopyOrder,
+    Doors,
+    DropCopy,
+    KeepCopy,
+    Replicate,
+)
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.nodes import NodeState
@@ -33,12 +40,12 @@ class Address(NamedTuple):
     """Where state of a job lies.
 
     Attributes:
-        at: "host:port" of the node's agent.
+        doors: of the node's agent.
         is_sharded: rows of a sharded model, so that one member of a group asks for all.
     """
 
     node_id: NodeId
-    at: str
+    doors: Doors
     is_sharded: bool
 
 
@@ -59,9 +66,9 @@ def addresses(cluster: Cluster, job: JobState) -> tuple[Address, ...]:
     order += sorted({*left, *job.copies.holders} - {*held} - _members(job))
     found = [(node_id, cluster.book.nodes.get(node_id)) for node_id in order]
     return tuple(
-        Address(node_id, state.copies_at, ALL_ALIKE not in held.get(node_id, ()))
+        Address(node_id, state.doors, ALL_ALIKE not in held.get(node_id, ()))
         for node_id, state in found
-        if state is not None and state.is_present() and state.copies_at
+        if state is not None and state.is_present() and state.doors.at
     )
 
 
@@ -207,7 +214,7 @@ def _order(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) ->
     """
     before, job.copies.ordered = job.copies.ordered, {}
     for source, sender in senders.items():
-        order = _wanted(cluster, job, source)
+        order = _wanted(cluster, job, source, sender)
         if order is not None and sender.session is not None:
             job.copies.ordered[source] = sender.session, job.generation, order
     sending = {session for session, _, _ in job.copies.ordered.values()}
@@ -220,7 +227,7 @@ def _order(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) ->
             _send(cluster, senders[source], wanted[2])
 
 
-def _wanted(cluster: Cluster, job: JobState, source: NodeId) -> Replicate | None:
+def _wanted(cluster: Cluster, job: JobState, source: NodeId, sender: NodeState) -> Replicate | None:
     """Return what is told to who sends a source's copy; None for nothing.
 
     That there is no node for it is told of a shard: workers would wait for it to arrive.
@@ -230,7 +237,10 @@ def _wanted(cluster: Cluster, job: JobState, source: NodeId) -> Replicate | None
     holder = cluster.book.nodes.get(job.copies.holders[source][0])
     if holder is not None:
         key, node_id = key_of(cluster, job.job_id), holder.node.node_id
-        return Replicate(job.job_id, node_id, holder.copies_at, key, every, source, generation)
+        at, fingerprint = holder.doors.for_agent(sender.protocol_minor)
+        return Replicate(
+            job.job_id, node_id, at, key, every, source, generation, fingerprint=fingerprint
+        )
     if source == ALL_ALIKE:
         return None
     return Replicate(job.job_id, NO_NODE, "", "", every, source, generation)
@@ -323,7 +333,7 @@ def _place(
         is_present=state.is_present(),
         is_live=state.is_live(),
         is_leaving=state.draining,
-        takes_copies=bool(state.copies_at),
+        takes_copies=bool(state.doors.at),
         has_members=node_id in members,
         copy=job.copies.newest(node_id, source),
         num_copies=num_copies,

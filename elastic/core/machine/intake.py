@@ -151,7 +151,7 @@ def _enter(cluster: Cluster, event: AgentConnected) -> NodeState:
         health.forgive(cluster, state)
     if state.session is not None:
         cluster.do(CloseSession(state.session, "replaced by a newer connection"))
-    state.node, state.copies_at = node, event.hello.copies_at
+    state.node, state.doors = node, event.hello.doors
     state.protocol_minor = event.hello.protocol_minor
     book.came(state, cluster.now_ns)
     book.bind(state, event.session)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from elastic.core.config import ns
+from elastic.core.copy_messages import NO_DOORS, Doors
 from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.machine.transitions import NODE, check_move
 from elastic.core.messages import PROTOCOL_MINOR
@@ -43,7 +44,7 @@ class NodeState:
         released: its agent was told that it may end.
         last_serial: of the workers started here, in any life of the agent.
         copies: jobs whose state it said last that it holds for others.
-        copies_at: where its agent takes and gives copies, "" if it does not.
+        doors: where its agent takes and gives copies.
         protocol_minor: that its agent speaks; ours until it says another.
     """
 
@@ -67,7 +68,7 @@ class NodeState:
     reason: str = ""
     last_serial: int = 0
     copies: tuple[JobId, ...] = ()
-    copies_at: str = ""
+    doors: Doors = NO_DOORS
     protocol_minor: int = PROTOCOL_MINOR
 
     def next_worker_id(self) -> WorkerId:
