@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elastic.core.policy.shares import Rows, merged
+from elastic.core.policy.shares import Rows, cover
 
 
 class Key(NamedTuple):
@@ -114,11 +114,11 @@ def sources_of(
         told: by all members, by rank.
         failed: ranks and numbers of offers that could not be fetched.
     """
-    found = [
-        Source(rank, -1, one.snapshots[key])
-        for rank, one in enumerate(told)
-        if key in one.snapshots
-    ]
+    found, rows = [], Coverage()
+    for rank, one in enumerate(told):
+        if key in one.snapshots:
+            found.append(Source(rank, -1, one.snapshots[key]))
+            rows.add(one.snapshots[key])
     offered = sorted(
         (offer.source, offer.address, rank, number)
         for rank, one in enumerate(told)
@@ -126,12 +126,43 @@ def sources_of(
         if offer.key == key and (rank, number) not in failed
     )
     for _, _, rank, number in offered:
-        if _is_complete(found):
+        if rows.is_complete():
             break
         more = Source(rank, number, told[rank].offers[number].stretches)
-        if not found or _covered([*found, more]) != _covered(found):
+        if rows.add(more.stretches) or not found:
             found.append(more)
-    return found if _is_complete(found) else []
+    return found if rows.is_complete() else []
+
+
+class Coverage:
+    """The rows of a snapshot that some have together: each is looked at once, when it is added."""
+
+    def __init__(self) -> None:
+        """Begin with nobody; whoever is first tells which tensors there are, and how large."""
+        self._totals: dict[int, int] | None = None
+        self._held: dict[int, list[Rows]] = {}
+        self._missing: set[int] = set()
+
+    def add(self, stretches: Stretches) -> bool:
+        """Add what somebody has; returns whether any of it is new."""
+        if self._totals is None:
+            self._totals = {number: total for number, (total, _) in stretches.items()}
+            self._held = {number: [] for number in self._totals}
+            self._missing = {number for number, total in self._totals.items() if total}
+        is_new = False
+        for number, held in self._held.items():
+            fresh = [cover(held, one) for one in stretches.get(number, NO_ROWS)[1]]
+            if any(fresh):
+                is_new = True
+                if held == [Rows(0, self._totals[number])]:
+                    self._missing.discard(number)
+                elif self._totals[number]:
+                    self._missing.add(number)  # It claims rows that there are none of.
+        return is_new
+
+    def is_complete(self) -> bool:
+        """Return whether somebody was added, and no row is missing."""
+        return self._totals is not None and not self._missing
 
 
 def complete(key: Key, told: Sequence[Told]) -> bool:
@@ -153,18 +184,3 @@ def choices(told: Sequence[Told]) -> list[Key | str]:
     for place, (steps, name) in enumerate(listed):
         found.append((steps, 0, -place, name))
     return [one[3] for one in sorted(found, key=lambda one: one[:3], reverse=True)]
-
-
-def _covered(sources: Sequence[Source]) -> dict[int, tuple[int, tuple[Rows, ...]]]:
-    """Return of each sharded tensor the rows in all, and those that somebody has."""
-    numbers = sources[0].stretches if sources else {}
-    return {
-        number: (total, merged(r for s in sources for r in s.stretches.get(number, NO_ROWS)[1]))
-        for number, (total, _) in numbers.items()
-    }
-
-
-def _is_complete(sources: Sequence[Source]) -> bool:
-    return bool(sources) and all(
-        not total or found == (Rows(0, total),) for total, found in _covered(sources).values()
-    )

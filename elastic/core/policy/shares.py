@@ -7,6 +7,7 @@ row in size; of a sharded tensor each answers for rows that it holds.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -90,6 +91,26 @@ def merged(parts: Iterable[Rows]) -> tuple[Rows, ...]:
     return tuple(found)
 
 
+def cover(held: list[Rows], more: Rows) -> bool:
+    """Add rows to those that are held; return whether any of them is new.
+
+    Args:
+        held: as `merged` returns them; changed in place, in the time of a search.
+        more: the rows to add.
+    """
+    if not more.rows:
+        return False
+    first = bisect_left(held, more.first, key=lambda one: one.end)
+    last = bisect_right(held, more.end, lo=first, key=lambda one: one.first)
+    beside = held[first:last]
+    if len(beside) == 1 and beside[0].first <= more.first and more.end <= beside[0].end:
+        return False
+    low = min([more.first, *(one.first for one in beside)])
+    high = max([more.end, *(one.end for one in beside)])
+    held[first:last] = [Rows(low, high - low)]
+    return True
+
+
 def share_of(
     extents: Sequence[Extent], spreads: Sequence[Spread | None], *, rank: int, part: int, parts: int
 ) -> tuple[Piece, ...]:
@@ -159,6 +180,8 @@ def givers(
     given: list[tuple[int, Rows]] = []
     left = [wanted] if wanted.rows else []
     for rank, stretches in held:
+        if not left:
+            break
         for stretch in stretches:
             still: list[Rows] = []
             for need in left:
