@@ -300,7 +300,8 @@ class Assignment:
         copies: "host:port" of the agents that hold a copy of the job's state, or may have rows of
             workers that died there.
         copies_dealt: those only that this worker asks for rows of a sharded model: others ask
-            others. False from a coordinator of protocol 1.0: all of them.
+            others, also for what one of them could not give. False from a coordinator of protocol
+            1.0, or beside a worker of it: all of them, each asked once.
         copies_key: proves to them that the job may have it; a secret.
         copies_fingerprints: of the certificates that those agents made for themselves, in the order
             of `copies`, "" for one that shows none such; () if all do.

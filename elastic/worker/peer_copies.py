@@ -47,7 +47,11 @@ class Shard:
 
 
 class PeerCopies:
-    """The copies that the coordinator knew of when it formed this group."""
+    """The copies that the coordinator knew of when it formed this group.
+
+    Attributes:
+        is_dealt: members share out whom they ask, and seek elsewhere what one could not give.
+    """
 
     def __init__(
         self,
@@ -70,11 +74,12 @@ class PeerCopies:
             fingerprints: of the certificates that those agents made for themselves, by the order
                 of addresses; empty if they made none.
             node_id: of this node.
-            is_dealt: of the agents that have nodes' rows, others ask those that are not here.
+            is_dealt: of the agents that have nodes' rows, others ask those that are not here; all
+                members know that.
         """
         self._tls = tuple(tls)
         self._fingerprints = dict(zip(addresses, fingerprints, strict=False))
-        self._node_id, self._is_dealt = node_id, is_dealt
+        self._node_id, self.is_dealt = node_id, is_dealt
         self._addresses, self._job_id, self._key = tuple(addresses), job_id, key
         self._best: tuple[str, Mark] | None = None
 
@@ -98,7 +103,7 @@ class PeerCopies:
 
     def share(self, rank: int, size: int) -> tuple[str, ...]:
         """Return which agents this member asks for the rows that they have."""
-        return self._addresses if self._is_dealt else self._addresses[rank::size]
+        return self._addresses if self.is_dealt else self._addresses[rank::size]
 
     def list_shards(self, rank: int, size: int, here: Collection[Mark] = ()) -> list[Shard]:
         """Return all copies of nodes' rows that lie with this member's part of the agents.

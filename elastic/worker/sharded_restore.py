@@ -206,7 +206,7 @@ class Restorer:
     ) -> tuple[list[Source], dict[int, InMemory]]:
         """Have all copies of rows fetched that a snapshot needs, from other nodes where some fail.
 
-        Each is tried once. All hear what has failed, and choose others alike.
+        Each is tried once. All hear what has failed, and choose others alike, if all know how.
 
         Args:
             key: of the snapshot.
@@ -224,6 +224,7 @@ class Restorer:
         fetched: dict[int, InMemory] = {}
         failed: set[tuple[int, int]] = set()
         until_s = time.monotonic() + OTHERS_S
+        is_sought = self._copies is not None and self._copies.is_dealt
         while sources := sources_of(key, told, failed):
             wanted = [one.offer for one in sources if one.rank == self._rank and one.offer >= 0]
             self._fetch(wanted, shards, fetched)
@@ -234,7 +235,8 @@ class Restorer:
             said = tell_rows(self._group, [-patience if missing else patience])
             if all(row[0] > 0 for row in said):
                 break
-            if any(abs(row[0]) == LATE for row in said):
+            # A member of an earlier version goes on to the next snapshot at once, and all with it.
+            if not is_sought or any(abs(row[0]) == LATE for row in said):
                 return [], {}
             texts = share_bytes(self._group, json.dumps(missing).encode())
             failed |= {(rank, n) for rank, text in enumerate(texts) for n in json.loads(text)}

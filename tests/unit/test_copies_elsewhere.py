@@ -25,7 +25,9 @@ from elastic.runtime.snapshot_memory import HEADER, Mark, whole
 from elastic.worker import sharded_restore
 from elastic.worker.peer_copies import PeerCopies
 from elastic.worker.reading import read_checkpoint
+from elastic.worker.rows import tell_rows
 from elastic.worker.saving import Saver, Seat
+from elastic.worker.sharded_choice import Key, Told, sources_of
 from elastic.worker.sharded_restore import Restorer
 from elastic.worker.state import State
 from tests.unit.sharded_under_test import Member, Memory, ShardedRun, assert_rows_of, together
@@ -134,7 +136,11 @@ def holders(run: ShardedRun) -> Iterator[list[Holder]]:
 
 
 def go_on(
-    run: ShardedRun, shares: Sequence[Sequence[str]], tls: Sequence[str] = ()
+    run: ShardedRun,
+    shares: Sequence[Sequence[str]],
+    tls: Sequence[str] = (),
+    *,
+    old: Sequence[int] = (),
 ) -> tuple[list[Member], list[State | None], list[str]]:
     """Form a group of which only the first member's node was there before.
 
@@ -142,6 +148,7 @@ def go_on(
         run: the one before.
         shares: which agents each member asks, by rank.
         tls: of all members' nodes.
+        old: ranks of members of protocol 1.0; the coordinator then deals nothing.
 
     Returns:
         Members, what each has come to, what was wrong with what was not used.
@@ -153,7 +160,7 @@ def go_on(
         ours, node = members[rank].ours(), run.nodes[0] if rank == 0 else Memory()
         saver = Saver(node.paths, None)
         saver.enter(Seat(2, rank, size))
-        copies = PeerCopies(shares[rank], JOB, KEY, tls=tls, node_id=f"n{rank}", is_dealt=True)
+        copies = PeerCopies(shares[rank], JOB, KEY, tls=tls, node_id=f"n{rank}", is_dealt=not old)
         restorer = Restorer(
             group, saver, ours, copies=copies,
             listed=lambda: [
@@ -163,6 +170,8 @@ def go_on(
                 run.directory, name, marker or run.directory.marker(name), ours=ours, rank=rank
             ),
         )  # fmt: skip
+        if rank in old:
+            gathers_as_in_1_0(restorer, group)
         state, _ = restorer.restore()
         problems.extend(restorer.problems)
         if state is not None:
@@ -170,6 +179,27 @@ def go_on(
         return state
 
     return members, together(size, restore), problems
+
+
+def gathers_as_in_1_0(restorer: Any, group: Any) -> None:
+    """Have a member do as those of protocol 1.0 did: what cannot be fetched is sought nowhere."""
+
+    def gathered(key: Key, told: Sequence[Told], here: Any, shards: Any) -> Any:
+        sources, fetched = sources_of(key, told), {}
+        mine = [one.offer for one in sources if one.rank == restorer._rank and one.offer >= 0]
+        restorer._fetch(mine, shards, fetched)
+        is_there = any(one.offer >= 0 for one in sources)
+        if is_there and not all(
+            row[0] > 0 for row in tell_rows(group, [float(len(fetched) == len(mine))])
+        ):
+            return [], {}
+        return sources, {
+            number: here[key] if one.offer < 0 else fetched[one.offer]
+            for number, one in enumerate(sources)
+            if one.rank == restorer._rank
+        }
+
+    restorer._gathered = gathered
 
 
 def assert_all_at(
@@ -193,6 +223,24 @@ def test_if_one_node_cannot_give_its_copy_another_is_asked(
     assert_all_at(NEW, run, came)
     assert (first.fetched, second.fetched) == ([NEW], [NEW])
     assert len(came[2]) == 1
+
+
+@pytest.mark.parametrize("old", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_beside_a_member_of_an_older_version_all_go_on_to_the_next_snapshot(
+    run: ShardedRun, old: tuple[int, ...], failing: int
+) -> None:
+    """Whoever of them cannot fetch, and whoever is the older one: none waits for the others."""
+    holder, empty = Holder(), Holder()
+    holder.fault = lies
+    holder.take(run.nodes[1])
+    # Told of all agents, each asks those at its rank.
+    addresses = [holder.address, empty.address] if failing == 0 else [empty.address, holder.address]
+    came = go_on(run, [addresses, addresses], old=old)
+    assert_all_at(OLD, run, came)
+    assert holder.fetched == [NEW, OLD]
+    for one in (holder, empty):
+        one.server.close()
 
 
 def test_the_second_is_not_asked_if_the_first_gives_what_it_has(

@@ -18,8 +18,11 @@ from elastic.core.world import Assignment, NodeId, WorkerId
 from elastic.errors import InvariantViolation
 
 DEALT_SINCE_MINOR = 1
-"""Workers of older agents are told all addresses, and ask those at their rank: who is in a group
-with one does the same, or some would be asked by nobody."""
+"""Workers of older agents are told all addresses, and ask those at their rank, and nobody else when
+one cannot give what it has: who is in a group with one does the same, or some would be asked by
+nobody, and some wait for those who have gone on."""
+SAVES_SINCE_MINOR = 1
+"""Workers of older agents do not save where they leave: those who did would wait for their part."""
 EACH = -1
 """Stands for the ranks that have no share of their own."""
 
@@ -68,6 +71,12 @@ def announcer(cluster: Cluster, job: JobState) -> Callable[[Place], Announce]:
         )
 
     return announce
+
+
+def all_save_where_they_leave(cluster: Cluster, job: JobState) -> bool:
+    """Return whether all members of the newest group know how to save before they leave it."""
+    members = job.group.members if job.group is not None else ()
+    return all(_minor_of(cluster, member.node_id) >= SAVES_SINCE_MINOR for member in members)
 
 
 def _minor_of(cluster: Cluster, node_id: NodeId) -> int:

@@ -19,7 +19,7 @@ from elastic.core.events.coordinator import (
     SendAgent,
 )
 from elastic.core.machine import copies, health, reports, requests, suspicion, waves
-from elastic.core.machine.announcing import announcement
+from elastic.core.machine.announcing import all_save_where_they_leave, announcement
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.settle import (
@@ -204,7 +204,8 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
     elif is_member:
         if job.asked:
             told = (report.worker_id, job.generation, True, "planned change")
-            tell(cluster, worker, LeaveGroup(*told, saves=job.told_to_save))
+            saves = job.told_to_save and all_save_where_they_leave(cluster, job)
+            tell(cluster, worker, LeaveGroup(*told, saves=saves))
         remind_of_save(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
     elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):

@@ -237,9 +237,10 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
 def ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     """Ask every member to leave at the next boundary; a later wish replaces an earlier one."""
     job.asked, job.told_to_save = True, plan.saves
+    saves = plan.saves and announcing.all_save_where_they_leave(cluster, job)
     for worker_id in job.member_ids():
         worker = job.workers[worker_id]
-        leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=plan.saves)
+        leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=saves)
         tell(cluster, worker, leave)
     cluster.note(
         "change_planned", job.job_id, generation=job.generation, cause=plan.cause, reason=reason
