@@ -11,6 +11,7 @@ from elastic.core.config import ns
 from elastic.core.events.coordinator import AgentSaid, CloseSession, Forget, Persist, SendAgent
 from elastic.core.machine import coordinator as coordinator_module
 from elastic.core.messages import (
+    PROTOCOL_MINOR,
     Announce,
     ForgetWorker,
     LeaveGroup,
@@ -71,8 +72,8 @@ def test_an_agent_of_another_protocol_is_refused_for_good_with_both_versions() -
     said = refusal(coordinator)
     assert said.final
     assert said.reason == (
-        "agent n1 speaks protocol 2.7, the coordinator 1.1: install the same major version of "
-        "elastic-torch"
+        f"agent n1 speaks protocol 2.7, the coordinator 1.{PROTOCOL_MINOR}: install the same "
+        f"major version of elastic-torch"
     )
     assert coordinator.machine.view(0).nodes == ()
 

@@ -31,6 +31,7 @@ def keeper_of(run: Run, rank: int, saver: Saver) -> Keeper:
         copies_key="",
         tls=(),
         copies_dealt=True,
+        copies_fingerprints=(),
         worker_id=f"n{rank}/1",
     )
     return keeper
