@@ -37,6 +37,7 @@ from elastic.runtime.peer_tls import PeerTls
 from elastic.runtime.snapshot_memory import (
     HEADER,
     Mark,
+    forget_arrived,
     set_arrived,
     set_bringing,
     set_sent,
@@ -89,6 +90,9 @@ class Pushing:
         self._stop(order.job_id)
         self._show(order.job_id, Bringing.ON if order.address else Bringing.OFF)
         if order.address:
+            # What another node was brought, or this one before, is perhaps nowhere any more.
+            for descriptor in self._arenas.descriptors(order.job_id):
+                forget_arrived(descriptor)
             self._tasks[order.job_id] = order, asyncio.ensure_future(self._run(order))
 
     def close(self) -> None:
@@ -184,7 +188,7 @@ class Pushing:
                         return False
                     line.read_answer(order.key)
                 known = self._tasks.get(order.job_id)
-                if known is not None and known[0] == order:  # It is no use elsewhere.
+                if known is not None and known[0] is order:  # It is no use elsewhere.
                     set_arrived(descriptor, mark)
         finally:
             set_sent(descriptor, 0)
@@ -200,7 +204,7 @@ class Pushing:
         """Let `_stop` end this connection; one of an order that is over ends at once."""
         self._sockets[order.job_id] = sock
         known = self._tasks.get(order.job_id)
-        if known is None or known[0] != order:
+        if known is None or known[0] is not order:
             self._sockets.pop(order.job_id, None)
             end(sock)
 

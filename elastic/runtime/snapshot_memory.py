@@ -99,6 +99,11 @@ def set_arrived(descriptor: int, mark: Mark) -> None:
     os.pwrite(descriptor, ARRIVED.pack(mark.number, mark.generation), ARRIVED_AT)
 
 
+def forget_arrived(descriptor: int) -> None:
+    """Say that no node is known to have any snapshot that is here."""
+    os.pwrite(descriptor, ARRIVED.pack(0, 0), ARRIVED_AT)
+
+
 def set_bringing(descriptor: int, bringing: Bringing) -> None:
     """Say whether snapshots are brought to another node."""
     os.pwrite(descriptor, BRINGING.pack(bringing), BRINGING_AT)

@@ -37,6 +37,7 @@ from elastic.core.machine import (
     invariants,
     pausing,
     queueing,
+    releasing,
     requests,
     saves,
     settle,
@@ -169,7 +170,7 @@ class CoordinatorMachine:
 
     def _come_to_rest(self) -> None:
         cluster = self._cluster
-        intake.settle_nodes(cluster)
+        releasing.settle_nodes(cluster)
         health.end_quarantines(cluster)
         queueing.plan(cluster)
         plans = 0
@@ -182,7 +183,7 @@ class CoordinatorMachine:
                 pausing.advance(cluster, job)
                 invariants.check_job(cluster, job)
             if not cluster.dirty:
-                intake.settle_nodes(cluster)
+                releasing.settle_nodes(cluster)
                 queueing.plan(cluster)
                 plans += 1
                 check(plans <= PLANS_MAX, "the queue and the jobs do not come to rest")

@@ -24,7 +24,7 @@ from elastic.core.copy_messages import (
     Replicate,
 )
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine.jobs import Cluster, JobState, Ordered
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import replication
 from elastic.core.policy.replication import NO_NODE, Place
@@ -83,8 +83,12 @@ def take_held(cluster: Cluster, state: NodeState, said: Sequence[HeldCopy]) -> N
         held.setdefault(copy.job_id, {})[copy.source] = (copy.generation, copy.steps)
     for job_id in state.copies:
         known = cluster.jobs.get(job_id)
-        if known is not None and job_id not in held:
+        if known is None:
+            continue
+        _note_lost(known, node_id, held.get(job_id, {}))
+        if job_id not in held:
             known.copies.held.pop(node_id, None)
+            cluster.touch(known)
     state.copies = tuple(held)
     for job_id, by_source in held.items():
         known = cluster.jobs.get(job_id)
@@ -98,6 +102,14 @@ def take_held(cluster: Cluster, state: NodeState, said: Sequence[HeldCopy]) -> N
             cluster.touch(known)
 
 
+def _note_lost(job: JobState, node_id: NodeId, now: dict[NodeId, replication.Age]) -> None:
+    """Have what a node was to hold, and has no more, brought there again."""
+    for source, age in job.copies.held.get(node_id, {}).items():
+        is_wanted = job.copies.holders.get(source, (NO_NODE, ""))[0] == node_id
+        if is_wanted and now.get(source, replication.NO_COPY) < age:
+            job.copies.num_lost[source] = job.copies.num_lost.get(source, 0) + 1
+
+
 def on_failed(cluster: Cluster, state: NodeState, message: CopyFailed) -> None:
     """A copy did not reach the node that is to hold it: another one is chosen for a while."""
     job = cluster.jobs.get(message.job_id)
@@ -105,9 +117,9 @@ def on_failed(cluster: Cluster, state: NodeState, message: CopyFailed) -> None:
         return
     source = state.node.node_id if job.copies.is_sharded else ALL_ALIKE
     ordered = job.copies.ordered.get(source)
-    if ordered is None or ordered[0] != state.session:
+    if ordered is None or ordered.session != state.session:
         return
-    if message.node_id == ordered[2].node_id != NO_NODE:
+    if message.node_id == ordered.order.node_id != NO_NODE:
         until_ns = cluster.now_ns + ns(REFUSED_S)
         job.copies.refused_until_ns[source, message.node_id] = until_ns
         cluster.note("copy_failed", job.job_id, node=message.node_id, reason=message.reason)
@@ -210,21 +222,31 @@ def _grant(cluster: Cluster, job: JobState, state: NodeState | None) -> None:
 def _order(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) -> None:
     """Have each sender bring its snapshots to the chosen node, and nobody else.
 
-    It is said again to each new group, because a node forgets it with the memory of the job.
+    It is said again to each new group, because a node forgets it with the memory of the job; and,
+    behind a stop, when the chosen node has lost what it was brought: the sender does not know.
     """
     before, job.copies.ordered = job.copies.ordered, {}
     for source, sender in senders.items():
         order = _wanted(cluster, job, source, sender)
         if order is not None and sender.session is not None:
-            job.copies.ordered[source] = sender.session, job.generation, order
-    sending = {session for session, _, _ in job.copies.ordered.values()}
-    for session, _, _ in before.values():
+            holder = cluster.book.nodes.get(order.node_id)
+            life = holder.node.incarnation if holder is not None else 0
+            lost = job.copies.num_lost.get(source, 0)
+            told = Ordered(sender.session, job.generation, order, life, lost)
+            job.copies.ordered[source] = told
+    sending = {told.session for told in job.copies.ordered.values()}
+    stop = Replicate(job.job_id, NO_NODE, "", "", 1)
+    for session in [told.session for told in before.values()]:
         last = cluster.book.of_session(session)
         if last is not None and session not in sending:
-            _send(cluster, last, Replicate(job.job_id, NO_NODE, "", "", 1))
+            _send(cluster, last, stop)
     for source, wanted in job.copies.ordered.items():
-        if wanted != before.get(source):
-            _send(cluster, senders[source], wanted[2])
+        known = before.get(source)
+        if wanted == known:
+            continue
+        if known is not None and known.is_behind(wanted):
+            _send(cluster, senders[source], stop)
+        _send(cluster, senders[source], wanted.order)
 
 
 def _wanted(cluster: Cluster, job: JobState, source: NodeId, sender: NodeState) -> Replicate | None:
@@ -244,6 +266,48 @@ def _wanted(cluster: Cluster, job: JobState, source: NodeId, sender: NodeState) 
     if source == ALL_ALIKE:
         return None
     return Replicate(job.job_id, NO_NODE, "", "", every, source, generation)
+
+
+# ---------------------------------------------------------------- who may not leave yet
+
+
+def kept_for(cluster: Cluster, state: NodeState) -> str:
+    """Return why a drained node stays for a moment: what it has of a job lies nowhere else yet.
+
+    Returns:
+        "" if it may go, or its time is over.
+    """
+    if state.leave_by_ns is None or cluster.now_ns >= state.leave_by_ns:
+        return ""
+    for job in cluster.active():
+        if _has_part(cluster, job, state.node.node_id):
+            decision = replication.is_left_behind(_leftover(cluster, job, state.node.node_id))
+            if decision.value:
+                return f"has state of job {job.job_id}: {decision.reason}"
+    return ""
+
+
+def _has_part(cluster: Cluster, job: JobState, node_id: NodeId) -> bool:
+    """Return whether a node has copies of a job, or rows of its own that workers left there."""
+    copies = job.copies
+    left_ns = cluster.now_ns if node_id in copies.holders else copies.left_ns.get(node_id)
+    is_kept = left_ns is not None and left_ns + ns(replication.KEPT_S) > cluster.now_ns
+    return bool(copies.held.get(node_id)) or (copies.is_sharded and is_kept)
+
+
+def _leftover(cluster: Cluster, job: JobState, node_id: NodeId) -> replication.Leftover:
+    copies, base = job.copies, _base(job)
+    refused = {of for (of, _), at_ns in copies.refused_until_ns.items() if at_ns > cluster.now_ns}
+    places = [(source, at) for source, (at, _) in copies.holders.items()]
+    ages = copies.held.get(node_id, {}).values()
+    is_moved = all(at != node_id for _, at in places)
+    return replication.Leftover(
+        rests=job.must_rest() and not job.is_open,
+        trains=job.is_open and job.training_since_ns is not None,
+        # None was chosen yet by a coordinator that has only begun.
+        has_place=all(at or source in refused for source, at in places),
+        is_elsewhere=is_moved and base > replication.NO_COPY and all(age <= base for age in ages),
+    )
 
 
 def _drop_superfluous(cluster: Cluster, job: JobState) -> None:

@@ -39,7 +39,6 @@ from elastic.core.messages import (
     Progress,
     Pulse,
     Refusal,
-    Release,
     Reported,
     StartWorker,
     StopWorker,
@@ -304,25 +303,6 @@ def _tell_groups(cluster: Cluster, state: NodeState) -> None:
         job = cluster.job_of(worker_id)
         if job is not None:
             job.has_news_of_leavers = True
-
-
-def settle_nodes(cluster: Cluster) -> None:
-    """Give up nodes whose time is over; release drained ones that hold no worker."""
-    for state in cluster.book.unsettled_nodes():
-        lost_at_ns = cluster.book.lost_at_ns(state)
-        if lost_at_ns is not None and cluster.now_ns >= lost_at_ns:
-            why = state.reason or "its agent did not come back"
-            state.move(NodePhase.LOST, cluster.now_ns, why)
-            state.draining = False
-            cluster.note("node_lost", node=state.node.node_id, reason=why)
-            lose_node_workers(cluster, state, why)
-            cluster.touch_active()
-        elif state.phase is NodePhase.DRAINING and not state.held and not state.released:
-            state.released = True
-            if state.session is not None:
-                cluster.do(SendAgent(state.session, Release(state.reason)))
-            cluster.note("node_released", node=state.node.node_id)
-        cluster.book.settle(state)
 
 
 def lose_node_workers(cluster: Cluster, state: NodeState, why: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from elastic.core.config import CoordinatorConfig, JobSpec
 from elastic.core.copy_messages import Replicate
@@ -70,6 +70,30 @@ class WorkerState:
         self.report = replace(report, failure=report.failure or self.report.failure)
 
 
+class Ordered(NamedTuple):
+    """What a source's node was told to do.
+
+    Attributes:
+        session: over which stream.
+        generation: for which group.
+        order: what.
+        holder_life: incarnation of the agent that is to hold the copy: memory goes with its agent.
+        num_lost: how often that one had lost what it held.
+    """
+
+    session: SessionId
+    generation: Generation
+    order: Replicate
+    holder_life: int
+    num_lost: int
+
+    def is_behind(self, now: Ordered) -> bool:
+        """Return whether the same is to be told over the same stream, of a copy that was lost."""
+        is_same = (self.session, self.order) == (now.session, now.order)
+        was, is_now = ((one.holder_life, one.num_lost) for one in (self, now))
+        return is_same and was != is_now
+
+
 @dataclass
 class Copies:
     """What is known of the copies of a job's state, in this coordinator's life.
@@ -85,7 +109,8 @@ class Copies:
         left_ns: nodes whose workers have left the sharded run, and when; what was in their memory
             is there for a while.
         granted: nodes that may take and give them, and the stream over which they were told so.
-        ordered: what a member's node was told to do, over which stream, for which group.
+        ordered: what the node of each source was told.
+        num_lost: of each source, how often the node that is to hold its copy had it no more.
         refused_until_ns: of source and node that could not take its copy: until when that node is
             passed over.
     """
@@ -98,7 +123,8 @@ class Copies:
     heard_ns: dict[tuple[NodeId, NodeId], int] = field(default_factory=dict)
     left_ns: dict[NodeId, int] = field(default_factory=dict)
     granted: dict[NodeId, SessionId] = field(default_factory=dict)
-    ordered: dict[NodeId, tuple[SessionId, Generation, Replicate]] = field(default_factory=dict)
+    ordered: dict[NodeId, Ordered] = field(default_factory=dict)
+    num_lost: dict[NodeId, int] = field(default_factory=dict)
     refused_until_ns: dict[tuple[NodeId, NodeId], int] = field(default_factory=dict)
 
     def newest(self, node_id: NodeId, source: NodeId) -> tuple[Generation, int]:

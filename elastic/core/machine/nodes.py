@@ -42,6 +42,7 @@ class NodeState:
         faults: when workers hung, crashed or did not start here, oldest first.
         faulty_until_ns: no new workers start here before, because of those, for `faulty_why`.
         released: its agent was told that it may end.
+        kept_for: why it was not, though it runs nothing any more.
         last_serial: of the workers started here, in any life of the agent.
         copies: jobs whose state it said last that it holds for others.
         doors: where its agent takes and gives copies.
@@ -64,12 +65,17 @@ class NodeState:
     reports_due: int = 0
     heard_ns: int = 0
     released: bool = False
+    kept_for: str = ""
     unconfirmed: bool = False
     reason: str = ""
     last_serial: int = 0
     copies: tuple[JobId, ...] = ()
     doors: Doors = NO_DOORS
     protocol_minor: int = PROTOCOL_MINOR
+
+    def is_kept(self) -> bool:
+        """Return whether it may leave but for what its memory holds."""
+        return self.phase is NodePhase.DRAINING and bool(self.kept_for) and not self.held
 
     def next_worker_id(self) -> WorkerId:
         """Return an id that no worker of this node has had as far as we know."""
@@ -143,7 +149,8 @@ class NodeState:
         """Return what status shows."""
         quarantine = self.quarantine(now_ns) if self.is_present() else ""
         told = f"quarantined: {quarantine}" if quarantine else ""
-        reason = "; ".join(part for part in (self.reason, told) if part)
+        kept = self.kept_for if self.is_kept() else ""
+        reason = "; ".join(part for part in (self.reason, kept, told) if part)
         return NodeView(self.node, self.phase, self.since_ns, self.free_slots(), reason)
 
 
@@ -239,9 +246,11 @@ class NodeBook:
         return [self.nodes[node_id] for node_id in sorted(self.unsettled)]
 
     def next_deadline_ns(self) -> int | None:
-        """Return when the next node is given up."""
-        lost_at = [self.lost_at_ns(self.nodes[node_id]) for node_id in self.unsettled]
-        moments = [moment for moment in lost_at if moment is not None]
+        """Return when the next node is given up, or let go."""
+        unsettled = [self.nodes[node_id] for node_id in self.unsettled]
+        moments = [moment for one in unsettled if (moment := self.lost_at_ns(one)) is not None]
+        kept = [state.leave_by_ns for state in unsettled if state.is_kept()]
+        moments += [moment for moment in kept if moment is not None]
         moments += [self.nodes[name].faulty_until_ns for name in self.faulty]
         return min(moments, default=None)
 

@@ -182,3 +182,33 @@ def is_awaited(way: Way) -> Decision[bool]:
         return Decision(True, "it is on its way to another node")
     is_early = way.waited_s < UNTOLD_S
     return Decision(is_early, f"for {way.waited_s:.0f} s nobody has sent it, of {UNTOLD_S:g}")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """State of a job in the memory of a node that is to leave, and trains it no more.
+
+    Attributes:
+        rests: the job is to hold no workers: it was saved before, and waits for a user or a slot.
+        trains: all members of its newest group do.
+        has_place: another node takes each copy, or may within some time.
+        is_elsewhere: all that the newest group could go back to lies on other nodes.
+    """
+
+    rests: bool
+    trains: bool
+    has_place: bool
+    is_elsewhere: bool
+
+
+def is_left_behind(what: Leftover) -> Decision[bool]:
+    """Decide whether a drained node has to stay for what it holds, up to its deadline.
+
+    Without a group that trains, what it has may be all that there is, and the next one asks for it.
+    Where copies find no other place, nothing comes of waiting.
+    """
+    if what.rests or (what.trains and what.is_elsewhere):
+        return Decision(False, "it rests" if what.rests else "all of it lies elsewhere")
+    if not what.trains:
+        return Decision(True, "the next group may go on from it")
+    return Decision(what.has_place, "it does not lie elsewhere yet")

@@ -1,0 +1,49 @@
+"""Nodes whose time is over: those that are lost for good, and those that may leave.
+
+Rule: a drained node is let go when it runs nothing, and when nobody would miss what its memory
+holds; at its deadline it goes in any case.
+"""
+
+from __future__ import annotations
+
+from elastic.core.events.coordinator import SendAgent
+from elastic.core.machine import copies
+from elastic.core.machine.intake import lose_node_workers
+from elastic.core.machine.jobs import Cluster
+from elastic.core.machine.nodes import NodeState
+from elastic.core.messages import Release
+from elastic.core.world import NodePhase
+
+
+def settle_nodes(cluster: Cluster) -> None:
+    """Give up nodes whose time is over; release drained ones that nobody needs any more."""
+    for state in cluster.book.unsettled_nodes():
+        lost_at_ns = cluster.book.lost_at_ns(state)
+        if lost_at_ns is not None and cluster.now_ns >= lost_at_ns:
+            why = state.reason or "its agent did not come back"
+            state.move(NodePhase.LOST, cluster.now_ns, why)
+            state.draining = False
+            cluster.note("node_lost", node=state.node.node_id, reason=why)
+            lose_node_workers(cluster, state, why)
+            cluster.touch_active()
+        elif state.phase is NodePhase.DRAINING and not state.held and not cluster.dirty:
+            _release(cluster, state)
+        cluster.book.settle(state)
+
+
+def _release(cluster: Cluster, state: NodeState) -> None:
+    """Let a node go that runs nothing, unless what it holds is still needed.
+
+    Asked when all jobs are at rest: before, copies may be about to find another place.
+    """
+    if state.released:
+        return
+    before, state.kept_for = state.kept_for, copies.kept_for(cluster, state)
+    if state.kept_for:
+        if state.kept_for != before:
+            cluster.note("node_kept", node=state.node.node_id, reason=state.kept_for)
+        return
+    state.released = True
+    if state.session is not None:
+        cluster.do(SendAgent(state.session, Release(state.reason)))
+    cluster.note("node_released", node=state.node.node_id)

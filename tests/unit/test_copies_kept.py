@@ -1,0 +1,193 @@
+"""Copies whose holder goes or loses them: they lie elsewhere before a drained node is let go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
+from elastic.core.events.coordinator import SendAgent
+from elastic.core.messages import Release
+from elastic.core.policy.replication import Leftover, is_left_behind
+from elastic.core.world import HeldCopy, NodeId, WorkerPhase
+from tests.unit.coordinator_under_test import STOPPED
+from tests.unit.test_copies_placed import JOB, Cluster
+from tests.unit.test_sharded_copies import Cluster as Sharded
+
+NOTICE_S = 60
+
+
+def is_released(cluster: Cluster, name: str) -> bool:
+    """Return whether a node was let go in the last step, or the last while."""
+    return name in [node for node, _ in cluster.told(Release)]
+
+
+def orders(cluster: Cluster) -> list[tuple[str, str]]:
+    return [(name, order.address) for name, order in cluster.told(Replicate)]
+
+
+# ---------------------------------------------------------------- a node that drains
+
+
+def test_a_drained_node_stays_until_the_copy_that_it_holds_lies_elsewhere() -> None:
+    cluster = Cluster()
+    cluster.holds("b", 50)
+    cluster.played.notice("b", NOTICE_S)
+    assert orders(cluster) == [("a", "c:9")]
+    assert not is_released(cluster, "b")
+    assert "has state of job j" in cluster.played.node("b").reason
+    cluster.holds("c", 45)
+    assert not is_released(cluster, "b")
+    cluster.holds("c", 50)
+    assert [name for name, _ in cluster.told(DropCopy)] == ["b"]
+    assert is_released(cluster, "b")
+    assert "has state of" not in cluster.played.node("b").reason
+    assert [note["node"] for note in cluster.played.noted("node_kept")] == ["b"]
+
+
+def test_it_is_let_go_at_its_deadline_whatever_it_holds() -> None:
+    cluster = Cluster()
+    cluster.holds("b", 50)
+    cluster.played.notice("b", NOTICE_S)
+    cluster.played.advance(NOTICE_S - 0.1)
+    assert not is_released(cluster, "b")
+    cluster.played.advance(0.2)
+    assert is_released(cluster, "b")
+
+
+def test_it_is_let_go_at_once_if_no_node_takes_the_copy() -> None:
+    cluster = Cluster("ab")
+    cluster.holds("b", 50)
+    cluster.played.notice("b", NOTICE_S)
+    assert is_released(cluster, "b")
+
+
+def test_a_node_that_could_not_be_reached_is_waited_for() -> None:
+    cluster = Cluster()
+    cluster.holds("b", 50)
+    cluster.played.notice("b", NOTICE_S)
+    cluster.played.says("a", CopyFailed(JOB, NodeId("c"), "no answer"))
+    assert not is_released(cluster, "b")
+    cluster.played.advance(31)
+    assert ("a", "c:9") in orders(cluster)
+    cluster.holds("c", 50)
+    assert is_released(cluster, "b")
+
+
+def test_it_stays_for_a_group_that_is_about_to_go_on_from_what_it_holds() -> None:
+    """The only worker has died with its node; the next one asks the node that drains."""
+    cluster = Cluster()
+    cluster.holds("b", 50)
+    cluster.played.notice("b", NOTICE_S)
+    cluster.played.disconnect("a")
+    cluster.played.advance(1)
+    assert not is_released(cluster, "b")
+    cluster.played.ready("c/1")
+    assert cluster.played.announced["c/1"].assignment.copies == ("b:9",)  # type: ignore[index]
+    assert not is_released(cluster, "b")
+    cluster.played.update("c/1", WorkerPhase.TRAINING, copies_every=5)
+    assert is_released(cluster, "b"), "it has it, and nobody is there to take a copy"
+
+
+def test_a_job_that_ends_keeps_nobody() -> None:
+    cluster = Cluster()
+    cluster.holds("b", 50)
+    cluster.played.notice("b", NOTICE_S)
+    cluster.played.stop("j")
+    assert is_released(cluster, "b")
+
+
+def test_a_node_without_copies_is_let_go_at_once() -> None:
+    cluster = Cluster()
+    cluster.holds("b", 50)
+    cluster.played.notice("c", NOTICE_S)
+    assert is_released(cluster, "c")
+
+
+@pytest.mark.parametrize(
+    ("rests", "trains", "has_place", "is_elsewhere", "stays"),
+    [
+        (True, False, True, False, False),
+        (False, False, False, False, True),
+        (False, True, False, False, False),
+        (False, True, True, False, True),
+        (False, True, True, True, False),
+        (False, False, True, True, True),
+    ],
+)
+def test_who_stays(
+    rests: bool, trains: bool, has_place: bool, is_elsewhere: bool, stays: bool
+) -> None:
+    assert is_left_behind(Leftover(rests, trains, has_place, is_elsewhere)).value is stays
+
+
+# ---------------------------------------------------------------- rows of a sharded model
+
+
+def test_a_member_that_leaves_stays_until_the_next_group_has_its_rows_elsewhere() -> None:
+    """Its own memory has rows that the next group asks for, and that of the one before."""
+    cluster = Sharded(nodes="abcd", trains="abc", least=2)
+    cluster.holds("a", ("c", 1, 10))
+    cluster.holds("b", ("a", 1, 10))
+    cluster.holds("c", ("b", 1, 10))
+    played = cluster.played
+    played.cordon("d")
+    played.notice("c", NOTICE_S)
+    played.ready("a/1", "b/1", "c/1")
+    played.exits("c/1", STOPPED)
+    assert played.members("j") == "g2: a/1 b/1"
+    assert not played.sent(Release)
+    cluster.train("ab")
+    assert not played.sent(Release)
+    cluster.holds("a", ("c", 1, 10), ("b", 2, 20))
+    assert not played.sent(Release)
+    cluster.holds("d", ("a", 2, 20), ("b", 2, 20))
+    assert [m.reason for m in played.sent(Release)] == ["SIGTERM"]
+
+
+# ---------------------------------------------------------------- a holder that dies
+
+
+def test_a_holder_that_was_started_anew_is_brought_the_copy_again() -> None:
+    """It was gone for a moment only, and its memory with it: who sends would not know."""
+    cluster = Cluster()
+    cluster.holds("b", 50)
+    cluster.played.disconnect("b")
+    cluster.played.agent("b", incarnation=2, copies_at="b:9")
+    assert orders(cluster) == [("a", ""), ("a", "b:9")], "a stop comes first"
+    assert [name for name, _ in cluster.told(KeepCopy)] == ["b"]
+
+
+def test_one_that_only_was_away_is_not() -> None:
+    cluster = Cluster()
+    cluster.holds("b", 50)
+    cluster.played.disconnect("b")
+    cluster.join("b", HeldCopy(JOB, 1, 50))
+    assert orders(cluster) == []
+
+
+def test_a_holder_that_has_freed_its_copy_is_brought_it_again() -> None:
+    """It heard of no coordinator for long, for one."""
+    cluster = Cluster()
+    cluster.holds("b", 50)
+    cluster.played.disconnect("b")
+    cluster.join("b")
+    assert orders(cluster) == [("a", ""), ("a", "b:9")]
+    cluster.holds("b", 50)
+    cluster.played.says("b", CopiesHeld(()))
+    assert orders(cluster) == [("a", ""), ("a", "b:9")]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_the_newest_snapshot_is_brought_to_another_node_when_its_holder_is_lost(
+    is_sharded: bool,
+) -> None:
+    cluster: Any = Sharded(nodes="abcd", trains="ab") if is_sharded else Cluster()
+    played = cluster.played
+    played.disconnect("c" if is_sharded else "b")
+    played.advance(1)
+    told = {played.names[e.session]: e.message for e in played.of(SendAgent)
+            if isinstance(e.message, Replicate)}  # fmt: skip
+    expected = {"a": "d:9"} if is_sharded else {"a": "c:9"}  # That of b is with d already.
+    assert {name: order.address for name, order in told.items()} == expected
