@@ -81,18 +81,24 @@ class Pushing:
         self._arenas, self._post, self._tls = arenas, post, tls
         self._tasks: dict[JobId, tuple[Replicate, asyncio.Task[None]]] = {}
         self._sockets: dict[JobId, socket.socket] = {}
+        # Jobs whose newest snapshot is brought though it was: one that is still there stays there.
+        self._again: set[JobId] = set()
 
     def order(self, order: Replicate) -> None:
-        """Bring snapshots of a job to this node from here on; to none without an address."""
+        """Bring snapshots of a job to this node from here on; to none without an address.
+
+        One that is said again means that what was brought may not be there any more.
+        """
+        # The coordinator may know of a death that no worker knows of.
+        for descriptor in self._arenas.descriptors(order.job_id) if order.address else ():
+            forget_arrived(descriptor)
         known = self._tasks.get(order.job_id)
         if known is not None and known[0] == order and not known[1].done():
+            self._again.add(order.job_id)
             return
         self._stop(order.job_id)
         self._show(order.job_id, Bringing.ON if order.address else Bringing.OFF)
         if order.address:
-            # What another node was brought, or this one before, is perhaps nowhere any more.
-            for descriptor in self._arenas.descriptors(order.job_id):
-                forget_arrived(descriptor)
             self._tasks[order.job_id] = order, asyncio.ensure_future(self._run(order))
 
     def close(self) -> None:
@@ -101,6 +107,7 @@ class Pushing:
             self._stop(job_id)
 
     def _stop(self, job_id: JobId) -> None:
+        self._again.discard(job_id)
         known = self._tasks.pop(job_id, None)
         if known is not None:
             known[1].cancel()
@@ -122,6 +129,9 @@ class Pushing:
             slots = self._arenas.descriptors(order.job_id)
             if not slots:
                 return  # The job has left this node; it is told anew with its next group.
+            if order.job_id in self._again:
+                self._again.discard(order.job_id)
+                last = None
             found = newest(slots)
             if found is None or not _is_due(order, found.mark, last):
                 continue

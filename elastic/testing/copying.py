@@ -58,6 +58,7 @@ class Copying:
         self._shown: dict[tuple[JobId, Generation], set[NodeId]] = {}
         # Nodes, and the lives of their agents that are of a version before certificates of its own.
         self.old: set[tuple[NodeId, int]] = set()
+        self.is_wanted: Callable[[JobId], bool] = lambda job_id: True
 
     def reach(self, caller: NodeId, address: str, fingerprint: str) -> CopyDesk | None:
         """Return who answers there, None if that is not whose certificate is looked for."""
@@ -220,6 +221,12 @@ class CopyDesk:
         self.held, self._keys, self._orders = {}, {}, {}
         self._copying.shards.died(self.node_id)
 
+    def lose(self) -> None:
+        """What it holds is gone, and nothing else."""
+        self.held = {}
+        self._copying.shards.lost(self.node_id)
+        self._post(CopiesChanged(self._all()))
+
     def perform(self, order: CopyOrder) -> None:
         """Do what the agent's machine says."""
         job_id = order.job_id
@@ -243,8 +250,10 @@ class CopyDesk:
         elif not order.address:
             self._orders.pop(job_id, None)
             self._show(job_id, Bringing.OFF)
-        elif self._orders.get(job_id) != order:
+        else:
             self._orders[job_id] = order
+            if run := self._copying.shards.runs.get(job_id):
+                run.arrived.pop(self.node_id, None)
             self._show(job_id, Bringing.ON)
             look = self._look_at_rows if order.source else self._look
             self._copying.timeline.after(LOOK_NS, look, order, None, 0)

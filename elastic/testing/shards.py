@@ -132,13 +132,19 @@ class Shards:
 
     def died(self, node_id: NodeId) -> None:
         """A node's memory is gone."""
+        self.lost(node_id)
         for run in self.runs.values():
-            held = [key for key in run.copies if key[0] == node_id]
-            # One more death may then cost more than this one has: until all lies elsewhere again.
-            run.is_exposed = run.is_exposed or bool(held) or node_id in run.own
+            run.is_exposed = run.is_exposed or node_id in run.own
             run.own.pop(node_id, None)
             run.arrived.pop(node_id, None)
             run.bringing.pop(node_id, None)
+
+    def lost(self, holder: NodeId) -> None:
+        """The copies that a node held are gone."""
+        for run in self.runs.values():
+            held = [key for key in run.copies if key[0] == holder]
+            # One more death may then cost more than this one has: until all lies elsewhere again.
+            run.is_exposed = run.is_exposed or bool(held)
             for key in held:
                 del run.copies[key]
 

@@ -32,10 +32,10 @@ from elastic.core.events.coordinator import (
 )
 from elastic.core.events.shared import Note
 from elastic.core.machine.nodes import PRESENT
-from elastic.core.messages import AgentMessage, Announce, CoordinatorMessage, Hello
+from elastic.core.messages import AgentMessage, Announce, CoordinatorMessage, Hello, Release
 from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, Strategy
 from elastic.errors import ElasticError
-from elastic.testing import crowd
+from elastic.testing import crowd, holders
 from elastic.testing.checkers import Checkers, CheckFailed
 from elastic.testing.disk import Disk
 from elastic.testing.faults import PREEMPTIONS_ONLY, Faults, draw_mix
@@ -60,6 +60,10 @@ GENTLE_SEED = 7
 REPLACED_SEED = 4
 """Of ten seeds, the one in which a coordinator that told an agent to leave is replaced at once."""
 """Of ten seeds, the one in which machines are only taken away, and say so before."""
+COPIES_SEED = 2
+"""Of four seeds, the one whose runs have copies of their state on other nodes."""
+RARELY_SEED = 10
+"""Of sixteen seeds, from this on, copies are made so rarely that one that is lost is missed."""
 OLD_SEED = 6
 """Of sixteen seeds, all of sharded runs, the one in which some agents are of the version before."""
 SLACK_NS = 3 * S
@@ -152,6 +156,9 @@ class Simulation:
             seed=seed,
         )
         self.crowd.leavers.waits = self.plane.loops.waits
+        parts = (self.agents, self.coordinators, self.plane.copying)
+        seen = holders.Cluster(*parts, self.network.conditions, self.disk)
+        self.holders = holders.Holders(self.timeline, self.checkers, seen)
         self.submissions: dict[str, JobSpec] = {}
         # Which life of which agent was told that an operator wants it to leave.
         self.told_to_leave: dict[NodeId, int] = {}
@@ -211,6 +218,8 @@ class Simulation:
             self.told_to_leave[stream.node_id] = agent.life
             if self.seed % 10 == REPLACED_SEED:
                 self.timeline.after(0, self._replace)
+        if isinstance(message, Release) and stream.agent_side and not agent.is_frozen:
+            self.holders.released(agent)
         if isinstance(message, Announce) and (stream.node_id, agent.life) in self.old:
             # It does not know the fields.
             told = replace(message.assignment, copies_dealt=False, copies_fingerprints=())
@@ -277,6 +286,8 @@ class Simulation:
             self._plan_job(index)
         self.crowd.plan_rivals(sum(agent.node.num_slots for agent in self.agents), self._enter)
         self.faults.begin()
+        if self.seed % 4 == COPIES_SEED:
+            self.holders.plan()
         # Not in every seed either, see `_plan_job`.
         for _ in range(3 if self.seed % 4 == SICK_SEED else 0):
             self.timeline.after(self.timeline.between(5 * S, 50 * S), self.faults.sicken)
@@ -336,10 +347,12 @@ class Simulation:
             step_ns = rng.choice([50 * MS, 1 * S])
             script = replace(script, step_ns=step_ns, steps=min(60, script.steps))
         spec, script = self.crowd.plan_job(spec, script)
-        if self.seed % 4 == 2:
+        if self.seed % 4 == COPIES_SEED:
             # Of these runs all want copies, and last long enough for what must come about.
             every = rng.choice([1, 5, 20])
             script = replace(script, copies_every=every, steps=max(300, script.steps))
+            if self.seed % 16 >= RARELY_SEED and index == 0:
+                script = replace(script, copies_every=10_000, steps=600, step_ns=200 * MS)
             script = replace(script, is_sharded=self.seed % 8 == 6)
         self._enter(spec, script, self.timeline.between(0, 20 * S))
         if self.timeline.chance(0.15):

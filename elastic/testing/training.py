@@ -92,6 +92,7 @@ class DataPlane:
         self.raised: dict[JobId, int] = {}
         self.saves_served: dict[JobId, int] = {}
         self.copying = Copying(timeline, checkers, self._trained)
+        self.copying.is_wanted = lambda job_id: bool(self.scripts[job_id].copies_every)
         self.loops = Loops(timeline, self.scripts)
 
     def arrive(self, process: SimProcess, assignment: Assignment) -> None:

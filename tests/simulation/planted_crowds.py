@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from elastic.core import projects
+from elastic.core import copy_messages, projects
 from elastic.core.machine import (
     announcing,
     coordinator,
@@ -144,6 +144,26 @@ def asks_nodes_with_members_alone_for_rows(patch: Patch) -> None:
 def deals_addresses_to_workers_of_older_agents(patch: Patch) -> None:
     """They ask a part of their share."""
     patch.setattr(announcing, "DEALT_SINCE_MINOR", 0)
+
+
+@bug
+def does_not_say_again_where_to_bring_what_was_lost(patch: Patch) -> None:
+    """A holder that has nothing any more waits for the next snapshot."""
+    patch.setattr(copies, "_note_lost", lambda job, node_id, now: None)
+
+
+@bug
+def lets_drained_nodes_go_with_what_they_hold(patch: Patch) -> None:
+    """Whoever runs nothing is not needed."""
+    patch.setattr(copies, "kept_for", lambda cluster, state: "")
+
+
+@bug
+def tells_older_agents_of_doors_that_they_do_not_know(patch: Patch) -> None:
+    """Every agent is sent where TLS is spoken."""
+    honest = copy_messages.Doors.for_agent
+    newest = copy_messages.OWN_TLS_SINCE_MINOR
+    patch.setattr(copy_messages.Doors, "for_agent", lambda self, minor: honest(self, newest))
 
 
 @bug

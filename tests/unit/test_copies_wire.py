@@ -438,6 +438,30 @@ def test_an_order_ends_with_the_memory_of_the_job_and_can_come_again(
     asyncio.run(story())
 
 
+def test_an_order_that_is_said_again_brings_what_was_brought_once_more(
+    server: CopyServer, store: CopyStore
+) -> None:
+    """The node may have lost it; one that has it is asked, and sent nothing."""
+
+    async def story() -> None:
+        source = Source()
+        source.snapshot(mark_of(1))
+        source.pushing.order(order(server.address))
+        await wait_for(lambda: bool(store.held()), "the copy")
+        task = source.pushing._tasks[JOB][1]
+        store.drop(DropCopy(JOB, "lost"))
+        store.grant(JOB, KEY)
+        source.pushing.order(order(server.address))
+        await wait_for(lambda: bool(store.held()), "the copy again")
+        assert source.pushing._tasks[JOB][1] is task, "nothing that was under way was ended"
+        source.pushing.order(order(server.address))
+        await wait_for(lambda: JOB not in source.pushing._again, "another look")
+        source.close()
+
+    asyncio.run(story())
+    assert fetch(server.address) == BODY
+
+
 def test_what_changes_while_it_is_sent_does_not_count(
     server: CopyServer, store: CopyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,11 @@ class AgentMachine:
         self._due_ns = self.next_deadline_ns()
         return tuple(books.out)
 
+    @property
+    def leave_by_ns(self) -> int | None:
+        """Return when this node is to be gone, None while it stays."""
+        return self._books.departure.deadline_ns
+
     def next_deadline_ns(self) -> int | None:
         """Return when to call `step(Tick)` at the latest, None if nothing waits for time."""
         if self._is_over:

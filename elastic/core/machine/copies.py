@@ -222,8 +222,8 @@ def _grant(cluster: Cluster, job: JobState, state: NodeState | None) -> None:
 def _order(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) -> None:
     """Have each sender bring its snapshots to the chosen node, and nobody else.
 
-    It is said again to each new group, because a node forgets it with the memory of the job; and,
-    behind a stop, when the chosen node has lost what it was brought: the sender does not know.
+    It is said again to each new group, because a node forgets it with the memory of the job; and
+    when the chosen node has lost what it was brought, because who has brought it does not know.
     """
     before, job.copies.ordered = job.copies.ordered, {}
     for source, sender in senders.items():
@@ -235,18 +235,13 @@ def _order(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) ->
             told = Ordered(sender.session, job.generation, order, life, lost)
             job.copies.ordered[source] = told
     sending = {told.session for told in job.copies.ordered.values()}
-    stop = Replicate(job.job_id, NO_NODE, "", "", 1)
     for session in [told.session for told in before.values()]:
         last = cluster.book.of_session(session)
         if last is not None and session not in sending:
-            _send(cluster, last, stop)
+            _send(cluster, last, Replicate(job.job_id, NO_NODE, "", "", 1))
     for source, wanted in job.copies.ordered.items():
-        known = before.get(source)
-        if wanted == known:
-            continue
-        if known is not None and known.is_behind(wanted):
-            _send(cluster, senders[source], stop)
-        _send(cluster, senders[source], wanted.order)
+        if wanted != before.get(source):
+            _send(cluster, senders[source], wanted.order)
 
 
 def _wanted(cluster: Cluster, job: JobState, source: NodeId, sender: NodeState) -> Replicate | None:

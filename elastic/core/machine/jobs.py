@@ -87,12 +87,6 @@ class Ordered(NamedTuple):
     holder_life: int
     num_lost: int
 
-    def is_behind(self, now: Ordered) -> bool:
-        """Return whether the same is to be told over the same stream, of a copy that was lost."""
-        is_same = (self.session, self.order) == (now.session, now.order)
-        was, is_now = ((one.holder_life, one.num_lost) for one in (self, now))
-        return is_same and was != is_now
-
 
 @dataclass
 class Copies:

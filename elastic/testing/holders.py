@@ -1,0 +1,216 @@
+"""What becomes of nodes that hold copies, and for how long a run may then be without.
+
+Holders are started anew, so quickly that nobody takes them for lost, lose what they hold, and are
+drained. What is brought
+to them lies elsewhere again soon; one that is told to leave is let go once it does.
+
+Rule: a run is held to this while nothing else is wrong: its coordinator leads on, the nodes that
+train it and those that could hold its copies have been there for a while, and are heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elastic.core.events.coordinator import NodeDrainRequested
+from elastic.core.world import JobId, JobPhase, NodeId
+from elastic.testing.checkers import Checkers
+from elastic.testing.copying import Copying, Trained
+from elastic.testing.disk import Disk
+from elastic.testing.hosts import AgentHost, CoordinatorHost
+from elastic.testing.network import Conditions
+from elastic.testing.world import MS, S, Timeline
+
+LOOK_NS = 500 * MS
+CALM_NODE_NS = 36 * S
+"""A node that could not be reached is not asked again for 30 s."""
+CALM_COORDINATOR_NS = 13 * S
+"""One that has begun waits for agents to come back, who hold copies perhaps."""
+EXPOSED_NS = 9 * S
+"""Until a holder is known to be lost, another is chosen, and has it."""
+UNREACHED_NS = 4 * S
+"""As long again for each node that is chosen before, and cannot be reached."""
+DRAIN_NS = 12 * S
+SLOW_DISK_NS = 200 * MS
+MOMENTS_S = (12, 22, 32, 42, 52, 98, 100)
+"""The last ones in the liveness phase, where all nodes have been there for long."""
+
+
+@dataclass
+class Cluster:
+    """The parts of a simulation that this looks at."""
+
+    agents: Sequence[AgentHost]
+    coordinators: Sequence[CoordinatorHost]
+    copying: Copying
+    conditions: Conditions
+    disk: Disk
+
+
+@dataclass
+class Holders:
+    """Starts holders anew, drains them, and looks at what became of the copies.
+
+    Attributes:
+        since_ns: from when on a node, or the coordinator, has been well in its newest life.
+        lives: those lives.
+        exposed_ns: from when on a run could have had a copy on another node, and had none.
+    """
+
+    timeline: Timeline
+    checkers: Checkers
+    cluster: Cluster
+    since_ns: dict[str, int] = field(default_factory=dict)
+    lives: dict[str, int] = field(default_factory=dict)
+    exposed_ns: dict[JobId, int] = field(default_factory=dict)
+
+    def plan(self) -> None:
+        """Begin to look, and draw what happens to whom."""
+        for moment in MOMENTS_S:
+            action = self.timeline.rng.choice([self._restart, self._lose, self._drain])
+            self.timeline.after(moment * S + self.timeline.between(0, 3 * S), action)
+        self.timeline.after(LOOK_NS, self._look)
+
+    # ------------------------------------------------------------ what happens
+
+    def _holding(self) -> list[AgentHost]:
+        """Return the agents that hold copies, and train nothing."""
+        return [
+            agent
+            for agent in self.cluster.agents
+            if agent.machine is not None and agent.copies.jobs() and not agent.workers()
+        ]
+
+    def _restart(self) -> None:
+        """A holder's agent dies, and is there again at once."""
+        found = self._holding()
+        if found:
+            agent = self.timeline.rng.choice(found)
+            agent.crash()
+            self.timeline.after(self.timeline.between(10 * MS, 300 * MS), agent.start)
+
+    def _lose(self) -> None:
+        """A holder has its copies no more, and is otherwise as it was."""
+        found = self._holding()
+        if found:
+            self.timeline.rng.choice(found).copies.lose()
+
+    def _drain(self) -> None:
+        """An operator wants a holder to leave."""
+        found, leading = self._holding(), [h for h in self.cluster.coordinators if h.machine]
+        if found and leading:
+            name = self.timeline.rng.choice(found).node_id
+            leading[0].post(NodeDrainRequested(f"drain {name}", name, DRAIN_NS, "operator"))
+
+    # ------------------------------------------------------------ who is well
+
+    def _note(self, name: str, life: int, is_well: bool) -> None:
+        if not is_well:
+            self.since_ns.pop(name, None)
+        elif self.lives.get(name) != life or name not in self.since_ns:
+            self.since_ns[name], self.lives[name] = self.timeline.now_ns, life
+
+    def _is_well(self, agent: AgentHost) -> bool:
+        machine = agent.machine
+        if machine is None or agent.is_frozen or machine.leave_by_ns is not None:
+            return False
+        return not self.cluster.conditions.was_troubled(
+            agent.node_id, self.timeline.now_ns - LOOK_NS
+        )
+
+    def _calm(self, name: str, for_ns: int) -> bool:
+        return self.timeline.now_ns - self.since_ns.get(name, self.timeline.now_ns) >= for_ns
+
+    def _leader(self) -> CoordinatorHost | None:
+        """Return who leads, if nothing has been wrong with it for a while."""
+        for host in self.cluster.coordinators:
+            if host.machine is not None and self._calm(host.name, CALM_COORDINATOR_NS):
+                return host
+        return None
+
+    def _look(self) -> None:
+        for agent in self.cluster.agents:
+            self._note(agent.node_id, agent.life, self._is_well(agent))
+        for host in self.cluster.coordinators:
+            leads = host.machine is not None and not host.is_frozen and not host.doze_ns
+            is_quick = host.disk_delay_max_ns <= SLOW_DISK_NS
+            self._note(host.name, host.life, leads and is_quick and host.may_act())
+        for job_id, record in self.cluster.disk.records.items():
+            is_running = record.phase is JobPhase.RUNNING
+            trained = self.cluster.copying.trained(job_id) if is_running else None
+            self._look_at(job_id, trained)
+        self.timeline.after(LOOK_NS, self._look)
+
+    # ------------------------------------------------------------ what must hold
+
+    def _look_at(self, job_id: JobId, trained: Trained | None) -> None:
+        if (
+            trained is None
+            or not self._may_copy(job_id, trained)
+            or self._is_copied(job_id, trained)
+        ):
+            self.exposed_ns.pop(job_id, None)
+            return
+        now_ns = self.timeline.now_ns
+        since_ns = self.exposed_ns.setdefault(job_id, now_ns)
+        odd = [a for a in self.cluster.agents if not self._calm(a.node_id, CALM_NODE_NS)]
+        limit_ns = EXPOSED_NS + UNREACHED_NS * len(odd) + 8 * self.cluster.conditions.delay_max_ns
+        took_s = (now_ns - since_ns) / S
+        self.checkers.require(
+            now_ns - since_ns <= limit_ns,
+            "a snapshot lies on another node again, soon after the one that held it has died",
+            f"job {job_id} generation {trained.age[0]}: exposed for {took_s:.1f} s",
+        )
+
+    def _may_copy(self, job_id: JobId, trained: Trained) -> bool:
+        """Return whether nothing hinders a run from having its copies where they belong."""
+        copying = self.cluster.copying
+        if not copying.is_wanted(job_id) or self._leader() is None or not trained.steps_done:
+            return False
+        if not all(self._calm(node_id, CALM_NODE_NS) for node_id in trained.nodes):
+            return False
+        run = copying.shards.runs.get(job_id)
+        if run is not None and run.newest.generation != run.generation:
+            return False  # Its first snapshot is still to be taken.
+        return self._has_room(job_id, trained.nodes)
+
+    def _has_room(self, job_id: JobId, nodes: Sequence[NodeId], without: str = "") -> bool:
+        """Return whether there is a node for each copy, which has been there for long."""
+        there = {
+            agent.node_id
+            for agent in self.cluster.agents
+            if agent.node_id != without and self._calm(agent.node_id, CALM_NODE_NS)
+        }
+        if job_id not in self.cluster.copying.shards.runs:
+            return bool(there - {*nodes})
+        return all(there - {node} for node in nodes)
+
+    def _is_copied(self, job_id: JobId, trained: Trained) -> bool:
+        copying = self.cluster.copying
+        if job_id in copying.shards.runs:
+            return copying.shards.is_protected(job_id)
+        held = copying.held(job_id)
+        return any(
+            node not in trained.nodes and age[0] == trained.age[0] for node, age in held.items()
+        )
+
+    def released(self, agent: AgentHost) -> None:
+        """A drained node is let go: what it has of a run lies elsewhere, or could nowhere."""
+        leave_by_ns = agent.machine.leave_by_ns if agent.machine is not None else None
+        slack_ns = S + 4 * self.cluster.conditions.delay_max_ns
+        if leave_by_ns is None or self.timeline.now_ns + slack_ns >= leave_by_ns:
+            return
+        for job_id in sorted(agent.copies.jobs()):
+            record = self.cluster.disk.records.get(job_id)
+            is_running = record is not None and record.phase is JobPhase.RUNNING
+            trained = self.cluster.copying.trained(job_id) if is_running else None
+            if trained is None or self._leader() is None:
+                continue
+            calm = all(self._calm(node_id, CALM_NODE_NS) for node_id in trained.nodes)
+            self.checkers.require(
+                not calm or not self._has_room(job_id, trained.nodes, agent.node_id),
+                "a drained node is let go when what it holds lies elsewhere",
+                f"job {job_id}: {agent.node_id} held copies, and could have stayed for "
+                f"{(leave_by_ns - self.timeline.now_ns) / S:.1f} s",
+            )
