@@ -29,9 +29,9 @@ AGENTS = ("n1", "n2")
 class NetCluster:
     """Everything on hosts of its own; a context manager."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, switch: Switch | None = None) -> None:
         self.directory = directory
-        self.switch = Switch()
+        self.switch = switch or Switch()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.client: Client
 

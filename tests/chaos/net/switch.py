@@ -115,6 +115,9 @@ class Switch:
             if host.namespace:
                 ip("netns", "del", host.namespace, check=False)
 
+    def heard(self, packet: bytes) -> None:
+        """Somebody may read a packet that passes; by default nobody does."""
+
     def _carry(self) -> None:
         while not self._over.is_set():
             wait_s = 0.2
@@ -142,6 +145,7 @@ class Switch:
             if link.loss and self._random.random() < link.loss:
                 continue
             self.passed += 1
+            self.heard(packet)
             if link.delay_s:
                 due = time.monotonic() + link.delay_s
                 heapq.heappush(self._late, (due, self.passed, target, packet))
