@@ -179,9 +179,9 @@ class Pushing:
         """
         yield_to_training()
         began, begun = time.monotonic(), partial(self._begun, order)
-        lock = lock_of(self._tls, order.address, order.fingerprint)
         try:
             set_sent(descriptor, mark.number)
+            lock = lock_of(self._tls, order.address, order.fingerprint)
             with (
                 mmap.mmap(descriptor, HEADER + mark.num_bytes, prot=mmap.PROT_READ) as memory,
                 memoryview(memory) as everything,

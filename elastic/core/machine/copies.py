@@ -266,19 +266,53 @@ def _wanted(cluster: Cluster, job: JobState, source: NodeId, sender: NodeState) 
 # ---------------------------------------------------------------- who may not leave yet
 
 
-def kept_for(cluster: Cluster, state: NodeState) -> str:
+class Spread(NamedTuple):
+    """How far a job's copies have come to where they are to lie.
+
+    Attributes:
+        trains: all members of its newest group do.
+        base: the oldest of them, see `_base`.
+        holders: nodes where they are to lie.
+        has_place: each has one, or may have within some time.
+    """
+
+    trains: bool
+    base: replication.Age
+    holders: frozenset[NodeId]
+    has_place: bool
+
+
+def kept_for(cluster: Cluster, state: NodeState, known: dict[JobId, Spread]) -> str:
     """Return why a drained node stays for a moment: what it has of a job lies nowhere else yet.
+
+    Args:
+        cluster: of which all jobs are at rest.
+        state: of the node.
+        known: how far jobs are, as found in this step for other nodes.
 
     Returns:
         "" if it may go, or its time is over.
     """
     if state.leave_by_ns is None or cluster.now_ns >= state.leave_by_ns:
         return ""
+    node_id = state.node.node_id
     for job in cluster.active():
-        if _has_part(cluster, job, state.node.node_id):
-            decision = replication.is_left_behind(_leftover(cluster, job, state.node.node_id))
-            if decision.value:
-                return f"has state of job {job.job_id}: {decision.reason}"
+        if not _has_part(cluster, job, node_id):
+            continue
+        spread = known.get(job.job_id) or _spread(cluster, job)
+        known[job.job_id] = spread
+        ages = job.copies.held.get(node_id, {}).values()
+        left = replication.Leftover(
+            rests=job.must_rest() and not job.is_open,
+            trains=spread.trains,
+            has_place=spread.has_place,
+            is_elsewhere=node_id not in spread.holders
+            and spread.base > replication.NO_COPY
+            and all(age <= spread.base for age in ages),
+        )
+        decision = replication.is_left_behind(left)
+        if decision.value:
+            return f"has state of job {job.job_id}: {decision.reason}"
     return ""
 
 
@@ -290,18 +324,16 @@ def _has_part(cluster: Cluster, job: JobState, node_id: NodeId) -> bool:
     return bool(copies.held.get(node_id)) or (copies.is_sharded and is_kept)
 
 
-def _leftover(cluster: Cluster, job: JobState, node_id: NodeId) -> replication.Leftover:
-    copies, base = job.copies, _base(job)
+def _spread(cluster: Cluster, job: JobState) -> Spread:
+    copies = job.copies
     refused = {of for (of, _), at_ns in copies.refused_until_ns.items() if at_ns > cluster.now_ns}
     places = [(source, at) for source, (at, _) in copies.holders.items()]
-    ages = copies.held.get(node_id, {}).values()
-    is_moved = all(at != node_id for _, at in places)
-    return replication.Leftover(
-        rests=job.must_rest() and not job.is_open,
-        trains=job.is_open and job.training_since_ns is not None,
+    return Spread(
+        job.is_open and job.training_since_ns is not None,
+        _base(job),
+        frozenset(at for _, at in places),
         # None was chosen yet by a coordinator that has only begun.
-        has_place=all(at or source in refused for source, at in places),
-        is_elsewhere=is_moved and base > replication.NO_COPY and all(age <= base for age in ages),
+        all(at or source in refused for source, at in places),
     )
 
 

@@ -12,11 +12,12 @@ from elastic.core.machine.intake import lose_node_workers
 from elastic.core.machine.jobs import Cluster
 from elastic.core.machine.nodes import NodeState
 from elastic.core.messages import Release
-from elastic.core.world import NodePhase
+from elastic.core.world import JobId, NodePhase
 
 
 def settle_nodes(cluster: Cluster) -> None:
     """Give up nodes whose time is over; release drained ones that nobody needs any more."""
+    known: dict[JobId, copies.Spread] = {}
     for state in cluster.book.unsettled_nodes():
         lost_at_ns = cluster.book.lost_at_ns(state)
         if lost_at_ns is not None and cluster.now_ns >= lost_at_ns:
@@ -27,18 +28,18 @@ def settle_nodes(cluster: Cluster) -> None:
             lose_node_workers(cluster, state, why)
             cluster.touch_active()
         elif state.phase is NodePhase.DRAINING and not state.held and not cluster.dirty:
-            _release(cluster, state)
+            _release(cluster, state, known)
         cluster.book.settle(state)
 
 
-def _release(cluster: Cluster, state: NodeState) -> None:
+def _release(cluster: Cluster, state: NodeState, known: dict[JobId, copies.Spread]) -> None:
     """Let a node go that runs nothing, unless what it holds is still needed.
 
     Asked when all jobs are at rest: before, copies may be about to find another place.
     """
     if state.released:
         return
-    before, state.kept_for = state.kept_for, copies.kept_for(cluster, state)
+    before, state.kept_for = state.kept_for, copies.kept_for(cluster, state, known)
     if state.kept_for:
         if state.kept_for != before:
             cluster.note("node_kept", node=state.node.node_id, reason=state.kept_for)
