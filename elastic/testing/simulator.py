@@ -156,13 +156,16 @@ class Simulation:
             seed=seed,
         )
         self.crowd.leavers.waits = self.plane.loops.waits
-        parts = (self.agents, self.coordinators, self.plane.copying)
-        seen = holders.Cluster(*parts, self.network.conditions, self.disk)
-        self.holders = holders.Holders(self.timeline, self.checkers, seen)
+        self.holders = self._look_at_holders()
         self.submissions: dict[str, JobSpec] = {}
         # Which life of which agent was told that an operator wants it to leave.
         self.told_to_leave: dict[NodeId, int] = {}
         self.stops: set[JobId] = set()
+
+    def _look_at_holders(self) -> holders.Holders:
+        parts = (self.agents, self.coordinators, self.plane.copying)
+        seen = holders.Cluster(*parts, self.network.conditions, self.disk)
+        return holders.Holders(self.timeline, self.checkers, seen)
 
     def _draw_config(self) -> CoordinatorConfig:
         """Draw times and limits that let what matters happen within a run."""

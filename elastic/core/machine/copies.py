@@ -24,7 +24,8 @@ from elastic.core.copy_messages import (
     Replicate,
 )
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.machine.jobs import Cluster, JobState, Ordered
+from elastic.core.machine.copies_book import Ordered
+from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import replication
 from elastic.core.policy.replication import NO_NODE, Place
