@@ -123,10 +123,8 @@ class Simulation:
             for i in range(rng.randint(1, 12))
         ]
         # Agents that are upgraded when they are started again: nodes and lives.
-        self.old = {
-            (agent.node_id, 1) for agent in self.agents[seed % 3 :: 3] if seed % 16 == OLD_SEED
-        }
-        self.plane.copying.old = self.old
+        old = self.agents[seed % 3 :: 3] if seed % 16 == OLD_SEED else []
+        self.old = {(agent.node_id, 1) for agent in old}
         self.by_node = {agent.node_id: agent for agent in self.agents}
         self.checkers.crowd.is_alive = lambda worker_id: any(
             process.worker_id == worker_id for agent in self.agents for process in agent.workers()
@@ -165,6 +163,7 @@ class Simulation:
     def _look_at_holders(self) -> holders.Holders:
         parts = (self.agents, self.coordinators, self.plane.copying)
         seen = holders.Cluster(*parts, self.network.conditions, self.disk)
+        self.plane.copying.old = self.old
         return holders.Holders(self.timeline, self.checkers, seen)
 
     def _draw_config(self) -> CoordinatorConfig:
