@@ -275,7 +275,8 @@ class LeaveGroup:
     Attributes:
         at_boundary: True: at the next boundary that all members agree on (nothing is lost);
             False: at once, because the group cannot go on.
-        saves: at that boundary the state is saved first, because no member comes back soon.
+        saves: at that boundary the state is saved first, because no member comes back soon. A later
+            order without it takes that back: who waits for storage leaves at once.
     """
 
     worker_id: WorkerId

@@ -42,6 +42,10 @@ class Link(Protocol):
         """Return how and why this generation is to be left at its next boundary, None if not."""
         ...
 
+    def is_called_off(self, generation: Generation) -> bool:
+        """Return whether this generation was to save where it leaves, and need not any more."""
+        ...
+
     def save_wish(self, generation: Generation) -> int:
         """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
         ...

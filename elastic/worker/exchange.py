@@ -66,6 +66,7 @@ class Exchange:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._wish: WishBoundary | None = None
+        self._rests: Generation = NO_GENERATION
         self._save_wish: WishSave | None = None
         self._preemption: TellPreemption | None = None
         self._is_preemption_seen = False
@@ -113,6 +114,7 @@ class Exchange:
 
     def set_wish(self, wish: WishBoundary) -> None:
         """Let the next boundary of the wish's generation be the last."""
+        self._rests = wish.generation if wish.saves else self._rests
         self._wish = wish
 
     def wish(self, generation: Generation) -> WishBoundary | None:
@@ -122,6 +124,11 @@ class Exchange:
         """
         wish = self._wish
         return wish if wish is not None and wish.generation == generation else None
+
+    def is_called_off(self, generation: Generation) -> bool:
+        """Return whether this generation was to save where it leaves, and need not any more."""
+        wish = self.wish(generation)
+        return wish is not None and not wish.saves and self._rests == generation
 
     def set_save_wish(self, wish: WishSave) -> None:
         """Let the wish's generation take a checkpoint soon."""

@@ -61,7 +61,6 @@ class Keeper:
         """
         self.steps, self.is_due, self._is_stored, self.rests = 0, False, False, False
         self._boundaries, self._steps_here, self._told, self._is_sharded = 0, 0, 0, False
-        self._wish: WishBoundary | None = None
         self._logbook, self._streams = logbook, streams
         self._objects = objects
         self._saver: Saver | None = None
@@ -106,7 +105,7 @@ class Keeper:
 
         These are `saves`, `busy` and `rests` of its row.
         """
-        saver, self._wish = self._saver, wish
+        saver = self._saver
         if saver is None or self._place is None:
             return False, True, False
         rests = wish is not None and wish.saves
@@ -216,13 +215,11 @@ class Keeper:
     def _goes_on(self, is_over: Callable[[], bool]) -> bool:
         """Return whether a job that was to rest need not: its group is over, or it was called off.
 
-        That it rests others may have told us, and our own order be still on its way. Whoever asks
-        waits, and is not hung.
+        That it rests others may have told us, before we hear of it. Who asks waits: it is not hung.
         """
         self._show_life()
         place = self._place
-        wish = place.link.wish(place.generation) if place is not None else None
-        return is_over() or (wish is not None and not wish.saves and wish is not self._wish)
+        return is_over() or (place is not None and place.link.is_called_off(place.generation))
 
     def take(self, cursor: Cursor, data: Data | None) -> State:
         """Return the state of the run; its tensors are the live ones.

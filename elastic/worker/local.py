@@ -164,6 +164,11 @@ class NoCoordinator:
         """Return None: nothing ever changes."""
         del generation
 
+    def is_called_off(self, generation: Generation) -> bool:
+        """Return False: nobody has it rest."""
+        del generation
+        return False
+
     def save_wish(self, generation: Generation) -> int:
         """Return 0: nobody asks."""
         return 0

@@ -18,6 +18,7 @@ from elastic.core.events.worker import WishBoundary
 from elastic.core.policy.cursor import Cursor
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import keeping
+from elastic.worker.exchange import Exchange
 from elastic.worker.keeping import Keeper
 from elastic.worker.local import LocalRun, run_local
 from elastic.worker.logbook import Logbook
@@ -35,7 +36,11 @@ def keepers_of(run: Run) -> list[Keeper]:
         saver.configure({"every_n_steps": 100})
         keeper = Keeper(run.objects, Logbook(), StreamBook())
         keeper._saver, keeper.steps = saver, 7
-        link = SimpleNamespace(save_wish=lambda generation: 0, wish=lambda generation: None)
+        known = Exchange()
+        link = SimpleNamespace(
+            save_wish=lambda generation: 0, wish=known.wish, is_called_off=known.is_called_off,
+            set_wish=known.set_wish,
+        )  # fmt: skip
         keeper._place = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, generation=1, link=link, activity=None
         )
@@ -46,7 +51,7 @@ def keepers_of(run: Run) -> list[Keeper]:
 def rests(keeper: Keeper, *, goes_on: bool = False) -> None:
     """Let a member know that its job rests, or that it goes on after all."""
     wish = WishBoundary(1, "resume" if goes_on else "pause", saves=not goes_on)
-    keeper._place.link.wish = lambda generation: wish  # type: ignore[union-attr]
+    keeper._place.link.set_wish(wish)  # type: ignore[union-attr]
 
 
 def rows_of(keepers: list[Keeper]) -> list[StepRow]:
@@ -180,21 +185,18 @@ def test_a_job_that_goes_on_after_all_waits_for_no_storage(tmp_path: Path) -> No
     thread.join()
 
 
-def test_what_we_were_told_before_the_others_told_that_we_rest_calls_nothing_off(
+def test_nor_does_one_that_had_heard_so_before_the_others_told_that_it_rests(
     tmp_path: Path,
 ) -> None:
-    """A node was to join; the order to rest instead has reached only the others."""
-    keepers = keepers_of(Run(tmp_path, workers=2))
-    rests(keepers[0], goes_on=True)
-    rests(keepers[1])
-    rows = rows_of(keepers)
-    assert [row.rests for row in rows] == [False, True]
-    keepers[0].committed(rows)
-    assert not keepers[0]._goes_on(lambda: False)
-    rests(keepers[0])
-    assert not keepers[0]._goes_on(lambda: False)
-    rests(keepers[0], goes_on=True)
-    assert keepers[0]._goes_on(lambda: False)
+    run = Run(tmp_path, workers=2)
+    keeper = keepers_of(run)[0]  # The other one has not written its part.
+    rests(keeper)
+    rests(keeper, goes_on=True)
+    keeper.committed([StepRow(True, Cursor(0, 7), 0, (), rests=True)])
+    keeper.at_boundary(Cursor(0, 8), None, lambda: False)
+    began = time.monotonic()
+    keeper.before_leaving(Cursor(0, 8), None, lambda: False)
+    assert time.monotonic() - began < DEADLINE_S / 3
 
 
 def test_a_checkpoint_that_was_wished_for_is_not_given_up_for_a_newer_wish(

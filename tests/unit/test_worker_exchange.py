@@ -56,6 +56,16 @@ def test_a_wish_holds_for_its_generation_only() -> None:
         assert [exchange.wish(generation) for generation in (1, 2, 3)] == [None, wish, None]
 
 
+def test_a_job_goes_on_after_all_only_if_it_was_told_to_rest_before() -> None:
+    exchange, found = Exchange(), []
+    for saves in (False, True, False, True):  # A node joins, a pause, its end, another pause.
+        exchange.set_wish(WishBoundary(2, "", saves=saves))
+        found.append(exchange.is_called_off(2))
+    assert found == [False, False, True, False]
+    exchange.set_wish(WishBoundary(3, ""))
+    assert not exchange.is_called_off(3)
+
+
 def test_a_wish_for_a_checkpoint_holds_for_its_generation_only() -> None:
     exchange = Exchange()
     assert exchange.save_wish(2) == 0
