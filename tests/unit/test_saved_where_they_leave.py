@@ -50,7 +50,7 @@ def test_a_save_that_takes_longer_on_one_member_than_on_others_is_waited_for() -
     coordinator.ready("n2/1", "n3/1")
     coordinator.advance(600)
     assert phase(coordinator) is JobPhase.RUNNING
-    assert coordinator.job("a").reason == "pauses at the next boundary"
+    assert coordinator.job("a").reason == "pauses: 2 of 3 members have saved their part and left"
     coordinator.ready("n1/1")
     assert phase(coordinator) is JobPhase.PAUSED
 

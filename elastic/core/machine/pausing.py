@@ -163,6 +163,10 @@ def _gives_way(job: JobState) -> str:
 
 
 def _leaves(job: JobState) -> str:
+    workers = [job.workers[w] for w in job.member_ids() if w in job.workers]
+    out = sum(1 for w in workers if w.report.phase is WorkerPhase.READY)
+    if out and job.is_in_place():
+        return f"{_gives_way(job)}: {out} of {len(workers)} members have saved their part and left"
     return f"{_gives_way(job)} at the next boundary"
 
 
