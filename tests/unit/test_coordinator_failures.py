@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from elastic.core.config import ns
+from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.coordinator import Persist, SendAgent
+from elastic.core.machine.charges import OUTAGE_NS
 from elastic.core.messages import ReportAck, StartWorker, StopWorker
-from elastic.core.world import ExitCause, ExitKind, Failure, JobPhase, WorkerPhase
+from elastic.core.world import ExitCause, ExitKind, Failure, JobId, JobPhase, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, RAISED, Coordinator, running
 
 CODE_3 = ExitCause(ExitKind.CODE, 3)
@@ -206,6 +209,43 @@ def test_workers_killed_before_their_first_group_are_charged_each_time() -> None
         coordinator.advance(CONFIG.restart_delay_s_max)
         coordinator.exits(f"n1/{serial}")
     assert coordinator.job("a").record.phase is JobPhase.FAILED
+
+
+def large(nodes: int, limit: int) -> Coordinator:
+    """A job that trains on so many nodes, n101, n102, ..."""
+    coordinator = Coordinator(replace(CONFIG, crash_loop_limit=limit))
+    names = [f"n{100 + number}" for number in range(1, nodes + 1)]
+    for name in names:
+        coordinator.agent(name)
+    coordinator.submit("a", 1, nodes)
+    coordinator.ready(*(f"{name}/1" for name in names))
+    coordinator.training(*(f"{name}/1" for name in names))
+    return coordinator
+
+
+@pytest.mark.parametrize("every_s", [2.0, 16.0])
+def test_hosts_that_die_before_they_answer_group_after_group_end_the_job(every_s: float) -> None:
+    """In a group of thousands answers are held for seconds: a death then is one all the same."""
+    limit, seconds = 3, 0.0
+    coordinator = large(40, limit)
+    for number in range(1, 40):
+        coordinator.disconnect(f"n{100 + number}")
+        coordinator.advance(every_s)
+        seconds += every_s
+        if coordinator.store[JobId("a")].phase is JobPhase.FAILED:
+            break
+    assert coordinator.store[JobId("a")].phase is JobPhase.FAILED
+    assert seconds <= (limit + 1) * max(every_s, OUTAGE_NS / NS_PER_S + every_s)
+
+
+def test_hosts_of_one_rack_are_charged_once_however_slowly_their_silence_is_noticed() -> None:
+    coordinator = large(12, CONFIG.crash_loop_limit)
+    for number in range(1, 11):
+        coordinator.disconnect(f"n{100 + number}")
+        coordinator.advance(1.0)
+    record = coordinator.job("a").record
+    assert (record.phase, record.losses) == (JobPhase.RUNNING, 1)
+    assert coordinator.members("a").endswith(": n111/1 n112/1")
 
 
 # ---------------------------------------------------------------- reports and checkpoints

@@ -18,7 +18,7 @@ from elastic.core.events.coordinator import (
     Persist,
     SendAgent,
 )
-from elastic.core.machine import copies, health, reports, requests, suspicion, waves
+from elastic.core.machine import charges, copies, health, reports, requests, suspicion, waves
 from elastic.core.machine.announcing import all_save_where_they_leave, announcement
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
@@ -46,13 +46,10 @@ from elastic.core.messages import (
     WorkerUpdate,
 )
 from elastic.core.policy import failure as failure_policy
-from elastic.core.policy.failure import Judgement
 from elastic.core.world import (
-    NO_GENERATION,
     ExitCause,
     ExitKind,
     Failure,
-    Generation,
     JobPhase,
     NodePhase,
     WorkerId,
@@ -445,7 +442,7 @@ def lose_worker(
     )
     judgement = decision.value
     is_users = judgement.history.failures > job.history.failures
-    if _is_charged_already(job, worker.report.generation, judgement):
+    if charges.is_charged_already(job, worker, judgement, cluster.now_ns):
         return
     job.history = judgement.history
     if is_users:
@@ -457,23 +454,6 @@ def lose_worker(
     job.restart_at_ns = max(job.restart_at_ns, cluster.now_ns + judgement.delay_ns)
     if is_users:
         cluster.do(Persist((job.record(),)))
-
-
-def _is_charged_already(job: JobState, generation: Generation, judgement: Judgement) -> bool:
-    """Return whether another member of this generation was charged for the same kind of exit.
-
-    A wrong batch raises in every rank, and a rack without power takes many nodes: one attempt
-    fails once. Before its first group every worker is an attempt of its own.
-    """
-    if judgement.history.failures > job.history.failures:
-        newest = job.failure_generation
-        job.failure_generation = max(newest, generation)
-    elif judgement.history.losses > job.history.losses:
-        newest = job.loss_generation
-        job.loss_generation = max(newest, generation)
-    else:
-        return False
-    return NO_GENERATION < generation <= newest
 
 
 def placeholder(job: JobState, worker_id: WorkerId) -> WorkerReport:

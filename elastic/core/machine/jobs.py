@@ -86,6 +86,7 @@ class JobState:
             kept when its process dies afterwards.
         failure_generation, loss_generation: the newest ones that were charged for a failure of
             user code and for a lost worker; each is charged once.
+        charged_ns: when it was last charged for a loss, None for never.
         save_request: number of the newest wish for a checkpoint that did not come true yet, 0 for
             none.
         preemptions: how many nodes an announced drain took from its groups; a budget of its own.
@@ -135,6 +136,7 @@ class JobState:
     failed_worker: str = ""
     failure_generation: Generation = NO_GENERATION
     loss_generation: Generation = NO_GENERATION
+    charged_ns: int | None = None
     result: str = ""
     metrics: str = ""
     restart_at_ns: int = 0
@@ -335,6 +337,7 @@ def restore(record: JobRecord, now_ns: int) -> JobState:
         is_open=is_open,
         failure_generation=charged if record.failures else NO_GENERATION,
         loss_generation=charged if record.losses else NO_GENERATION,
+        charged_ns=now_ns if record.losses else None,
         history=History(record.failures, record.losses),
         preemptions=record.preemptions,
         checkpoints=record.checkpoints,
