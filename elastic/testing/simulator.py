@@ -32,6 +32,7 @@ from elastic.core.events.coordinator import (
 )
 from elastic.core.events.shared import Note
 from elastic.core.machine.nodes import PRESENT
+from elastic.core.machine.suspicion import FORMING_PROBES
 from elastic.core.messages import AgentMessage, Announce, CoordinatorMessage, Hello, Release
 from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, Strategy
 from elastic.errors import ElasticError
@@ -242,7 +243,7 @@ class Simulation:
             self.crowd.noted(note.name, note.job_id, said), f"{note.job_id} {said}"
         )
         if note.name == "node_silent":
-            window = ns(self.coordinator.config.probe_timeout_s) + SLACK_NS
+            window = FORMING_PROBES * ns(self.coordinator.config.probe_timeout_s) + SLACK_NS
             since_ns = self.timeline.now_ns - window
             was_troubled = self.network.conditions.was_troubled(NodeId(said["node"]), since_ns)
             self.checkers.accused_node(said["node"], is_guilty=was_troubled)

@@ -42,6 +42,8 @@ from elastic.core.messages import (
     DrainNotice,
     ForgetWorker,
     Hello,
+    Probe,
+    ProbeAck,
     Progress,
     Pulse,
     Report,
@@ -109,6 +111,7 @@ class Coordinator:
         names: the node of each session, also of those that are over.
         dies_after_persist: the next step is the last of this life, and is cut off behind its
             first `Persist`.
+        answers_probes: agents answer those that come while time passes.
     """
 
     def __init__(self, config: CoordinatorConfig = CONFIG) -> None:
@@ -125,6 +128,7 @@ class Coordinator:
         self.announced: dict[WorkerId, Announce] = {}
         self.names: dict[SessionId, str] = {}
         self.dies_after_persist = False
+        self.answers_probes = True
         self.restart()
 
     # ------------------------------------------------------------ the door
@@ -185,10 +189,16 @@ class Coordinator:
             self.now_ns = due
             self.step(Tick())
             effects.extend(self.effects)
+            self._answer_probes()
             again = self.machine.next_deadline_ns()
             assert again is None or again > due, "the machine asks for the same moment again"
         self.now_ns = until
         self.effects = tuple(effects)
+
+    def _answer_probes(self) -> None:
+        for effect in self.of(SendAgent) if self.answers_probes else []:
+            if isinstance(effect.message, Probe) and self.at(effect.session) is not None:
+                self.step(AgentSaid(effect.session, ProbeAck(effect.message.number)))
 
     # ------------------------------------------------------------ agents
 

@@ -17,6 +17,7 @@ def quiet(nodes: int = 3, seconds: float = 20, **changes: object) -> Coordinator
     """A job that trains, and of which nothing was heard for a while."""
     coordinator = running(nodes=nodes, **changes)
     coordinator.advance(seconds)
+    coordinator.answers_probes = False
     return coordinator
 
 
@@ -260,3 +261,65 @@ def test_a_loop_that_goes_on_in_place_is_given_time_unless_it_stands_still() -> 
         coordinator.advance(1)
         stopped += [(second, m.worker_id) for m in coordinator.sent(StopWorker)]
     assert stopped == [(30, "n2/1")]
+
+
+# ---------------------------------------------------------------- while a group forms
+
+
+def forming(nodes: int = 3) -> Coordinator:
+    """A group of three that was announced this moment; the one before it has lost a member."""
+    coordinator = quiet(nodes=nodes + 1)
+    coordinator.exits(f"n{nodes + 1}/1")
+    assert coordinator.members("a").startswith("g2: n1/1 n2/1 n3/1")
+    return coordinator
+
+
+def test_a_host_that_falls_silent_while_its_group_forms_is_lost_before_its_keepalive_ends() -> None:
+    coordinator = forming()
+    for name in ("n1", "n2"):
+        coordinator.update(f"{name}/1", WorkerPhase.FORMING)
+    coordinator.advance(0.4)
+    assert coordinator.sent(Probe) == []
+    for _ in range(20):
+        coordinator.says("n1", ProbeAck(0))
+        coordinator.says("n2", ProbeAck(0))
+        assert coordinator.node("n3").phase is NodePhase.READY
+        coordinator.advance(0.1)
+    assert coordinator.node("n3").phase is NodePhase.LOST
+    assert coordinator.members("a").startswith("g3: n1/1 n2/1")
+    assert (
+        "did not answer a probe within 1.8 s"
+        in coordinator.noted("node_disconnected")[-1]["reason"]
+    )
+
+
+def test_whoever_answers_while_a_group_forms_for_long_is_never_lost() -> None:
+    coordinator = forming()
+    coordinator.answers_probes = True
+    coordinator.advance(19)
+    assert all(coordinator.node(f"n{i}").phase is NodePhase.READY for i in (1, 2, 3))
+    assert coordinator.members("a").startswith("g2: ")
+
+
+def test_a_member_that_waits_has_a_silent_host_asked_anew_with_less_time() -> None:
+    coordinator = forming()
+    for name in ("n1", "n2"):
+        coordinator.update(f"{name}/1", WorkerPhase.FORMING)
+    coordinator.advance(0.6)
+    for name in ("n1", "n2"):
+        coordinator.training(f"{name}/1")
+        coordinator.says(name, ProbeAck(0))
+    coordinator.pulse("n1/1", waits=0.3)
+    assert len(coordinator.sent(Probe)) == 1
+    coordinator.says("n2", ProbeAck(0))
+    coordinator.advance(0.6)
+    assert coordinator.node("n3").phase is NodePhase.LOST
+
+
+def test_no_look_is_left_behind_once_a_group_trains() -> None:
+    coordinator = forming()
+    coordinator.training("n1/1", "n2/1", "n3/1")
+    coordinator.exits("n4/2")
+    coordinator.advance(0.6)
+    assert coordinator.sent(Probe) == []
+    assert not coordinator.machine._cluster.looks

@@ -366,7 +366,7 @@ class Cluster:
         first_serial: workers of a node are numbered from here on; a later term begins higher, so
             that an id is not given again by a coordinator that has forgotten it.
         looks: jobs whose members wait for each other, and when to look at each again.
-        probes: nodes that were asked for a sign of life and have not given one, and since when.
+        probes: nodes that were asked for a sign of life and have not given one: when, how long.
         num_probes: asked so far.
         secret: the keys of copies are made of it.
         first_save, num_saves: wishes for checkpoints are numbered from there on; so many so far.
@@ -386,7 +386,7 @@ class Cluster:
     owner: dict[WorkerId, JobId] = field(default_factory=dict)
     dirty: dict[JobId, None] = field(default_factory=dict)
     looks: dict[JobId, int] = field(default_factory=dict)
-    probes: dict[NodeId, int] = field(default_factory=dict)
+    probes: dict[NodeId, tuple[int, int]] = field(default_factory=dict)
     num_probes: int = 0
     secret: bytes = field(default=b"", repr=False)
     first_save: int = 0

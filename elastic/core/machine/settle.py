@@ -25,6 +25,7 @@ from elastic.core.messages import (
 from elastic.core.policy import failure, membership
 from elastic.core.policy.membership import Act, Plan
 from elastic.core.policy.ranks import assign_ranks
+from elastic.core.policy.spreading import forming_is_long_after_ns
 from elastic.core.world import (
     NO_GENERATION,
     ExitCause,
@@ -204,6 +205,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     job.announced_ns, job.training_since_ns = cluster.now_ns, None
     soonest_s = min(cluster.config.form_timeout_s, job.spec.hang_timeout_s or inf)
     wake(job, cluster.now_ns + ns(soonest_s))
+    cluster.looks[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(places))
     job.first_steps, job.finished = {}, {}
     if job.is_fresh:
         job.is_fresh = False
@@ -464,6 +466,10 @@ def _watch_health(cluster: Cluster, job: JobState) -> None:
     )
     if is_training and job.training_since_ns is None:
         job.training_since_ns = cluster.now_ns
+        if not any(
+            w and w.sight and w.sight.waits(job.generation, cluster.now_ns) for w in members
+        ):
+            cluster.looks.pop(job.job_id, None)
         took_ms = (cluster.now_ns - job.announced_ns) // 1_000_000
         cluster.note("group_training", job.job_id, generation=job.generation, took_ms=took_ms)
     if job.training_since_ns is not None and job.history.losses:

@@ -3,6 +3,10 @@
 Rule: nothing here happens in a healthy run. The first member that says that it waits for its
 peers starts looks at its job, and they end when nobody waits any more. Before anyone is given up,
 it was asked: a node by a probe, a hung worker for its stacks.
+
+Members of a group that forms cannot say that they wait. When that takes longer than it ever should,
+nodes that say nothing are asked all the same, and have more time to answer: forming is hard work.
+Else the group would wait for the keepalive of a silent host, which may take ten seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from elastic.core.machine.settle import stop_worker, tell
 from elastic.core.messages import DumpStacks, Probe, Pulse
 from elastic.core.policy import hang
 from elastic.core.policy.hang import Sight, Watched
+from elastic.core.policy.spreading import forming_is_long_after_ns
 from elastic.core.world import ExitCause, ExitKind, WorkerPhase
 
 LOOK_NS = NS_PER_S // 10
@@ -23,6 +28,8 @@ QUIET_NS = NS_PER_S // 2
 DUMP_NS = 3 * NS_PER_S // 10
 """Between asking for stacks and killing: writing them takes some milliseconds, more when the
 machine is loaded."""
+FORMING_PROBES = 3
+"""While a group forms, a node has so many times longer to answer."""
 LATE_NS = NS_PER_S // 10
 """If the coordinator itself comes so much later than it wanted, what was said to it meanwhile may
 still be on its way."""
@@ -56,7 +63,9 @@ def take_pulse(cluster: Cluster, state: NodeState, pulse: Pulse) -> None:
         # Others wait for it in forming the next group, and do not say so.
         cluster.touch(job)
     elif pulse.waiting_ns > 0 and job.is_open:
-        cluster.looks.setdefault(job.job_id, now_ns)
+        due_ns = cluster.looks.get(job.job_id)
+        if due_ns is None or due_ns > now_ns + LOOK_NS:
+            cluster.looks[job.job_id] = now_ns
 
 
 def look(cluster: Cluster) -> None:
@@ -65,8 +74,12 @@ def look(cluster: Cluster) -> None:
         job = cluster.jobs.get(job_id)
         if job is not None and _waits(cluster, job):
             cluster.looks[job_id] = cluster.now_ns + LOOK_NS
-            _probe(cluster, job)
+            _probe(cluster, job, QUIET_NS, ns(cluster.config.probe_timeout_s))
             _judge(cluster, job)
+        elif job is not None and _is_forming(job):
+            long_ns = forming_is_long_after_ns(len(job.member_ids()))
+            cluster.looks[job_id] = cluster.now_ns + long_ns
+            _probe(cluster, job, long_ns, FORMING_PROBES * ns(cluster.config.probe_timeout_s))
         else:
             del cluster.looks[job_id]
             if job is not None:
@@ -78,15 +91,14 @@ def silent(cluster: Cluster) -> list[tuple[NodeState, str]]:
 
     A tick comes behind all that was said before it was due: an answer that is there counts.
     """
-    timeout_ns = ns(cluster.config.probe_timeout_s)
     found = []
-    for node_id, asked_ns in list(cluster.probes.items()):
+    for node_id, (asked_ns, timeout_ns) in list(cluster.probes.items()):
         state = cluster.book.nodes.get(node_id)
         if state is None or state.session is None:
             del cluster.probes[node_id]
         elif cluster.now_ns - asked_ns >= timeout_ns:
             del cluster.probes[node_id]
-            limit = f"{cluster.config.probe_timeout_s:g} s"
+            limit = f"{timeout_ns / NS_PER_S:g} s"
             why = f"its agent did not answer a probe within {limit} while members waited"
             last = (cluster.now_ns - state.heard_ns) / NS_PER_S
             cluster.note("node_silent", node=node_id, last_heard_s=f"{last:.2f}")
@@ -96,16 +108,15 @@ def silent(cluster: Cluster) -> list[tuple[NodeState, str]]:
 
 def plan_look(cluster: Cluster) -> None:
     """Note when the next look or the end of a probe is due."""
-    timeout_ns = ns(cluster.config.probe_timeout_s)
-    moments = [*cluster.looks.values(), *(asked + timeout_ns for asked in cluster.probes.values())]
+    moments = [*cluster.looks.values(), *map(sum, cluster.probes.values())]
     cluster.look_by_ns = min(moments, default=None)
 
 
 def forgive_own_sleep(cluster: Cluster) -> None:
     """If the coordinator was stopped, or its store was slow, probes begin anew."""
     if cluster.look_by_ns is not None and cluster.now_ns > cluster.look_by_ns + LATE_NS:
-        for node_id in cluster.probes:
-            cluster.probes[node_id] = cluster.now_ns
+        for node_id, (_, timeout_ns) in cluster.probes.items():
+            cluster.probes[node_id] = cluster.now_ns, timeout_ns
 
 
 def _waits(cluster: Cluster, job: JobState) -> bool:
@@ -116,22 +127,29 @@ def _waits(cluster: Cluster, job: JobState) -> bool:
     return any(w.sight and w.sight.waits(job.generation, cluster.now_ns) for w in members)
 
 
+def _is_forming(job: JobState) -> bool:
+    """Return whether a group was announced and does not train yet, in this coordinator's life."""
+    return job.is_open and not job.has_ended() and job.training_since_ns is None
+
+
 # ---------------------------------------------------------------- silent nodes
 
 
-def _probe(cluster: Cluster, job: JobState) -> None:
+def _probe(cluster: Cluster, job: JobState, quiet_ns: int, timeout_ns: int) -> None:
     """Ask all nodes of the group for a sign of life that have not given one for a while.
 
-    Also those of members that wait: they may have stopped after they said so.
+    Also those of members that wait: they may have stopped after they said so. Whoever was asked
+    already, and has longer to answer than it would have now, is asked again.
     """
     for worker_id in job.member_ids():
         worker = job.workers.get(worker_id)
         node = cluster.node_of(worker) if worker is not None else None
-        if node is None or node.session is None or node.node.node_id in cluster.probes:
+        if node is None or node.session is None or cluster.now_ns - node.heard_ns < quiet_ns:
             continue
-        if cluster.now_ns - node.heard_ns >= QUIET_NS:
+        asked_ns, has_ns = cluster.probes.get(node.node.node_id, (0, 0))
+        if not has_ns or asked_ns + has_ns > cluster.now_ns + timeout_ns:
             cluster.num_probes += 1
-            cluster.probes[node.node.node_id] = cluster.now_ns
+            cluster.probes[node.node.node_id] = cluster.now_ns, timeout_ns
             cluster.do(SendAgent(node.session, Probe(cluster.num_probes)))
 
 

@@ -16,6 +16,7 @@ MOST_NS = 2 * NS_PER_S
 TELEMETRY_SPREADS = 10
 """Telemetry may take a tenth of the coordinator's time."""
 WAITING_NS = NS_PER_S // 4
+FORMING_NS, FORMING_NS_PER_MEMBER = NS_PER_S // 2, NS_PER_S // 1000
 WAITING_NS_PER_MEMBER = NS_PER_S // 5000
 """Members of ten thousand learn of a group within a second, and the first ones wait."""
 
@@ -50,3 +51,12 @@ def waiting_is_long_after_ns(world_size: int) -> int:
     Ranks of a healthy run differ by less.
     """
     return max(WAITING_NS, world_size * WAITING_NS_PER_MEMBER)
+
+
+def forming_is_long_after_ns(world_size: int) -> int:
+    """Return how long a group forms before nodes that say nothing are asked whether they live.
+
+    A healthy group stands after some milliseconds, and one of ten thousand, whose members answer
+    one after another, within half of this.
+    """
+    return FORMING_NS + world_size * FORMING_NS_PER_MEMBER
