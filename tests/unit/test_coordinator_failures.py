@@ -213,7 +213,7 @@ def test_workers_killed_before_their_first_group_are_charged_each_time() -> None
 
 def large(nodes: int, limit: int) -> Coordinator:
     """A job that trains on so many nodes, n101, n102, ..."""
-    coordinator = Coordinator(replace(CONFIG, crash_loop_limit=limit))
+    coordinator = Coordinator(replace(CONFIG, crash_loop_limit=limit, form_timeout_s=1000))
     names = [f"n{100 + number}" for number in range(1, nodes + 1)]
     for name in names:
         coordinator.agent(name)

@@ -323,3 +323,55 @@ def test_no_look_is_left_behind_once_a_group_trains() -> None:
     coordinator.advance(0.6)
     assert coordinator.sent(Probe) == []
     assert not coordinator.machine._cluster.looks
+
+
+# ---------------------------------------------------------------- groups that do not form
+
+
+def test_who_forms_is_not_given_up_while_another_is_still_on_its_way() -> None:
+    coordinator = running(nodes=3)
+    for name in ("n1", "n2"):
+        coordinator.update(f"{name}/1", WorkerPhase.TRAINING, in_place=True)
+    coordinator.exits("n3/1")
+    coordinator.update("n1/1", WorkerPhase.FORMING)
+    # n2/1 is in user code between two epochs, and comes as soon as that is over.
+    coordinator.advance(CONFIG.form_timeout_s * 3)
+    assert coordinator.sent(StopWorker) == []
+    coordinator.training("n2/1", "n1/1")
+    assert coordinator.members("a").startswith("g2: n1/1 n2/1")
+
+
+def test_of_a_group_that_does_not_form_only_who_does_not_come_out_is_ended() -> None:
+    coordinator = running(nodes=3)
+    for worker in ("n1/1", "n2/1", "n3/1"):
+        coordinator.update(worker, WorkerPhase.READY)
+    coordinator.agent("n4")
+    coordinator.exits("n3/1")
+    for worker in ("n1/1", "n2/1"):
+        coordinator.update(worker, WorkerPhase.FORMING)
+    before = int(coordinator.members("a")[1])
+    coordinator.advance(CONFIG.form_timeout_s + 0.1)
+    assert coordinator.sent(StopWorker) == []
+    assert int(coordinator.members("a")[1]) == before + 1
+    coordinator.update("n1/1", WorkerPhase.FORMING)
+    coordinator.advance(CONFIG.form_timeout_s + 0.1)
+    assert [m.worker_id for m in coordinator.sent(StopWorker)] == ["n2/1"]
+
+
+def test_groups_that_break_while_somebody_is_on_its_way_do_not_prolong_its_time() -> None:
+    coordinator = running(nodes=3, collective_timeout_s=100)
+    for name in ("n1", "n2"):
+        coordinator.update(f"{name}/1", WorkerPhase.TRAINING, in_place=True)
+    coordinator.exits("n3/1")
+    stopped, seconds = [], 0
+    while not stopped and seconds < 200:
+        coordinator.update("n1/1", WorkerPhase.FORMING)
+        for _ in range(15):
+            coordinator.advance(1)
+            seconds += 1
+            stopped += [m.worker_id for m in coordinator.sent(StopWorker)]
+        coordinator.broken("n1/1")
+        coordinator.advance(0.5)
+    assert stopped == ["n2/1"]
+    assert seconds <= 120
+    assert coordinator.job("a").record.losses <= 2

@@ -13,7 +13,7 @@ from math import inf
 
 from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist, SendAgent
-from elastic.core.machine import announcing, copies, invariants, leaving, queueing
+from elastic.core.machine import announcing, copies, invariants, lateness, leaving, queueing
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.messages import (
     CoordinatorMessage,
@@ -175,9 +175,10 @@ def _holds(job: JobState, reason: str) -> None:
 def _fails_by_break(cluster: Cluster, job: JobState) -> bool:
     """Charge a group that broke without a loss; return whether the job has ended for it.
 
-    While one of its nodes is on its way out, that is what broke it.
+    While one of its nodes is on its way out, that is what broke it; while a member is on its way
+    in, the others have only waited for it, and its time is bounded.
     """
-    if leaving.nodes_of(cluster, job):
+    if leaving.nodes_of(cluster, job) or lateness.is_somebody_behind(job):
         return False
     decision = failure.judge_break(job.history, cluster.config)
     job.history = decision.value.history
@@ -291,8 +292,13 @@ def _is_complete(job: JobState) -> bool:
 
 
 def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
-    """Kill members that never came to train, and others that were told to leave and did not."""
+    """Kill members that never came to train, and others that were told to leave and did not.
+
+    Who forms a group waits for those who are not there yet. When all are there and none comes out
+    of it, nobody can tell which one hangs: the group is formed anew, and that one will be missing.
+    """
     members = job.member_ids() if job.is_open else ()
+    is_stuck: bool | None = None
     for worker_id in [*members, *sorted(set(job.workers).difference(members))]:
         worker = job.workers.get(worker_id)
         if worker is None or worker.stop_cause is not None:
@@ -300,12 +306,19 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
         report, since_ns = worker.report, job.announced_ns
         lingers_since_ns, worker.lingers_since_ns = worker.lingers_since_ns, None
         is_forming = report.phase is WorkerPhase.FORMING
-        if members and report.generation >= job.generation and not is_forming:
-            continue  # Only members have been told of this generation.
+        if members and report.generation >= job.generation:  # Only members have been told of it.
+            if is_forming and is_stuck is None:
+                is_stuck = lateness.is_forming_stuck(job)
+            if not is_forming or not is_stuck:
+                continue
         if not cluster.node_of(worker).is_live():
             continue
-        if job.is_open and job.is_member(worker_id):
-            what = f"join generation {job.generation}"
+        what = f"join generation {job.generation}"
+        is_member = job.is_open and job.is_member(worker_id)
+        if is_member and report.phase is WorkerPhase.TRAINING:
+            worker.lingers_since_ns = since_ns = lingers_since_ns or since_ns
+        elif is_member:
+            pass
         elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
             # From the first group without it: those that follow are no reason to wait longer.
             since_ns = lingers_since_ns or max(since_ns, worker.since_ns)
@@ -313,7 +326,7 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
             what = f"leave generation {report.generation}"
         else:
             continue
-        limit_s = _patience_s(cluster, job, worker)
+        limit_s = lateness.patience_s(cluster, job, worker)
         until = since_ns + ns(limit_s)
         if cluster.now_ns < until:
             wake(job, until)
@@ -322,32 +335,13 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
         stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
 
 
-def _patience_s(cluster: Cluster, job: JobState, worker: WorkerState) -> float:
-    """Return how long a worker may take to come out of the group that it is in, or into one."""
-    report = worker.report
-    limit_s = cluster.config.form_timeout_s
-    if not report.in_place or report.phase is not WorkerPhase.TRAINING:
-        return limit_s
-    # Its loop leaves by itself, at its next micro-batch: user code between epochs may take.
-    limit_s = max(limit_s, job.spec.collective_timeout_s)
-    return min(limit_s, job.spec.hang_timeout_s) if _stands(cluster, job, worker) else limit_s
-
-
-def _stands(cluster: Cluster, job: JobState, worker: WorkerState) -> bool:
-    """Return whether the main thread of a worker has not moved for longer than it may."""
-    sight, hang_s = worker.sight, job.spec.hang_timeout_s
-    if not hang_s or sight is None or not sight.stands(worker.report.generation, cluster.now_ns):
-        return False
-    return cluster.now_ns - (sight.still_since_ns or 0) >= ns(hang_s)
-
-
 def _is_saving(cluster: Cluster, job: JobState) -> bool:
     """Return whether members save where they leave, and none that has not left stands still."""
     if not (job.told_to_save and job.is_in_place()):
         return False
     inside = [job.workers[w] for w in job.member_ids() if w in job.workers]
     return not any(
-        w.report.phase is WorkerPhase.TRAINING and _stands(cluster, job, w) for w in inside
+        w.report.phase is WorkerPhase.TRAINING and lateness.stands(cluster, job, w) for w in inside
     )
 
 

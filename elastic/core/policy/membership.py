@@ -194,6 +194,15 @@ def _decide_open(
             Plan(Act.KEEP), "the group broke, waiting for the cause", min([until, *wake])
         )
 
+    all_form = len(here) == len(members) and all(c.phase is WorkerPhase.FORMING for c in here)
+    if all_form and here and not awaited:
+        # One of them hangs. The others come out of a group that is over, and into the next one.
+        until = max(c.since_ns for c in here) + ns(config.form_timeout_s)
+        if now_ns >= until:
+            why = f"nobody came out of forming within {config.form_timeout_s:g} s"
+            return _replace(spec, current, by_id, "broken", why)
+        wake.append(until)
+
     wanted = choose(spec, current, by_id, interrupting=True)
     # The state goes along with a member that stays; if none does, only what is saved is not lost.
     saves = set(current.members).isdisjoint(wanted) if wanted else current.saves

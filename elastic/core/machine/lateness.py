@@ -1,0 +1,49 @@
+"""How long members may take to come into a group, or out of one.
+
+Rule: whoever waits is not late: time counts against those whom the others wait for.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import ns
+from elastic.core.machine.jobs import Cluster, JobState, WorkerState
+from elastic.core.world import WorkerPhase
+
+
+def is_somebody_behind(job: JobState) -> bool:
+    """Return whether a member of the newest group has not come into it yet."""
+    return any(w.report.generation < job.generation for w in _members(job))
+
+
+def is_forming_stuck(job: JobState) -> bool:
+    """Return whether members that form can be late: all have come into the group, and some train.
+
+    While somebody is behind they wait for it; while nobody trains nobody can tell which one hangs.
+    """
+    members = _members(job)
+    return all(w.report.generation >= job.generation for w in members) and any(
+        w.report.phase is WorkerPhase.TRAINING for w in members
+    )
+
+
+def _members(job: JobState) -> list[WorkerState]:
+    return [job.workers[w] for w in job.member_ids() if w in job.workers] if job.is_open else []
+
+
+def patience_s(cluster: Cluster, job: JobState, worker: WorkerState) -> float:
+    """Return how long a worker may take to come out of the group that it is in, or into one."""
+    report = worker.report
+    limit_s = cluster.config.form_timeout_s
+    if not report.in_place or report.phase is not WorkerPhase.TRAINING:
+        return limit_s
+    # Its loop leaves by itself, at its next micro-batch: user code between epochs may take.
+    limit_s = max(limit_s, job.spec.collective_timeout_s)
+    return min(limit_s, job.spec.hang_timeout_s) if stands(cluster, job, worker) else limit_s
+
+
+def stands(cluster: Cluster, job: JobState, worker: WorkerState) -> bool:
+    """Return whether the main thread of a worker has not moved for longer than it may."""
+    sight, hang_s = worker.sight, job.spec.hang_timeout_s
+    if not hang_s or sight is None or not sight.stands(worker.report.generation, cluster.now_ns):
+        return False
+    return cluster.now_ns - (sight.still_since_ns or 0) >= ns(hang_s)
