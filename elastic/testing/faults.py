@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic.core.events.agent import DrainSignalled, HealthFound, ProcessStopped
-from elastic.core.world import ExitCause, ExitKind
+from elastic.core.world import ExitCause, ExitKind, NodeId
+from elastic.testing.blame import Blame
 from elastic.testing.hosts import AgentHost, CoordinatorHost
 from elastic.testing.network import Network
 from elastic.testing.training import DataPlane, SimProcess
@@ -56,6 +57,7 @@ class Faults:
         *,
         plane: DataPlane,
         mix: Mix,
+        blame: Blame,
     ) -> None:
         """Begin quiet; `begin` schedules the first fault."""
         self.timeline = timeline
@@ -66,6 +68,7 @@ class Faults:
         self.mix = mix
         self.is_over = False
         self.count = 0
+        self.blame = blame
         self._stopped: list[tuple[AgentHost, SimProcess]] = []
         self._noticed: set[tuple[str, int]] = set()
 
@@ -141,6 +144,7 @@ class Faults:
         agent, process = found
         self.timeline.tell(agent.node_id, f"worker {process.worker_id} stopped")
         process.set_stopped(True)
+        self.blame.trouble(process.worker_id)
         self._stopped.append(found)
         self._show_stopped(agent, process, True)
         wait = self.timeline.between(100 * MS, 3 * S)
@@ -148,6 +152,10 @@ class Faults:
 
     def _member(self) -> SimProcess | None:
         """Choose a worker that computes, in a group with others who move."""
+        found = self._computing()
+        return self.timeline.rng.choice(found) if found else None
+
+    def _computing(self) -> list[SimProcess]:
         found = []
         for agent in self.agents:
             for process in agent.workers():
@@ -157,13 +165,51 @@ class Faults:
                     continue
                 if any(other is not process and other.moves() for other in others):
                     found.append(process)
-        return self.timeline.rng.choice(found) if found else None
+        return found
 
     def _hang_worker(self) -> None:
         process = self._member()
         if process is not None:
             self.timeline.tell(process.node_id, f"worker {process.worker_id} hangs")
             process.is_hung = True
+            self.blame.trouble(process.worker_id)
+
+    def break_node(self) -> None:
+        """Whatever computes on one node hangs, again and again."""
+        until_ns, chosen = self.timeline.now_ns + 40 * S, list[NodeId]()
+
+        def strike() -> None:
+            if self.is_over or self.timeline.now_ns > until_ns:
+                return
+            found = [process for process in self._computing() if process.moves()]
+            if found and not chosen:
+                chosen.append(self.timeline.rng.choice(found).node_id)
+            for process in found:
+                if process.node_id in chosen and self._is_missed(process):
+                    self.timeline.tell(process.node_id, f"worker {process.worker_id} hangs")
+                    process.is_hung = True
+                    self.blame.trouble(process.worker_id)
+            self.timeline.after(1 * S, strike)
+
+        strike()
+
+    def _is_missed(self, process: SimProcess) -> bool:
+        """Return whether a member on another node would wait for it; a group that stands is not."""
+        group = self.plane.group_of(process)
+        others = group.members.values() if group is not None else ()
+        return any(other.node_id != process.node_id and other.moves() for other in others)
+
+    def fell_leaders(self) -> None:
+        """The leader dies while a group forms, and so does the next one."""
+        for delay in (self.timeline.between(0, 20 * MS), self.timeline.between(2 * S, 4 * S)):
+            self.timeline.after(delay, self._fell)
+
+    def _fell(self) -> None:
+        host = self.coordinator
+        if not self.is_over and host.machine is not None:
+            self.count += 1
+            host.crash()
+            self.timeline.after(self.timeline.between(1 * S, 5 * S), host.start)
 
     def _slow_worker(self) -> None:
         process = self._member()
@@ -181,6 +227,7 @@ class Faults:
         for process in agent.processes.values():
             if process.is_alive and not process.is_stopped:
                 process.set_stopped(True)
+                self.blame.trouble(process.worker_id)
                 self._stopped.append((agent, process))
         wait = self.timeline.between(100 * MS, 6 * S)
         self.timeline.after(wait, self._wake_node, agent, list(agent.processes.values()))

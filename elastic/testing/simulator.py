@@ -37,6 +37,7 @@ from elastic.core.messages import AgentMessage, Announce, CoordinatorMessage, He
 from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, Strategy
 from elastic.errors import ElasticError
 from elastic.testing import crowd, holders
+from elastic.testing.blame import Blame
 from elastic.testing.checkers import Checkers, CheckFailed
 from elastic.testing.disk import Disk
 from elastic.testing.faults import PREEMPTIONS_ONLY, Faults, draw_mix
@@ -65,6 +66,12 @@ COPIES_SEED = 2
 """Of four seeds, the one whose runs have copies of their state on other nodes."""
 RARELY_SEED = 10
 """Of sixteen seeds, from this on, copies are made so rarely that one that is lost is missed."""
+PATIENT_SEED = 3
+"""Of seven seeds, the one with a larger --silence."""
+FELLED_SEED = 7
+"""Of fifteen seeds, one with several coordinators, of which two die while a group forms."""
+BROKEN_SEED = 5
+"""Of six seeds, the one in which whatever computes on one node hangs."""
 OLD_SEED = 6
 """Of sixteen seeds, all of sharded runs, the one in which some agents are of the version before."""
 SLACK_NS = 3 * S
@@ -101,6 +108,7 @@ class Simulation:
             Conditions(
                 delay_max_ns=rng.choice([500_000, 2 * MS, 50 * MS, 400 * MS]),
                 late=rng.choice([0.0, 0.5]),
+                keepalive_ns=6 * S if seed % 7 == PATIENT_SEED else 1500 * MS,
             ),
         )
         self.plane = DataPlane(self.timeline, self.checkers)
@@ -143,6 +151,7 @@ class Simulation:
             self.agents,
             plane=self.plane,
             mix=PREEMPTIONS_ONLY if self.checkers.is_gentle else draw_mix(self.timeline),
+            blame=Blame(self.timeline, self.network.conditions, fail=self.checkers.failed),
         )
         for host in self.coordinators:
             host.on_note = self._noted
@@ -177,7 +186,7 @@ class Simulation:
             boundary_timeout_s=rng.choice([2.0, 30.0]),
             crash_loop_limit=1_000_000,
             healthy_after_s=5.0,
-            node_faults_max=2,
+            node_faults_max=1 if self.seed % 6 == BROKEN_SEED else 2,
             fault_window_s=20.0,
             quarantine_s=5.0,
             # Longer than a healthy agent needs to answer, with all the delay that there is.
@@ -239,6 +248,7 @@ class Simulation:
     def _noted(self, note: Note) -> None:
         """Hold what the coordinator accuses somebody of against the truth."""
         said = dict(note.fields)
+        self.faults.blame.noted(note)
         self.checkers.failed(
             self.crowd.noted(note.name, note.job_id, said), f"{note.job_id} {said}"
         )
@@ -251,6 +261,9 @@ class Simulation:
             self.plane.copying.forget_shown()
         elif note.name == "group_formed":
             self._show_copies(note)
+            is_felled = self.seed % 15 == FELLED_SEED and not self.checkers.is_gentle
+            if is_felled and self.timeline.chance(0.2):
+                self.faults.fell_leaders()
         elif note.name == "worker_hung":
             processes = self.by_node[NodeId(said["node"])].workers()
             innocent = [p for p in processes if p.worker_id == said["worker"] and not p.is_hung]
@@ -294,6 +307,8 @@ class Simulation:
         # Not in every seed either, see `_plan_job`.
         for _ in range(3 if self.seed % 4 == SICK_SEED else 0):
             self.timeline.after(self.timeline.between(5 * S, 50 * S), self.faults.sicken)
+        if self.seed % 6 == BROKEN_SEED and not self.checkers.is_gentle:
+            self.timeline.after(self.timeline.between(5 * S, 30 * S), self.faults.break_node)
         if self.seed % 10 == REPLACED_SEED:
             for _ in range(3):
                 self.timeline.after(self.timeline.between(10 * S, 50 * S), self._drain_some_node)

@@ -12,8 +12,10 @@ from elastic.core.machine import (
     agent_connection,
     announcing,
     coordinator,
+    health,
     intake,
     jobs,
+    lateness,
     queueing,
     reports,
     settle,
@@ -320,3 +322,22 @@ def leads_on_while_its_lease_is_not_renewed(patch: Patch) -> None:
 def writes_without_comparing_the_leader(patch: Patch) -> None:
     """A write is taken from whoever brings it."""
     patch.setattr(terms.LeaseStore, "fence", lambda self, name, term: True)
+
+
+@bug
+def takes_the_neighbour_of_a_hung_worker_for_ill(patch: Patch) -> None:
+    """A hang is counted against the node that found it out."""
+    honest = health.take_exit
+
+    def take_exit(cluster: Any, state: Any, cause: Any, *, ordered: bool) -> None:
+        others = [other for other in cluster.book.ordered() if other is not state]
+        honest(cluster, (others or [state])[-1], cause, ordered=ordered)
+
+    patch.setattr(health, "take_exit", take_exit)
+
+
+@bug
+def ends_who_forms_with_the_one_that_it_waits_for(patch: Patch) -> None:
+    """A group that does not form in time is ended as a whole."""
+    patch.setattr(lateness, "is_somebody_behind", lambda job: False)
+    patch.setattr(lateness, "does_somebody_train", lambda job: True)
