@@ -366,15 +366,19 @@ class Leadership:
         ]
         if history is None:
             puts.append(Put(self._history_key, drawn))
+        # Who is told to end while the store has not answered gives back what it may have won.
+        self._lease = lease
         try:
             result = await self._store.commit(compares, puts)
         except Fenced:
+            self._lease = None
             return False  # The store was so slow that the lease has ended already.
         if not result.committed:
+            self._lease = None
             if lease is not None:
                 await self._store.revoke_lease(lease.lease_id)
             return False
-        self._lease, self._revision, self.term = lease, result.revision, number
+        self._revision, self.term = result.revision, number
         self.history = drawn.decode("ascii", "replace")
         if lease is not None:
             self._valid_until_ns = began_ns + round(lease.ttl_s * 1e9)

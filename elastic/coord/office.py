@@ -59,6 +59,7 @@ class Office:
         self._leader: Holder | None = None
         self._seen_ns = 0
         self._ending = ""
+        self._claim: tuple[int, int] | None = None
         self._news = anyio.Event()
         self.coordinators: tuple[str, ...] = ()
 
@@ -77,17 +78,22 @@ class Office:
         if changed and self._tenure is not None:
             self._tenure.driver.tell_coordinators(coordinators)
 
+    def claim(self, term: int) -> None:
+        """This coordinator leads under this term, and is reading its journal: `enter` follows."""
+        self._claim = term, self._clock.monotonic_ns()
+        self._tell()
+
     def enter(self, tenure: Tenure, is_valid: Callable[[], bool]) -> None:
         """This coordinator leads from now on, for as long as `is_valid` says so."""
         self._tenure, self._is_valid = tenure, is_valid
-        self._leader = None
+        self._leader = self._claim = None
         if self.coordinators:
             tenure.driver.tell_coordinators(self.coordinators)
         self._tell()
 
     def leave(self) -> None:
         """It leads no more."""
-        self._tenure = None
+        self._tenure = self._claim = None
         self._seen_ns = self._seen_ns and self._clock.monotonic_ns()
         self._tell()
 
@@ -132,6 +138,13 @@ class Office:
         """Return why this coordinator does not answer, and who may."""
         if self._ending:
             return NotLeading(self._ending)
+        if self._claim is not None:
+            term, since_ns = self._claim
+            reads_s = (self._clock.monotonic_ns() - since_ns) / 1e9
+            return NotLeading(
+                f"coordinator {self.name} leads (term {term}), and has been reading its journal "
+                f"for {reads_s:.1f} s; try again"
+            )
         if not self._seen_ns:
             return NotLeading(f"coordinator {self.name} is starting; try again")
         age_s, leader = self._age_s(), self._leader

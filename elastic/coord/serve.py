@@ -273,6 +273,7 @@ class _Life:
     async def _lead(self, announce: Callable[[str], None]) -> None:
         """One term, from the journal to its end."""
         options = self._options
+        self._office.claim(self._leadership.term)
         machine = CoordinatorMachine(options.config, self._name)
         journal = Journal(self._store, options.prefix, self._leadership, compacts=not self._shared)
         driver = Driver(machine, journal, self._clock, event_log=self._event_log)

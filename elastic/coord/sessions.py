@@ -20,6 +20,10 @@ OUT_MESSAGES_MAX = 2048
 the node's workers; nobody has thousands of workers on one node."""
 
 
+LAST_WORDS_S = 10.0
+"""What was sent before a stream is closed has so long to go out."""
+
+
 class Session:
     """One stream of one agent, from its first message to its end.
 
@@ -54,16 +58,21 @@ class Session:
         self._arrived.set()
 
     def close(self, reason: str) -> None:
-        """End after what was sent before; nothing is queued any more."""
+        """End after what was sent before; nothing is queued any more.
+
+        A peer that reads nothing must not keep the stream: what waits is dropped after a while.
+        """
         self.reason = self.reason or reason
+        if not self._closing and not self._cut.is_set():
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._cut.set)
         self._closing = True
         self._arrived.set()
 
     def cut(self, reason: str) -> None:
         """End now; what waits is dropped. From any callback, any number of times."""
+        self._cut.set()
         self.close(reason)
         self._out.clear()
-        self._cut.set()
 
     async def next_message(self) -> CoordinatorMessage | None:
         """Wait for the next message to write; None when the session is over."""

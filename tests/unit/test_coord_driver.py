@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
+from elastic.coord import sessions
 from elastic.coord.driver import Driver
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import Leadership
@@ -272,6 +273,18 @@ async def test_what_was_sent_before_a_close_still_goes_out() -> None:
     session.send(Release("too late"))
     assert await session.next_message() == Release("last")
     assert await session.next_message() is None
+
+
+async def test_a_session_that_is_closed_ends_though_its_peer_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "LAST_WORDS_S", 0.01)
+    session = Session(Sessions().open("peer").session_id, "peer")
+    session.send(Release("last"))
+    session.close("over")
+    with anyio.fail_after(DEADLINE_S):
+        await session.wait_cut()
+    assert session.reason == "over"
 
 
 async def test_a_slow_watcher_loses_the_oldest_notes_and_is_told_how_many() -> None:

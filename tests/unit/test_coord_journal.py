@@ -346,6 +346,28 @@ async def test_a_leader_is_not_valid_any_more_before_its_lease_can_have_ended() 
     assert (await store.read(f"{PREFIX}/leader")).entries or not leader.is_valid()
 
 
+async def test_who_is_told_to_end_while_its_claim_is_unanswered_gives_it_back() -> None:
+    store = memory_store()
+    first = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=True, ttl_s=60.0)
+    commit, claimed = store.commit, anyio.Event()
+
+    async def answer_never(compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
+        await commit(compares, writes)
+        claimed.set()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    store.commit = answer_never  # type: ignore[method-assign]
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(first.acquire, lambda _: None)
+            await claimed.wait()
+            tasks.cancel_scope.cancel()
+        assert (await store.read(f"{PREFIX}/leader")).entries
+        await first.resign()
+        assert not (await store.read(f"{PREFIX}/leader")).entries
+
+
 async def test_a_leader_whose_lease_was_revoked_stops_and_may_lead_again() -> None:
     store = memory_store()
     leader = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=True, ttl_s=TTL_S)

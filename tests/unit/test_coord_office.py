@@ -155,3 +155,29 @@ async def test_a_coordinator_that_led_shows_what_it_knew_while_its_store_does_no
     view, said = await follower.look()
     assert [j.record.spec.job_id for j in view.jobs] == ["j-1"]
     assert said.startswith("as of 3.0 s ago")
+
+
+def test_a_coordinator_that_has_claimed_says_that_it_leads_and_reads_its_journal() -> None:
+    clock = StoppedClock()
+    office = Office("a/1", clock)
+    office.saw(None)
+    office.claim(7)
+    clock.advance(3.2)
+    assert office.tenure is None
+    assert str(office.refusal()) == (
+        "coordinator a/1 leads (term 7), and has been reading its journal for 3.2 s; try again"
+    )
+    mine = tenure()
+    office.enter(mine, lambda: True)
+    assert office.require() is mine
+    office.leave()
+    assert "nobody leads" in str(office.refusal())
+
+
+def test_a_term_that_ends_while_the_journal_is_read_is_not_claimed_any_more() -> None:
+    office = Office("a/1", StoppedClock())
+    office.saw(None)
+    office.claim(7)
+    office.leave()
+    office.saw(LEADER)
+    assert "b/2 at 10.0.0.2:7070 (pid 2) leads" in str(office.refusal())

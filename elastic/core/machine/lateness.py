@@ -22,7 +22,7 @@ def is_forming_stuck(job: JobState) -> bool:
     """
     members = _members(job)
     return all(w.report.generation >= job.generation for w in members) and any(
-        w.report.phase is WorkerPhase.TRAINING for w in members
+        w.report.phase in (WorkerPhase.TRAINING, WorkerPhase.FINISHED) for w in members
     )
 
 
