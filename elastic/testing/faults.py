@@ -57,7 +57,6 @@ class Faults:
         *,
         plane: DataPlane,
         mix: Mix,
-        blame: Blame,
     ) -> None:
         """Begin quiet; `begin` schedules the first fault."""
         self.timeline = timeline
@@ -68,7 +67,7 @@ class Faults:
         self.mix = mix
         self.is_over = False
         self.count = 0
-        self.blame = blame
+        self.blame = Blame(timeline, network.conditions, fail=plane.checkers.failed)
         self._stopped: list[tuple[AgentHost, SimProcess]] = []
         self._noticed: set[tuple[str, int]] = set()
 

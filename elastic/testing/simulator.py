@@ -37,7 +37,6 @@ from elastic.core.messages import AgentMessage, Announce, CoordinatorMessage, He
 from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, Strategy
 from elastic.errors import ElasticError
 from elastic.testing import crowd, holders
-from elastic.testing.blame import Blame
 from elastic.testing.checkers import Checkers, CheckFailed
 from elastic.testing.disk import Disk
 from elastic.testing.faults import PREEMPTIONS_ONLY, Faults, draw_mix
@@ -66,7 +65,7 @@ COPIES_SEED = 2
 """Of four seeds, the one whose runs have copies of their state on other nodes."""
 RARELY_SEED = 10
 """Of sixteen seeds, from this on, copies are made so rarely that one that is lost is missed."""
-PATIENT_SEED = 3
+PATIENT_SEED, PATIENCE = 3, 4
 """Of seven seeds, the one with a larger --silence."""
 FELLED_SEED = 7
 """Of fifteen seeds, one with several coordinators, of which two die while a group forms."""
@@ -108,7 +107,6 @@ class Simulation:
             Conditions(
                 delay_max_ns=rng.choice([500_000, 2 * MS, 50 * MS, 400 * MS]),
                 late=rng.choice([0.0, 0.5]),
-                keepalive_ns=6 * S if seed % 7 == PATIENT_SEED else 1500 * MS,
             ),
         )
         self.plane = DataPlane(self.timeline, self.checkers)
@@ -151,7 +149,6 @@ class Simulation:
             self.agents,
             plane=self.plane,
             mix=PREEMPTIONS_ONLY if self.checkers.is_gentle else draw_mix(self.timeline),
-            blame=Blame(self.timeline, self.network.conditions, fail=self.checkers.failed),
         )
         for host in self.coordinators:
             host.on_note = self._noted
@@ -294,6 +291,7 @@ class Simulation:
             CheckFailed: a property does not hold.
             InvariantViolation: a machine contradicts itself.
         """
+        self.network.conditions.keepalive_ns *= PATIENCE if self.seed % 7 == PATIENT_SEED else 1
         for host in self.coordinators:
             self.timeline.after(0, host.start)
         for agent in self.agents:

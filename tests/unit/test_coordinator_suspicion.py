@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic.core.config import ns
 from elastic.core.events.coordinator import CloseSession
 from elastic.core.events.shared import Tick
 from elastic.core.messages import DumpStacks, Probe, ProbeAck, Pulse, StopWorker
@@ -375,3 +376,18 @@ def test_groups_that_break_while_somebody_is_on_its_way_do_not_prolong_its_time(
     assert stopped == ["n2/1"]
     assert seconds <= 120
     assert coordinator.job("a").record.losses <= 2
+
+
+def test_a_group_that_a_slow_store_holds_up_has_all_its_time_once_it_is_told() -> None:
+    coordinator = running(nodes=3)
+    coordinator.exits("n3/1")
+    # Until now the record was being written: nobody has heard of the group before.
+    coordinator.now_ns += ns(CONFIG.form_timeout_s + 1)
+    coordinator.step(Tick())
+    assert coordinator.sent(StopWorker) == []
+    for name in ("n1", "n2"):
+        coordinator.says(name, ProbeAck(0))
+    coordinator.advance(CONFIG.form_timeout_s - 0.1)
+    assert coordinator.sent(StopWorker) == []
+    coordinator.advance(0.2)
+    assert {m.worker_id for m in coordinator.sent(StopWorker)} == {"n1/1", "n2/1"}

@@ -82,13 +82,11 @@ class JobState:
         restart_at_ns: no worker is started before (back-off).
         wake_ns: when this job must be looked at again.
         first_steps: wall clock at the end of each member's first step in this generation.
-        finished: what the train function returned, of each member that finished this generation;
-            kept when its process dies afterwards.
+        finished: what the train function returned, of each member that finished; outlives it.
         failure_generation, loss_generation: the newest ones that were charged for a failure of
             user code and for a lost worker; each is charged once.
         charged_ns: when it was last charged for a loss, None for never.
-        save_request: number of the newest wish for a checkpoint that did not come true yet, 0 for
-            none.
+        save_request: of the newest wish for a checkpoint that did not come true yet, 0 for none.
         preemptions: how many nodes an announced drain took from its groups; a budget of its own.
         saved_before_ns: when a checkpoint was last wished for because nodes leave that the group
             cannot do without, None while there are none.
@@ -98,8 +96,7 @@ class JobState:
         bounds: (min, max) workers that a user set after the submission, None for those of the spec.
         paused: a user wants it to hold no workers.
         gives_way_to: the job for which it is to leave its slots, as the queue has it, "" for none.
-        pause_wish: number of the wish for a checkpoint that was made because it is to hold no
-            workers, 0 before.
+        pause_wish: number of the wish for a checkpoint before it holds no workers, 0 for none.
         is_saved: that wish came true.
         gives_all: since then its group was asked to leave, and no other one is formed.
         rest_by_ns: until when it has time for a checkpoint, then for a boundary; None before.

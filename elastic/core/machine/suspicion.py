@@ -113,7 +113,16 @@ def plan_look(cluster: Cluster) -> None:
 
 
 def forgive_own_sleep(cluster: Cluster) -> None:
-    """If the coordinator was stopped, or its store was slow, probes begin anew."""
+    """If the coordinator was stopped, or its store was slow, probes begin anew.
+
+    So does the time of groups that were decided on before: nobody had heard of them, maybe.
+    """
+    for job_id, due_ns in cluster.looks.items():
+        job = cluster.jobs.get(job_id) if cluster.now_ns > due_ns + LATE_NS else None
+        if job is not None and job.is_open:
+            long_ns = forming_is_long_after_ns(len(job.member_ids()))
+            if due_ns == job.announced_ns + long_ns:  # There was no look at it yet.
+                job.announced_ns = cluster.now_ns
     if cluster.look_by_ns is not None and cluster.now_ns > cluster.look_by_ns + LATE_NS:
         for node_id, (_, timeout_ns) in cluster.probes.items():
             cluster.probes[node_id] = cluster.now_ns, timeout_ns

@@ -193,15 +193,11 @@ def _decide_open(
         return Decision(
             Plan(Act.KEEP), "the group broke, waiting for the cause", min([until, *wake])
         )
-
-    all_form = len(here) == len(members) and all(c.phase is WorkerPhase.FORMING for c in here)
-    if all_form and here and not awaited:
-        # One of them hangs. The others come out of a group that is over, and into the next one.
-        until = max(c.since_ns for c in here) + ns(config.form_timeout_s)
-        if now_ns >= until:
-            why = f"nobody came out of forming within {config.form_timeout_s:g} s"
-            return _replace(spec, current, by_id, "broken", why)
-        wake.append(until)
+    stuck_ns = _stuck_at_ns(members, here, config)
+    if stuck_ns is not None and not awaited:
+        if now_ns >= stuck_ns:
+            return _replace(spec, current, by_id, "broken", "nobody has come out of forming")
+        wake.append(stuck_ns)
 
     wanted = choose(spec, current, by_id, interrupting=True)
     # The state goes along with a member that stays; if none does, only what is saved is not lost.
@@ -224,6 +220,13 @@ def _decide_open(
     silent = [c.worker_id for c in members if not c.reachable]
     if silent:
         return Decision(Plan(Act.KEEP), f"the node of {', '.join(silent)} does not answer", wake_ns)
+    return _wish(current, wanted, saves, wake_ns)
+
+
+def _wish(
+    current: Current, wanted: tuple[WorkerId, ...], saves: bool, wake_ns: int | None
+) -> Decision[Plan]:
+    """Nothing is wrong with the group: should it change at its next boundary?"""
     joining = len(set(wanted) - set(current.members))
     leaving = len(set(current.members) - set(wanted))
     if wanted and joining + leaving:
@@ -243,6 +246,22 @@ def _ask(saves: bool, wake_ns: int | None) -> Decision[Plan]:
     if not saves:
         plan, reason = Plan(Act.ASK, cause="resume"), "goes on after all: nothing need be saved"
     return Decision(plan, reason, wake_ns)
+
+
+def _stuck_at_ns(
+    members: Sequence[Candidate], here: Sequence[Candidate], config: CoordinatorConfig
+) -> int | None:
+    """Return when a group in which all form hangs, None while anybody does anything else.
+
+    One of them does. The others come out of a group that is over, and into the next one.
+    """
+    if (
+        not here
+        or len(here) < len(members)
+        or any(c.phase is not WorkerPhase.FORMING for c in here)
+    ):
+        return None
+    return max(c.since_ns for c in here) + ns(config.form_timeout_s)
 
 
 def _replace(
