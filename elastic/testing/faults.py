@@ -34,6 +34,12 @@ ALL_FAULTS = (
 )  # fmt: skip
 
 
+FELLED_SEED = 7
+"""Of fifteen seeds, one with several coordinators, of which two die while a group forms."""
+BROKEN_SEED = 5
+"""Of six seeds, the one in which whatever computes on one node hangs."""
+
+
 def draw_mix(timeline: Timeline) -> Mix:
     """Draw which faults this run knows, and how dense they come (swarm testing)."""
     rng = timeline.rng
@@ -172,6 +178,17 @@ class Faults:
             self.timeline.tell(process.node_id, f"worker {process.worker_id} hangs")
             process.is_hung = True
             self.blame.trouble(process.worker_id)
+
+    def plan_node(self, seed: int) -> None:
+        """Break a node, in some seeds."""
+        if seed % 6 == BROKEN_SEED and self.mix is not PREEMPTIONS_ONLY:
+            self.timeline.after(self.timeline.between(5 * S, 30 * S), self.break_node)
+
+    def group_formed(self, seed: int) -> None:
+        """Let leaders die while a group forms, in some seeds."""
+        is_felled = seed % 15 == FELLED_SEED and self.mix is not PREEMPTIONS_ONLY
+        if is_felled and self.timeline.chance(0.2):
+            self.fell_leaders()
 
     def break_node(self) -> None:
         """Whatever computes on one node hangs, again and again."""

@@ -39,7 +39,7 @@ from elastic.errors import ElasticError
 from elastic.testing import crowd, holders
 from elastic.testing.checkers import Checkers, CheckFailed
 from elastic.testing.disk import Disk
-from elastic.testing.faults import PREEMPTIONS_ONLY, Faults, draw_mix
+from elastic.testing.faults import BROKEN_SEED, PREEMPTIONS_ONLY, Faults, draw_mix
 from elastic.testing.hosts import AgentHost, CoordinatorHost
 from elastic.testing.network import Conditions, Network, Stream
 from elastic.testing.terms import Candidate, LeaseStore
@@ -67,10 +67,6 @@ RARELY_SEED = 10
 """Of sixteen seeds, from this on, copies are made so rarely that one that is lost is missed."""
 PATIENT_SEED, PATIENCE = 3, 4
 """Of seven seeds, the one with a larger --silence."""
-FELLED_SEED = 7
-"""Of fifteen seeds, one with several coordinators, of which two die while a group forms."""
-BROKEN_SEED = 5
-"""Of six seeds, the one in which whatever computes on one node hangs."""
 OLD_SEED = 6
 """Of sixteen seeds, all of sharded runs, the one in which some agents are of the version before."""
 SLACK_NS = 3 * S
@@ -258,9 +254,7 @@ class Simulation:
             self.plane.copying.forget_shown()
         elif note.name == "group_formed":
             self._show_copies(note)
-            is_felled = self.seed % 15 == FELLED_SEED and not self.checkers.is_gentle
-            if is_felled and self.timeline.chance(0.2):
-                self.faults.fell_leaders()
+            self.faults.group_formed(self.seed)
         elif note.name == "worker_hung":
             processes = self.by_node[NodeId(said["node"])].workers()
             innocent = [p for p in processes if p.worker_id == said["worker"] and not p.is_hung]
@@ -305,8 +299,7 @@ class Simulation:
         # Not in every seed either, see `_plan_job`.
         for _ in range(3 if self.seed % 4 == SICK_SEED else 0):
             self.timeline.after(self.timeline.between(5 * S, 50 * S), self.faults.sicken)
-        if self.seed % 6 == BROKEN_SEED and not self.checkers.is_gentle:
-            self.timeline.after(self.timeline.between(5 * S, 30 * S), self.faults.break_node)
+        self.faults.plan_node(self.seed)
         if self.seed % 10 == REPLACED_SEED:
             for _ in range(3):
                 self.timeline.after(self.timeline.between(10 * S, 50 * S), self._drain_some_node)
