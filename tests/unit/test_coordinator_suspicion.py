@@ -9,7 +9,7 @@ import pytest
 from elastic.core.config import ns
 from elastic.core.events.coordinator import CloseSession
 from elastic.core.events.shared import Tick
-from elastic.core.messages import DumpStacks, Probe, ProbeAck, Pulse, StopWorker
+from elastic.core.messages import Announce, DumpStacks, Probe, ProbeAck, Pulse, StopWorker
 from elastic.core.world import JobId, JobPhase, NodePhase, WorkerId, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, MS, Coordinator, running
 
@@ -232,6 +232,41 @@ def test_a_hang_that_comes_again_in_every_group_ends_the_job() -> None:
     assert record.phase is JobPhase.FAILED
     assert "3 workers lost in a row without progress" in record.reason
     assert record.failures == 0
+
+
+def all_wait_for(coordinator: Coordinator, since: float, until: float) -> list[object]:
+    """Let all wait for each other from `since` to `until` seconds; return what was sent."""
+    sent: list[object] = []
+    for tenth in range(round(since * 10), round(until * 10)):
+        for worker in ("n1/1", "n2/1", "n3/1"):
+            coordinator.pulse(worker, waits=tenth / 10)
+        coordinator.advance(0.1)
+        sent += coordinator.sent(object)
+    return [message for message in sent if isinstance(message, (DumpStacks, StopWorker, Announce))]
+
+
+def test_a_group_in_which_all_wait_for_each_other_is_formed_anew() -> None:
+    coordinator = quiet(hang_timeout_s=5)
+    assert all_wait_for(coordinator, 0.3, 9.9) == []
+    sent = all_wait_for(coordinator, 9.9, 10.5)
+    assert [type(message).__name__ for message in sent] == ["DumpStacks"] * 3 + ["Announce"] * 3
+    assert coordinator.members("a") == "g2: n1/1 n2/1 n3/1"
+    (note,) = coordinator.noted("group_stuck")
+    assert note["generation"] == "1"
+    assert "a link between two of them is cut" in note["reason"]
+    record = coordinator.store[JobId("a")]
+    assert (record.failures, record.losses) == (0, 1)
+
+
+def test_groups_that_are_stuck_again_and_again_end_the_job() -> None:
+    coordinator = quiet(hang_timeout_s=1, config=replace(CONFIG, crash_loop_limit=2))
+    for generation in (1, 2, 3):
+        assert coordinator.members("a").startswith(f"g{generation}:")
+        coordinator.training("n1/1", "n2/1", "n3/1")
+        all_wait_for(coordinator, 0.3, 2.2)
+    record = coordinator.store[JobId("a")]
+    assert record.phase is JobPhase.FAILED
+    assert "3 groups in a row broke without progress" in record.reason
 
 
 def test_a_worker_that_does_not_leave_its_group_is_killed() -> None:

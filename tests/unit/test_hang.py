@@ -67,6 +67,25 @@ def test_who_hangs(watched: list[Watched], culprits: list[str], reason: str) -> 
     assert (list(decision.value.culprits), decision.reason) == (culprits, reason)
 
 
+@pytest.mark.parametrize(
+    ("watched", "is_stuck"),
+    [
+        (members(sight(waits=60), sight(waits=90)), True),
+        (members(sight(waits=59.9), sight(waits=90)), False),
+        (members(sight(waits=90), sight(waits=90), MOVES), False),
+        (members(sight(waits=90), sight(waits=90), None), False),
+        (members(sight(waits=90), sight(waits=90), out=0), False),
+        (members(sight(waits=90), sight(waits=90, said=3.1)), False),
+    ],
+)
+def test_a_group_in_which_all_wait_is_stuck_in_the_end_and_nobody_is_to_blame(
+    watched: list[Watched], is_stuck: bool
+) -> None:
+    found = hang.judge(GENERATION, watched, NOW_NS, TIMEOUT_NS).value
+    assert (found.is_stuck, found.culprits) == (is_stuck, ())
+    assert not hang.judge(GENERATION, watched, NOW_NS, 0).value.is_stuck
+
+
 def test_time_counts_from_the_last_of_all_movements() -> None:
     watched = members(sight(waits=90), sight(stands=60), sight(waits=45))
     assert hang.judge(GENERATION, watched, NOW_NS, TIMEOUT_NS).value.since_ns == NOW_NS - ns(45)

@@ -91,6 +91,7 @@ class JobState:
         saved_before_ns: when a checkpoint was last wished for because nodes leave that the group
             cannot do without, None while there are none.
         has_news_of_leavers: its members were not told yet of a node of theirs that is to leave.
+        stuck: why the newest group will never go on, "" if it may.
         hung: members that are about to be killed as hung, and since when their stacks are written.
         seated: the places of a group, worked out once.
         bounds: (min, max) workers that a user set after the submission, None for those of the spec.
@@ -140,6 +141,7 @@ class JobState:
     wake_ns: int | None = None
     first_steps: dict[WorkerId, int] = field(default_factory=dict)
     finished: dict[WorkerId, str] = field(default_factory=dict)
+    stuck: str = ""
     hung: dict[WorkerId, int] = field(default_factory=dict)
     seated: tuple[Group, tuple[Place, ...]] | None = None
     save_request: int = 0
@@ -213,7 +215,9 @@ class JobState:
     def current(self) -> Current:
         """Return the newest group as the membership policy sees it."""
         members = self.member_ids()
-        return Current(self.generation, members, self.is_open, self.asked, self.told_to_save)
+        return Current(
+            self.generation, members, self.is_open, self.asked, self.told_to_save, stuck=self.stuck
+        )
 
     def is_in_place(self) -> bool:
         """Return whether its group trains in a loop that newcomers can enter."""

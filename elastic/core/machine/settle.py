@@ -202,7 +202,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
         reason=plan.cause,
     )
     job.seated = job.group, places
-    job.is_open, job.asked, job.told_to_save = True, False, False
+    job.is_open, job.asked, job.told_to_save, job.stuck = True, False, False, ""
     job.announced_ns, job.training_since_ns = cluster.now_ns, None
     soonest_s = min(cluster.config.form_timeout_s, job.spec.hang_timeout_s or inf)
     wake(job, cluster.now_ns + ns(soonest_s))

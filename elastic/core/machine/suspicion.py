@@ -180,6 +180,8 @@ def _judge(cluster: Cluster, job: JobState) -> None:
         members.append(Watched(worker_id, trains, worker.sight if worker else None))
     timeout_ns = ns(job.spec.hang_timeout_s)
     decision = hang.judge(job.generation, members, cluster.now_ns, timeout_ns)
+    if decision.value.is_stuck:
+        _unstick(cluster, job, decision.reason)
     culprits = decision.value.culprits
     seconds = f"{(cluster.now_ns - decision.value.since_ns) / NS_PER_S:.1f}"
     # Whoever moves after all is forgiven, however late.
@@ -207,3 +209,14 @@ def _judge(cluster: Cluster, job: JobState) -> None:
             detail = f"did not move for {seconds} s: {decision.reason}"
             stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
             cluster.touch(job)
+
+
+def _unstick(cluster: Cluster, job: JobState, why: str) -> None:
+    """Have the stacks of all members written, and the next group formed."""
+    if job.stuck:
+        return
+    job.stuck = why
+    cluster.note("group_stuck", job.job_id, generation=job.generation, reason=why)
+    for worker_id in job.member_ids():
+        tell(cluster, job.workers[worker_id], DumpStacks(worker_id, why))
+    cluster.touch(job)

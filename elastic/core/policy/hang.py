@@ -2,7 +2,8 @@
 
 Rule: only what a member says of itself counts, and only while it goes on saying so. Whoever moves,
 however slowly, is never a culprit; when nobody stands still, or somebody is silent, nobody is
-accused. Silence is for probes, and a group in which all wait for `collective_timeout_s`.
+accused. Silence is for probes. Where all wait for each other and nobody moves, what one of them
+sent did not arrive: a link is cut, or they are in different collectives. The group is formed anew.
 
 Not all waiting can be seen from outside: a rank that waits in a collective of the script's own may
 seem to stand. Where a group has groups within it (shards and their replicas), what was begun in
@@ -21,6 +22,8 @@ from elastic.core.world import Begun, Generation, WorkerId
 
 FRESH_NS = 3 * NS_PER_S
 """What was not said again for so long is not believed; a worker repeats it every second."""
+STUCK_TIMES = 2
+"""All wait for so many times as long as one may stand still: a slow network is no cut one."""
 STANDING_MAX = 256
 """When more stand still, they are not told from each other."""
 
@@ -74,10 +77,15 @@ class Watched:
 
 @dataclass(frozen=True)
 class Hang:
-    """Members that hang, and since when the whole group has stood because of them."""
+    """Members that hang, and since when the whole group has stood because of them.
+
+    Attributes:
+        is_stuck: nobody is to blame: all wait for each other, and none will ever go on.
+    """
 
     culprits: tuple[WorkerId, ...] = ()
     since_ns: int = 0
+    is_stuck: bool = False
 
 
 def judge(
@@ -107,14 +115,28 @@ def judge(
             standing[member.worker_id] = sight.still_since_ns or 0
         else:
             return Decision(Hang(), f"{member.worker_id} moves")
-    if not waiting or not standing:
-        return Decision(Hang(), "all wait" if waiting else "nobody waits")
+    if not waiting:
+        return Decision(Hang(), "nobody waits")
+    if not standing:
+        return _judge_all(max(waiting.values()), now_ns, timeout_ns)
     since_ns = max(*waiting.values(), *standing.values())
     if not timeout_ns or now_ns - since_ns < timeout_ns:
         return Decision(Hang(), f"waiting for {', '.join(standing)}")
     begun = {m.worker_id: m.sight.begun for m in members if m.sight is not None}
     names = _at_the_end([*waiting], [*standing], Queue(begun))
     return Decision(Hang(names, since_ns), f"{len(waiting)} members wait for {', '.join(names)}")
+
+
+def _judge_all(since_ns: int, now_ns: int, timeout_ns: int) -> Decision[Hang]:
+    """Decide whether a group in which all wait will ever go on."""
+    waited_ns = now_ns - since_ns
+    if not timeout_ns or waited_ns < STUCK_TIMES * timeout_ns:
+        return Decision(Hang(), "all wait")
+    why = (
+        f"all members have waited for each other for {waited_ns / NS_PER_S:.1f} s: a link between "
+        f"two of them is cut, or they are in different collectives"
+    )
+    return Decision(Hang(since_ns=since_ns, is_stuck=True), why)
 
 
 class Queue:

@@ -90,6 +90,7 @@ class Current:
         asked: its members were asked to leave at a boundary.
         saves: they were also told to save their state there.
         is_saving: and that they still do so is to be seen, of each that has not left yet.
+        stuck: why it will never go on, "" if it may.
     """
 
     generation: Generation = 0
@@ -98,6 +99,7 @@ class Current:
     asked: bool = False
     saves: bool = False
     is_saving: bool = False
+    stuck: str = ""
 
 
 def decide(
@@ -198,6 +200,9 @@ def _decide_open(
         if now_ns >= stuck_ns:
             return _replace(spec, current, by_id, "broken", "nobody has come out of forming")
         wake.append(stuck_ns)
+
+    if current.stuck:
+        return _replace(spec, current, by_id, "broken", current.stuck)
 
     wanted = choose(spec, current, by_id, interrupting=True)
     # The state goes along with a member that stays; if none does, only what is saved is not lost.

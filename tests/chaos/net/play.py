@@ -27,6 +27,7 @@ KILL_EVERY_S = 10.0
 FROZEN_S = 60.0
 DEEDS = ("node_", "group_", "worker_", "job_", "drain_", "copy_", "checkpoint_")
 """How the notes of a coordinator that acts begin."""
+HANG_S = 5.0
 LEASE_OVER_S = 3.0
 """Longer than a lease: whoever could not renew his would have lost it."""
 
@@ -226,6 +227,22 @@ def a_node_that_only_hears_is_left_behind_and_comes_back(play: Play) -> None:
     play.wait_trains()
 
 
+def a_link_between_two_workers_is_cut(play: Play) -> None:
+    """Both reach the coordinator: nobody is lost, all wait, and the next group goes on."""
+    cluster = play.cluster
+    before = play.wait_trains()
+    pids = play.pids()
+    leader = cluster.leader()
+    cluster.switch.set(AGENTS[0], AGENTS[1], CUT)
+    play.seen["stuck_after_s"] = cluster.wait_logged(leader, "group_stuck")
+    cluster.switch.heal()
+    play.wait_view(
+        lambda v: v.record.generation > before.record.generation, "the group to be formed anew"
+    )
+    play.wait_trains()
+    assert play.pids() == pids
+
+
 def the_leader_is_killed_again_and_again(play: Play) -> None:
     """Half as long as it lasts nobody is killed, so that step times can be compared."""
     cluster = play.cluster
@@ -297,6 +314,7 @@ STORIES: dict[str, Callable[[Play], None]] = {
         slow_and_lossy_links_disturb_nothing,
         agents_that_lose_all_coordinators_go_on_training,
         a_node_that_only_hears_is_left_behind_and_comes_back,
+        a_link_between_two_workers_is_cut,
     )
 }
 
@@ -341,7 +359,7 @@ def main() -> None:
         job = chaos_job("steps", "net", workers=len(AGENTS), directory=Path(directory))
         times = Path(directory) / "times"
         entry = replace(job.spec.entry, args=(*job.spec.entry.args, "--times", str(times)))
-        job = replace(job, spec=replace(job.spec, entry=entry))
+        job = replace(job, spec=replace(job.spec, entry=entry, hang_timeout_s=HANG_S))
         play = Play(cluster, job, times)
         play.wait_trains()
         known = {**STORIES, **LONG}
