@@ -291,6 +291,14 @@ class Checkers:
             is_guilty, "a worker that moves is never killed as hung", f"worker {worker_id}"
         )
 
+    def accused_group(self, job_id: str, generation: str, *, is_guilty: bool) -> None:
+        """The coordinator is about to replace a group because none of its members moves."""
+        self.require(
+            is_guilty,
+            "a group that goes on is never replaced as stuck",
+            f"job {job_id} generation {generation}",
+        )
+
     def still_hung(self, worker_ids: list[str]) -> None:
         """These workers hung for longer than they may."""
         self.require(not worker_ids, "a hung worker is killed in time", " ".join(worker_ids))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic.core.events.agent import DrainSignalled, HealthFound, ProcessStopped
-from elastic.core.world import ExitCause, ExitKind, NodeId
+from elastic.core.world import ExitCause, ExitKind, JobId, NodeId
 from elastic.testing.blame import Blame
 from elastic.testing.hosts import AgentHost, CoordinatorHost
 from elastic.testing.network import Network
@@ -38,6 +38,8 @@ FELLED_SEED = 7
 """Of fifteen seeds, one with several coordinators, of which two die while a group forms."""
 BROKEN_SEED = 5
 """Of six seeds, the one in which whatever computes on one node hangs."""
+PARTED_SEED = 5
+"""Of seven seeds, the one in which two members of a group stop hearing each other."""
 
 
 def draw_mix(timeline: Timeline) -> Mix:
@@ -179,10 +181,14 @@ class Faults:
             process.is_hung = True
             self.blame.trouble(process.worker_id)
 
-    def plan_node(self, seed: int) -> None:
-        """Break a node, in some seeds."""
-        if seed % 6 == BROKEN_SEED and self.mix is not PREEMPTIONS_ONLY:
+    def plan_rare(self, seed: int) -> None:
+        """Break a node, and part members of groups, in some seeds."""
+        if self.mix is PREEMPTIONS_ONLY:
+            return
+        if seed % 6 == BROKEN_SEED:
             self.timeline.after(self.timeline.between(5 * S, 30 * S), self.break_node)
+        for _ in range(3 if seed % 7 == PARTED_SEED else 0):
+            self.timeline.after(self.timeline.between(5 * S, 50 * S), self.part_workers)
 
     def group_formed(self, seed: int) -> None:
         """Let leaders die while a group forms, in some seeds."""
@@ -387,6 +393,22 @@ class Faults:
         agent.post(HealthFound(("the disk is full",)))
         wait = self.timeline.between(100 * MS, 10 * S)
         self.timeline.after(wait, agent.post, HealthFound(()))
+
+    def part_workers(self) -> None:
+        """Two members of a group hear nothing of each other any more; in the next they do.
+
+        Not where some wait out of sight: they seem to be what the others wait for.
+        """
+        member = None if self.is_over else self._member()
+        group = self.plane.group_of(member) if member is not None else None
+        if group is not None and not self.plane.scripts[group.job_id].in_parts:
+            self.timeline.tell(group.job_id, f"group {group.generation} is parted")
+            group.is_cut = True
+
+    def is_stuck(self, job_id: JobId, generation: int) -> bool:
+        """Return whether a group will not go on by itself."""
+        group = self.plane.groups[job_id, generation]
+        return group.is_cut or not all(p.moves() for p in group.members.values())
 
     def _kill_everything(self) -> None:
         if not self.timeline.chance(0.1):

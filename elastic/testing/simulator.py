@@ -58,9 +58,9 @@ PARTS_SEED = 0
 SICK_SEED = 3
 """Of four seeds, the one in which disks fill up."""
 GENTLE_SEED = 7
+"""Of ten seeds, the one in which machines are only taken away, and say so before."""
 REPLACED_SEED = 4
 """Of ten seeds, the one in which a coordinator that told an agent to leave is replaced at once."""
-"""Of ten seeds, the one in which machines are only taken away, and say so before."""
 COPIES_SEED = 2
 """Of four seeds, the one whose runs have copies of their state on other nodes."""
 RARELY_SEED = 10
@@ -259,6 +259,9 @@ class Simulation:
             processes = self.by_node[NodeId(said["node"])].workers()
             innocent = [p for p in processes if p.worker_id == said["worker"] and not p.is_hung]
             self.checkers.accused_worker(said["worker"], is_guilty=not innocent)
+        elif note.name == "group_stuck":
+            is_stuck = self.faults.is_stuck(JobId(note.job_id), int(said["generation"]))
+            self.checkers.accused_group(note.job_id, said["generation"], is_guilty=is_stuck)
 
     def _show_copies(self, note: Note) -> None:
         """Note where status shows the job's rows at the moment when its group is announced."""
@@ -299,7 +302,7 @@ class Simulation:
         # Not in every seed either, see `_plan_job`.
         for _ in range(3 if self.seed % 4 == SICK_SEED else 0):
             self.timeline.after(self.timeline.between(5 * S, 50 * S), self.faults.sicken)
-        self.faults.plan_node(self.seed)
+        self.faults.plan_rare(self.seed)
         if self.seed % 10 == REPLACED_SEED:
             for _ in range(3):
                 self.timeline.after(self.timeline.between(10 * S, 50 * S), self._drain_some_node)

@@ -78,6 +78,7 @@ class SimGroup:
     first_step: int = 0
     step_running: bool = False
     is_stalled: bool = False
+    is_cut: bool = False
 
 
 class DataPlane:
@@ -180,8 +181,8 @@ class DataPlane:
         group.step_running = False
         if group.is_over:
             return
-        if any(not p.moves() or p.is_slow() for p in group.members.values()):
-            # Somebody stopped, hangs or is slow: the others wait in the reduction, time passes.
+        if group.is_cut or any(not p.moves() or p.is_slow() for p in group.members.values()):
+            # Somebody stopped, hangs, is slow or unheard: the others wait, and time passes.
             self.timeline.after(20 * MS, self._end_step, group)
             if self.scripts[group.job_id].in_parts and not group.is_stalled:
                 parts.stall(group.members, group.step)

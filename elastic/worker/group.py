@@ -107,7 +107,8 @@ class GroupSpec:
         host: address of this machine that gloo binds to.
         timeout_s: of each collective; the backstop, not the detector.
         job_id: part of every store key.
-        form_timeout_s: how long forming may take, at most `timeout_s`.
+        form_timeout_s: how long forming may take, at most `timeout_s`. Less than the coordinator's
+            (60 s): who cannot form says so, and is not taken for one that hangs.
     """
 
     generation: int
@@ -118,7 +119,7 @@ class GroupSpec:
     host: str
     timeout_s: float
     job_id: str
-    form_timeout_s: float = 60.0
+    form_timeout_s: float = 45.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot form."""

@@ -208,6 +208,27 @@ def persists_the_members_in_another_order(patch: Patch) -> None:
 
 
 @bug
+def waits_for_ever_where_all_wait(patch: Patch) -> None:
+    """A group whose members do not hear each other is left alone."""
+    patch.setattr(hang, "STUCK_TIMES", 10**6)
+
+
+@bug
+def replaces_a_group_that_waits_for_a_slow_member(patch: Patch) -> None:
+    """Who moves is taken for one that waits."""
+    honest = hang.judge
+
+    def judge(generation: Any, members: Any, now_ns: int, timeout_ns: int) -> Any:
+        waiting = [m for m in members if m.sight and m.sight.waits(generation, now_ns)]
+        since_ns = max((m.sight.waiting_since_ns for m in waiting), default=now_ns)
+        if waiting and now_ns - since_ns >= hang.STUCK_TIMES * timeout_ns:
+            return Decision(hang.Hang(since_ns=since_ns, is_stuck=True), "all wait")
+        return honest(generation, members, now_ns, timeout_ns)
+
+    patch.setattr(hang, "judge", judge)
+
+
+@bug
 def never_notices_a_hang(patch: Patch) -> None:
     """Whoever stands still is waited for."""
     patch.setattr(hang.Sight, "stands", lambda self, generation, now_ns: False)

@@ -83,6 +83,12 @@ def only_hears(simulation: Simulation) -> Callable[[], None]:
     return lambda: simulation.network.heal(node_id)
 
 
+def parted(simulation: Simulation) -> Callable[[], None]:
+    """What was lost on the way does not come later: only another group goes on."""
+    simulation.faults.part_workers()
+    return lambda: None
+
+
 def nothing(simulation: Simulation) -> Callable[[], None]:
     """The simulated store has no members: it answers as a whole, or not."""
     return lambda: None
@@ -97,6 +103,7 @@ SIMULATED: dict[str, Story] = {
     "slow_and_lossy_links_disturb_nothing": slow,
     "agents_that_lose_all_coordinators_go_on_training": cut_from_agents,
     "a_node_that_only_hears_is_left_behind_and_comes_back": only_hears,
+    "a_link_between_two_workers_is_cut": parted,
 }
 
 

@@ -26,6 +26,7 @@ SHORT = (
     "a_leader_that_is_cut_off_from_the_store_lets_its_agents_go",
     "the_store_loses_its_quorum_and_it_returns",
     "a_node_that_only_hears_is_left_behind_and_comes_back",
+    "a_link_between_two_workers_is_cut",
 )
 """The others are slow: together they would take a minute."""
 
