@@ -24,7 +24,7 @@ from elastic.core.projects import ProjectShare
 from elastic.core.world import Entry, EntryKind, JobId, NodeId
 from elastic.testing.crowd_checks import CrowdChecks
 from elastic.testing.disk import Disk
-from elastic.testing.leavers import Leavers, Users
+from elastic.testing.leavers import Leavers, Story, Users
 from elastic.testing.training import Script
 from elastic.testing.world import MS, S, Timeline
 
@@ -135,7 +135,9 @@ class Crowd:
 
     def plan_rivals(self, slots: int, enter: Callable[[JobSpec, Script, int], None]) -> None:
         """Plan a long job of low priority that needs every slot, and an urgent one."""
-        self.leavers.plan(slots, enter, self._fail)
+        # Where there is one node, nobody can take over from it.
+        if len(self._place.nodes) > 1 or self.leavers.story is not Story.SWAPPED:
+            self.leavers.plan(slots, enter, self._fail)
         if self._seed % 8 != RIVALS:
             return
         entry = Entry(EntryKind.FUNCTION, "train")
