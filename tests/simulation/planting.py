@@ -27,6 +27,7 @@ RARE = {
     "lets_drained_nodes_go_with_what_they_hold": 110,
     "obeys_leaders_that_were_replaced": 1352,
     "says_nothing_again_after_a_reconnect": 253,
+    "takes_the_neighbour_of_a_hung_worker_for_ill": 1775,
 }
 """Bugs that few seeds show, and the first one that does; others are looked for from 0 on."""
 
