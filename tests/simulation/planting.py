@@ -23,7 +23,7 @@ def bug(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
 
 
 RARE = {
-    "leaves_alone_who_does_not_leave": 413,
+    "leaves_alone_who_does_not_leave": 1500,
     "lets_drained_nodes_go_with_what_they_hold": 110,
     "obeys_leaders_that_were_replaced": 1352,
     "says_nothing_again_after_a_reconnect": 253,
