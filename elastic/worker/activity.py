@@ -7,8 +7,11 @@ assignment, and a look that comes between two of them is put right by the next o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+FLOW_AFTER_NS = 5 * 10**9
+"""Who waits so long is asked whether anything still comes: before, it makes no difference."""
 
 
 class Activity:
@@ -63,3 +66,33 @@ class Activity:
         """Return how long it has waited for its peers by now, 0 if it does not."""
         since_ns = self.waiting_since_ns
         return max(1, now_ns - since_ns) if since_ns else 0
+
+
+class Flow:
+    """Whether something still comes from the peers for which a member waits.
+
+    A large tensor over a slow network may take minutes, in which all wait and nobody is stuck.
+    """
+
+    def __init__(self, received: Callable[[], int]) -> None:
+        """Begin with nothing known.
+
+        Args:
+            received: returns how many bytes have come in the group that stands.
+        """
+        self._received = received
+        self._bytes: int | None = None
+        self._flowed_ns = 0
+
+    def waiting_ns(self, waiting_ns: int, now_ns: int) -> int:
+        """Return how long nothing has come by now, at most `waiting_ns`; 0 for who waits not."""
+        if waiting_ns < FLOW_AFTER_NS:
+            self._bytes = None
+            return waiting_ns
+        received = self._received()
+        if self._bytes is None:
+            self._flowed_ns = now_ns - waiting_ns
+        elif received != self._bytes:
+            self._flowed_ns = now_ns
+        self._bytes = received
+        return max(1, now_ns - self._flowed_ns)

@@ -43,6 +43,7 @@ from elastic.errors import ElasticError, Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import note_text
 from elastic.wire.pipe import Pipe
+from elastic.worker.activity import Flow
 from elastic.worker.collective_watch import CollectiveWatch
 from elastic.worker.exchange import Exchange
 from elastic.worker.group import ProcessGroups
@@ -76,6 +77,7 @@ class ControlThread:
         self._clock = clock
         self._machine = WorkerMachine()
         self._collectives = CollectiveWatch()
+        self._flow = Flow(groups.received_bytes)
         self._closed = False
 
     def start(self) -> None:
@@ -123,6 +125,7 @@ class ControlThread:
         if seen.is_sharded and beats and not waiting_ns:
             beats, waiting_ns = self._collectives.look(beats, now_ns)
             begun = self._collectives.begun()
+        waiting_ns = self._flow.waiting_ns(waiting_ns, now_ns)
         return Looked(beats, waiting_ns, seen.epoch, seen.step, begun)
 
     def _hear(self) -> None:

@@ -145,7 +145,7 @@ class GroupSpec:
 class ProcessGroups:
     """The process's default group, one generation after the other.
 
-    `form` and `drop` are for the main thread; `abort` and `peer_hung_up` for any.
+    `form` and `drop` are for the main thread; `abort`, `peer_hung_up` and `received_bytes` for any.
     """
 
     def __init__(self) -> None:
@@ -272,6 +272,11 @@ class ProcessGroups:
         """
         life = self._life
         return life is not None and life.is_broken()
+
+    def received_bytes(self) -> int:
+        """Return what has come from the other members, as far as that can be known."""
+        life = self._life
+        return life.received_bytes() if life is not None else 0
 
     # ------------------------------------------------------------------------------------ inside
 

@@ -29,6 +29,7 @@ from elastic.worker.sockets import (
     end_both_ways,
     end_reading,
     find_connections,
+    received_bytes,
 )
 
 log = logging.getLogger(__name__)
@@ -161,6 +162,10 @@ class Life:
         if any(any_hung_up(known.sockets) for known in backends):
             return True
         return "nccl" in self.spec.backend and c10d.any_nccl_error(c10d.all_groups())
+
+    def received_bytes(self) -> int:
+        """Return what has come from the other members through gloo."""
+        return sum(received_bytes(known.sockets) for known in list(self._backends))
 
     def join_nccl(self, timeout_s: float) -> bool:
         """Wait until NCCL's aborts are done; return whether they are."""

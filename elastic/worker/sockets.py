@@ -14,6 +14,7 @@ import re
 import select
 import socket
 import stat
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ DESCRIPTORS = "/proc/self/fd"
 # "tfd:  12 events:  19 data: 5650 pos:0 ino:8b57 sdev:9", one line for each watched descriptor.
 WATCHED_LINE = re.compile(r"^tfd:\s*(\d+)\s.*\bino:([0-9a-f]+)\b", re.MULTILINE)
 POLL_RDHUP = getattr(select, "POLLRDHUP", 0x2000)
+TCP_INFO_BYTES = 192
+BYTES_RECEIVED_AT = 128
+"""In `struct tcp_info`: tcpi_bytes_received, since Linux 4.1."""
 GONE = POLL_RDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -148,6 +152,17 @@ def any_hung_up(sockets: Iterable[Watched]) -> bool:
             if any(event & GONE for _, event in poll.poll(0)):
                 return True
     return False
+
+
+def received_bytes(sockets: Iterable[Watched]) -> int:
+    """Return what has come over these connections since they stand, 0 where no kernel tells."""
+    found = 0
+    for one in sockets:
+        with _duplicate(one) as sock, contextlib.suppress(OSError, struct.error, AttributeError):
+            if sock is not None:
+                told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+                found += struct.unpack_from("=Q", told, BYTES_RECEIVED_AT)[0]
+    return found
 
 
 def peer_address(sock: socket.socket) -> tuple[str, int]:

@@ -95,6 +95,23 @@ def test_members_that_reduce_all_the_time_are_freed_whatever_they_just_do(size: 
     assert max(freed) < 1000, f"ms from abort to the main thread: {sorted(freed)}"
 
 
+def test_what_comes_from_the_others_is_counted_and_a_wait_brings_nothing() -> None:
+    members = CREW.take(2)
+    formed(members)
+    before = all_ask(members, "received")
+    all_ask(members, "all_reduce", size=1_000_000)
+    after = all_ask(members, "received")
+    # Each gets half of the sum's parts, and half of the sum: 4 MB.
+    assert all(4e6 <= b - a < 5e6 for a, b in zip(before, after, strict=True)), (before, after)
+    order = blocked_in(members[:1], "all_reduce", size=1_000_000)
+    wait_until(lambda: members[0].ask("received") == members[0].ask("received"))
+    stood = members[0].ask("received")
+    all_ask(members[:1], "hung_up")
+    assert members[0].ask("received") == stood
+    abort_all(members[:1], order)
+    CREW.retire(members[1])
+
+
 def test_a_wait_in_the_groups_store_is_freed() -> None:
     members = CREW.take(2)
     formed(members)

@@ -7,7 +7,7 @@ import pytest
 from elastic.core.config import ns
 from elastic.core.events.worker import GroupFormed, Looked, SendPipe, TrainReturned
 from elastic.core.messages import Pulse
-from elastic.worker.activity import Activity
+from elastic.worker.activity import Activity, Flow
 from tests.unit.worker_under_test import ME, Worker, announce, finished, forming, ready, training
 
 
@@ -34,6 +34,20 @@ def test_a_wait_that_fails_is_over_too() -> None:
     with pytest.raises(RuntimeError), activity.waiting():
         raise RuntimeError("connection closed by peer")
     assert (activity.waiting_since_ns, activity.beats) == (0, 1)
+
+
+def test_who_waits_for_what_still_comes_waits_from_the_last_of_it() -> None:
+    came = [0]
+    flow = Flow(lambda: came[0])
+    assert flow.waiting_ns(0, ns(100)) == 0
+    assert flow.waiting_ns(ns(4.9), ns(104.9)) == ns(4.9)
+    assert flow.waiting_ns(ns(6), ns(106)) == ns(6)
+    came[0] = 10
+    assert flow.waiting_ns(ns(7), ns(107)) == 1
+    assert flow.waiting_ns(ns(9), ns(109)) == ns(2)
+    # The next wait is another one.
+    assert flow.waiting_ns(0, ns(110)) == 0
+    assert flow.waiting_ns(ns(8), ns(120)) == ns(8)
 
 
 def test_a_step_is_a_movement_and_a_new_call_is_unseen() -> None:

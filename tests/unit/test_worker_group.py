@@ -20,6 +20,7 @@ from elastic.worker.sockets import (
     find_connections,
     find_event_loop,
     peer_address,
+    received_bytes,
     socket_inodes,
 )
 
@@ -119,6 +120,16 @@ def test_a_hang_up_of_the_peer_is_seen_and_silence_is_none() -> None:
         assert not any_hung_up([one])
         far.shutdown(socket.SHUT_RDWR)
         assert any_hung_up([one])
+
+
+def test_what_has_come_over_connections_is_counted_also_when_nobody_reads_it() -> None:
+    near, far = connected()
+    with near, far, socket.create_server(("127.0.0.1", 0)) as listener:
+        ones = [watched(near), watched(listener)]
+        before = received_bytes(ones)
+        far.sendall(bytes(1000))
+        near.recv(1)
+        assert received_bytes(ones) == before + 1000
 
 
 def test_a_socket_that_we_closed_counts_as_hung_up() -> None:

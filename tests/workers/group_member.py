@@ -58,6 +58,9 @@ class Member:
         """Return whether a thread is inside torch to connect or to form."""
         return any(thread.name == "elastic-form" for thread in threading.enumerate())
 
+    def received(self) -> int:
+        return self.groups.received_bytes()
+
     def trains(self, generation: int) -> bool:
         return self.trains_in == generation
 
@@ -225,7 +228,7 @@ class Member:
         }
 
 
-AT_ONCE = ("abort", "hung_up", "interrupt", "is_forming", "trains")
+AT_ONCE = ("abort", "hung_up", "interrupt", "is_forming", "received", "trains")
 
 
 def answer(member: Member, order: dict[str, Any]) -> None:

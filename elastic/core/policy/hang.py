@@ -23,7 +23,8 @@ from elastic.core.world import Begun, Generation, WorkerId
 FRESH_NS = 3 * NS_PER_S
 """What was not said again for so long is not believed; a worker repeats it every second."""
 STUCK_TIMES = 2
-"""All wait for so many times as long as one may stand still: a slow network is no cut one."""
+"""All wait for so many times as long as one may stand still. Where bytes still come in, a worker
+counts its wait from the last of them (`worker.activity.Flow`): a slow network is no cut one."""
 STANDING_MAX = 256
 """When more stand still, they are not told from each other."""
 
