@@ -91,7 +91,7 @@ async def oversize(address: str, method: str, token: str) -> str:
 @contextlib.asynccontextmanager
 async def never_reading(
     address: str, method: str, request: bytes, token: str, count: int
-) -> AsyncIterator[None]:
+) -> AsyncIterator[list[Any]]:
     """Open streams and read nothing from them, with a small window; whoever uses it waits."""
     options = generous(("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
     async with grpc.aio.insecure_channel(address, options=options) as channel:
@@ -100,7 +100,7 @@ async def never_reading(
             for _ in range(count)
         ]
         try:
-            yield
+            yield calls
         finally:
             for call in calls:
                 call.cancel()
