@@ -413,9 +413,14 @@ def test_groups_that_break_while_somebody_is_on_its_way_do_not_prolong_its_time(
     assert coordinator.job("a").record.losses <= 2
 
 
-def test_a_group_that_a_slow_store_holds_up_has_all_its_time_once_it_is_told() -> None:
+@pytest.mark.parametrize("is_looked_at_again", [False, True])
+def test_a_group_that_a_slow_store_holds_up_has_all_its_time_once_it_is_told(
+    is_looked_at_again: bool,
+) -> None:
     coordinator = running(nodes=3)
     coordinator.exits("n3/1")
+    if is_looked_at_again:
+        coordinator.agent("n4")
     # Until now the record was being written: nobody has heard of the group before.
     coordinator.now_ns += ns(CONFIG.form_timeout_s + 1)
     coordinator.step(Tick())

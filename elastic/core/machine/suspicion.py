@@ -122,10 +122,20 @@ def forgive_own_sleep(cluster: Cluster) -> None:
         if job is not None and job.is_open:
             long_ns = forming_is_long_after_ns(len(job.member_ids()))
             if due_ns == job.announced_ns + long_ns:  # There was no look at it yet.
-                job.announced_ns = cluster.now_ns
+                _begin_anew(cluster, job)
     if cluster.look_by_ns is not None and cluster.now_ns > cluster.look_by_ns + LATE_NS:
         for node_id, (_, timeout_ns) in cluster.probes.items():
             cluster.probes[node_id] = cluster.now_ns, timeout_ns
+
+
+def _begin_anew(cluster: Cluster, job: JobState) -> None:
+    """The newest group is told only now, and its members are late from now on."""
+    for worker_id in job.member_ids():
+        worker = job.workers.get(worker_id)
+        since_ns = worker.lingers_since_ns if worker is not None else None
+        if worker is not None and since_ns is not None and since_ns >= job.announced_ns:
+            worker.lingers_since_ns = None
+    job.announced_ns = cluster.now_ns
 
 
 def _waits(cluster: Cluster, job: JobState) -> bool:
