@@ -195,6 +195,16 @@ class Holders:
             node not in trained.nodes and age[0] == trained.age[0] for node, age in held.items()
         )
 
+    def _has_heard(
+        self, leader: CoordinatorHost, job_id: JobId, agent: AgentHost, before_ns: int
+    ) -> bool:
+        """Return whether a coordinator knew so long ago that a node has something of a run."""
+        until_ns = self.timeline.now_ns - before_ns
+        view = leader.machine.view(self.timeline.now_ns) if leader.machine is not None else None
+        jobs = view.jobs if view is not None else ()
+        copies = [copy for job in jobs if job.record.spec.job_id == job_id for copy in job.copies]
+        return any(c.node_id == agent.node_id and c.since_ns <= until_ns for c in copies)
+
     def released(self, agent: AgentHost) -> None:
         """A drained node is let go: what it has of a run lies elsewhere, or could nowhere."""
         leave_by_ns = agent.machine.leave_by_ns if agent.machine is not None else None
@@ -205,7 +215,10 @@ class Holders:
             record = self.cluster.disk.records.get(job_id)
             is_running = record is not None and record.phase is JobPhase.RUNNING
             trained = self.cluster.copying.trained(job_id) if is_running else None
-            if trained is None or self._leader() is None:
+            leader = self._leader()
+            if trained is None or leader is None:
+                continue
+            if not self._has_heard(leader, job_id, agent, slack_ns):
                 continue
             calm = all(self._calm(node_id, CALM_NODE_NS) for node_id in trained.nodes)
             self.checkers.require(
