@@ -184,7 +184,7 @@ class DataPlane:
         if group.is_cut or any(not p.moves() or p.is_slow() for p in group.members.values()):
             # Somebody stopped, hangs, is slow or unheard: the others wait, and time passes.
             self.timeline.after(20 * MS, self._end_step, group)
-            if self.scripts[group.job_id].in_parts:
+            if self.scripts[group.job_id].in_parts and not group.is_stalled:
                 parts.stall(group.members, group.step)
             group.step_running = group.is_stalled = True
             for process in group.members.values():
