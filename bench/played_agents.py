@@ -23,7 +23,7 @@ import anyio
 from frames import GrpcStream
 
 from elastic.core.config import AgentConfig, ns
-from elastic.core.messages import AgentMessage, Hello, WorkerUpdate
+from elastic.core.messages import Hello, WorkerUpdate
 from elastic.core.policy.spreading import answer_after_ns
 from elastic.core.world import (
     ExitCause,
@@ -213,11 +213,8 @@ class PlayedAgent:
 
     def _tell(self, report: WorkerReport) -> None:
         self.report = report
-        self._say(WorkerUpdate(report))
-
-    def _say(self, message: AgentMessage) -> None:
         if self._client is not None:
-            self._client.send(encode_agent_message(message))
+            self._client.send(encode_agent_message(WorkerUpdate(report)))
 
     def lose_worker(self) -> None:
         """Let the worker be killed."""

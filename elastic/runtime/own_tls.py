@@ -20,7 +20,7 @@ from typing import Protocol
 
 from elastic.core.copy_messages import OWN_TLS_SINCE_MINOR
 from elastic.errors import NotAuthorized
-from elastic.runtime.peer_tls import HANDSHAKE_S
+from elastic.runtime.peer_tls import HANDSHAKE_S, wrapped
 
 FOREVER = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.timezone.utc)
 """As RFC 5280 writes that a certificate has no end: this one goes with its agent."""
@@ -67,9 +67,7 @@ class OwnCertificate:
 
     def wrap(self, sock: socket.socket, *, is_client: bool) -> ssl.SSLSocket:
         """Return the socket over which TLS is to be spoken; the one given is empty then."""
-        return self._context.wrap_socket(
-            sock, server_side=not is_client, do_handshake_on_connect=False
-        )
+        return wrapped(self._context, sock, is_client=is_client)
 
     def greet(self, sock: ssl.SSLSocket) -> None:
         """Show the certificate; who calls says who it is with the job's key, behind this.
@@ -91,9 +89,7 @@ class Pinned:
 
     def wrap(self, sock: socket.socket, *, is_client: bool) -> ssl.SSLSocket:
         """Return the socket over which TLS is to be spoken; the one given is empty then."""
-        return self._context.wrap_socket(
-            sock, server_side=not is_client, do_handshake_on_connect=False
-        )
+        return wrapped(self._context, sock, is_client=is_client)
 
     def greet(self, sock: ssl.SSLSocket) -> None:
         """Have the other side show its certificate, and that it has the key to it.

@@ -69,8 +69,7 @@ class PeerTls:
         """Return the socket over which TLS is to be spoken; the one given is empty then."""
         self._renew()
         client, server = self._contexts
-        context = client if is_client else server
-        return context.wrap_socket(sock, server_side=not is_client, do_handshake_on_connect=False)
+        return wrapped(client if is_client else server, sock, is_client=is_client)
 
     def greet(self, sock: ssl.SSLSocket) -> None:
         """Have both sides show who they are, before anything else is said.
@@ -133,6 +132,11 @@ class PeerTls:
     def _signature(self) -> tuple[object, ...]:
         files = self._files
         return tuple(file_signature(path) for path in (files.cert, files.key, files.ca))
+
+
+def wrapped(context: ssl.SSLContext, sock: socket.socket, *, is_client: bool) -> ssl.SSLSocket:
+    """Return the socket over which TLS is to be spoken; the one given is empty then."""
+    return context.wrap_socket(sock, server_side=not is_client, do_handshake_on_connect=False)
 
 
 def refused(error: ssl.SSLError) -> NotAuthorized:

@@ -152,16 +152,22 @@ def test_a_job_that_need_not_make_room_any_more_goes_on_at_once() -> None:
 # ---------------------------------------------------------------- nodes that leave
 
 
-def swapped(*, seconds: float = 120) -> Coordinator:
-    """Job a trains on n1 and n2; both drain, and what replaces them is ready in the same step."""
+def two_train(*, low: int) -> Coordinator:
+    """Job a trains on n1 and n2, in a loop that newcomers can enter."""
     coordinator = Coordinator(replace(AT_ONCE, start_patience_s=0))
     for name in ("n1", "n2"):
         coordinator.agent(name)
-    coordinator.submit("a", 1, 2, run_path="/runs/a")
+    coordinator.submit("a", low, 2, run_path="/runs/a")
     coordinator.ready("n1/1", "n2/1")
     for worker in ("n1/1", "n2/1"):
         coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
     coordinator.advance(0.1)
+    return coordinator
+
+
+def swapped(*, seconds: float = 120) -> Coordinator:
+    """Job a trains on n1 and n2; both drain, and what replaces them is ready in the same step."""
+    coordinator = two_train(low=1)
     coordinator.notice("n1", seconds)
     coordinator.agent("n3")
     coordinator.notice("n2", seconds)
@@ -203,14 +209,7 @@ def test_members_that_were_asked_to_let_others_in_are_told_when_none_of_them_sta
 
 
 def test_a_member_that_stays_takes_the_state_along() -> None:
-    coordinator = Coordinator(replace(AT_ONCE, start_patience_s=0))
-    for name in ("n1", "n2"):
-        coordinator.agent(name)
-    coordinator.submit("a", 2, 2, run_path="/runs/a")
-    coordinator.ready("n1/1", "n2/1")
-    for worker in ("n1/1", "n2/1"):
-        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
-    coordinator.advance(0.1)
+    coordinator = two_train(low=2)
     coordinator.agent("n3")
     coordinator.notice("n1", 120)
     coordinator.ready("n3/1")

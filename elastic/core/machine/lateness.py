@@ -26,6 +26,12 @@ def is_forming_stuck(job: JobState) -> bool:
     )
 
 
+def does_somebody_wait(cluster: Cluster, job: JobState) -> bool:
+    """Return whether a member of the newest group says that it waits for its peers."""
+    now_ns = cluster.now_ns
+    return any(w.sight and w.sight.waits(job.generation, now_ns) for w in _members(job))
+
+
 def _members(job: JobState) -> list[WorkerState]:
     return [job.workers[w] for w in job.member_ids() if w in job.workers] if job.is_open else []
 

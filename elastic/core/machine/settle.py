@@ -460,25 +460,20 @@ def _watch_health(cluster: Cluster, job: JobState) -> None:
     )
     if is_training and job.training_since_ns is None:
         job.training_since_ns = cluster.now_ns
-        if not any(
-            w and w.sight and w.sight.waits(job.generation, cluster.now_ns) for w in members
-        ):
+        if not lateness.does_somebody_wait(cluster, job):
             cluster.looks.pop(job.job_id, None)
         took_ms = (cluster.now_ns - job.announced_ns) // 1_000_000
         cluster.note("group_training", job.job_id, generation=job.generation, took_ms=took_ms)
     if job.training_since_ns is not None and job.history.losses:
         until = job.training_since_ns + ns(cluster.config.healthy_after_s)
-        # A group that stands still is not healthy however long it does, or a hang that comes again
-        # in every group would never end the job.
-        stands = any(
-            w and w.sight and w.sight.waits(job.generation, cluster.now_ns) for w in members
-        )
-        if stands and cluster.now_ns >= until:
-            wake(job, cluster.now_ns + ns(1.0))
-        elif cluster.now_ns >= until:
-            forgive(job)
-        else:
+        if cluster.now_ns < until:
             wake(job, until)
+        elif lateness.does_somebody_wait(cluster, job):
+            # A group that stands still is not healthy however long it does, or a hang that comes
+            # again in every group would never end the job.
+            wake(job, cluster.now_ns + ns(1.0))
+        else:
+            forgive(job)
 
 
 def forgive(job: JobState) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.coordinator import SendAgent
+from elastic.core.machine import lateness
 from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.settle import stop_worker, tell
@@ -72,7 +73,7 @@ def look(cluster: Cluster) -> None:
     """Look at the jobs that are due."""
     for job_id in [j for j, due_ns in cluster.looks.items() if due_ns <= cluster.now_ns]:
         job = cluster.jobs.get(job_id)
-        if job is not None and _waits(cluster, job):
+        if job is not None and lateness.does_somebody_wait(cluster, job):
             cluster.looks[job_id] = cluster.now_ns + LOOK_NS
             _probe(cluster, job, QUIET_NS, ns(cluster.config.probe_timeout_s))
             _judge(cluster, job)
@@ -136,14 +137,6 @@ def _begin_anew(cluster: Cluster, job: JobState) -> None:
         if worker is not None and since_ns is not None and since_ns >= job.announced_ns:
             worker.lingers_since_ns = None
     job.announced_ns = cluster.now_ns
-
-
-def _waits(cluster: Cluster, job: JobState) -> bool:
-    """Return whether a member says that it waits for its peers."""
-    if not job.is_open:
-        return False
-    members = [job.workers[w] for w in job.member_ids() if w in job.workers]
-    return any(w.sight and w.sight.waits(job.generation, cluster.now_ns) for w in members)
 
 
 def _is_forming(job: JobState) -> bool:
@@ -212,8 +205,7 @@ def _judge(cluster: Cluster, job: JobState) -> None:
             seconds=seconds,
         )
     if fresh:
-        for worker_id in job.member_ids():
-            tell(cluster, job.workers[worker_id], DumpStacks(worker_id, decision.reason))
+        _dump_stacks(cluster, job, decision.reason)
     for worker_id in culprits:
         if cluster.now_ns - job.hung[worker_id] >= DUMP_NS:
             detail = f"did not move for {seconds} s: {decision.reason}"
@@ -227,6 +219,10 @@ def _unstick(cluster: Cluster, job: JobState, why: str) -> None:
         return
     job.stuck = why
     cluster.note("group_stuck", job.job_id, generation=job.generation, reason=why)
+    _dump_stacks(cluster, job, why)
+    cluster.touch(job)
+
+
+def _dump_stacks(cluster: Cluster, job: JobState, why: str) -> None:
     for worker_id in job.member_ids():
         tell(cluster, job.workers[worker_id], DumpStacks(worker_id, why))
-    cluster.touch(job)
