@@ -98,6 +98,25 @@ def test_a_first_group_that_was_durable_and_not_yet_announced_is_announced() -> 
     assert (told.assignment.generation, told.assignment.leader_address) == (1, "host-n1:5001")
 
 
+def test_a_member_is_late_only_for_a_group_that_it_was_told_of() -> None:
+    coordinator = Coordinator()
+    coordinator.agent("n1")
+    coordinator.submit("a")
+    coordinator.dies_after_persist = True
+    coordinator.ready("n1/1")
+    coordinator.restart()
+    # The store is slow: what the agent said when it came back is taken only now.
+    coordinator.now_ns += ns(CONFIG.form_timeout_s + 1)
+    coordinator.agent("n1")
+    coordinator.advance(CONFIG.form_timeout_s - 1)
+    assert len(coordinator.announced) == 1
+    assert stopped(coordinator) == []
+    coordinator.disconnect("n1")
+    coordinator.agent("n1")  # That it is told again makes it no younger.
+    coordinator.advance(1)
+    assert stopped(coordinator) == ["n1/1"]
+
+
 def test_an_exit_that_no_life_has_heard_of_is_told_to_the_next() -> None:
     coordinator = running(low=2)
     coordinator.restart()

@@ -192,6 +192,9 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
         grace = ns(cluster.config.stop_grace_s)
         tell(cluster, worker, StopWorker(report.worker_id, grace, worker.stop_cause.detail))
         return
+    if worker.told_ns < job.announced_ns:
+        # Nobody is late for what it could not hear; once, so that a link that flaps gains nothing.
+        worker.told_ns = cluster.now_ns
     is_member = job.is_open and job.is_member(report.worker_id)
     if is_member and report.generation < job.generation:
         tell(cluster, worker, announcement(cluster, job, report.worker_id))

@@ -49,6 +49,8 @@ class WorkerState:
         stop_cause: set once it was told to end; what its exit will then count as.
         sight: what it said of its main thread last, None if it never had anything to say.
         lingers_since_ns: it is still in a group that goes on without it; None if it is not.
+        told_ns: when its agent was first told of the newest group, or to leave, in this
+            coordinator's life; earlier than `announced_ns` while its agent is away, -1 for never.
     """
 
     report: WorkerReport
@@ -58,6 +60,7 @@ class WorkerState:
     stop_cause: ExitCause | None = None
     sight: Sight | None = None
     lingers_since_ns: int | None = None
+    told_ns: int = -1
 
     def update(self, report: WorkerReport, now_ns: int) -> None:
         """Take over a newer report."""

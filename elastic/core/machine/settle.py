@@ -16,6 +16,7 @@ from elastic.core.events.coordinator import Persist, SendAgent
 from elastic.core.machine import announcing, copies, invariants, lateness, leaving, queueing
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.messages import (
+    Announce,
     CoordinatorMessage,
     LeaveGroup,
     SaveState,
@@ -108,6 +109,13 @@ def tell(cluster: Cluster, worker: WorkerState, message: CoordinatorMessage) -> 
     session = cluster.node_of(worker).session
     if session is not None:
         cluster.do(SendAgent(session, message))
+
+
+def _tell_group(cluster: Cluster, worker: WorkerState, message: Announce | LeaveGroup) -> None:
+    """Tell a worker of the newest group; its time runs from now on if its agent is there."""
+    if cluster.node_of(worker).session is not None:
+        worker.told_ns = cluster.now_ns
+    tell(cluster, worker, message)
 
 
 def remind_of_save(cluster: Cluster, job: JobState, worker: WorkerState) -> None:
@@ -221,12 +229,12 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     for place in places:
         worker = job.workers[place.worker_id]
         worker.steps = 0
-        tell(cluster, worker, announce(place))
+        _tell_group(cluster, worker, announce(place))
         remind_of_save(cluster, job, worker)
     for worker_id in sorted(before - set(plan.members)):
         if worker_id in job.workers:
             leave = LeaveGroup(worker_id, job.generation - 1, False, reason)
-            tell(cluster, job.workers[worker_id], leave)
+            _tell_group(cluster, job.workers[worker_id], leave)
     cluster.note(
         "group_formed",
         job.job_id,
@@ -261,7 +269,7 @@ def _suspend(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     for worker_id in job.member_ids():
         if worker_id in job.workers:
             leave = LeaveGroup(worker_id, job.generation, False, plan.cause)
-            tell(cluster, job.workers[worker_id], leave)
+            _tell_group(cluster, job.workers[worker_id], leave)
     cluster.note("group_suspended", job.job_id, generation=job.generation, reason=reason)
 
 
@@ -303,7 +311,7 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
         worker = job.workers.get(worker_id)
         if worker is None or worker.stop_cause is not None:
             continue
-        report, since_ns = worker.report, job.announced_ns
+        report, since_ns = worker.report, max(job.announced_ns, worker.told_ns)
         lingers_since_ns, worker.lingers_since_ns = worker.lingers_since_ns, None
         is_forming = report.phase is WorkerPhase.FORMING
         if members and report.generation >= job.generation:  # Only members have been told of it.
