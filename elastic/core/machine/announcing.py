@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from elastic.core.copy_messages import Doors
+from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import copies
-from elastic.core.machine.jobs import Cluster, JobState
-from elastic.core.messages import PROTOCOL_MINOR, Announce
+from elastic.core.machine.jobs import Cluster, JobState, WorkerState
+from elastic.core.messages import PROTOCOL_MINOR, Announce, CoordinatorMessage
 from elastic.core.policy import replication
 from elastic.core.policy.ranks import Place
 from elastic.core.world import Assignment, NodeId, WorkerId
@@ -25,6 +26,13 @@ SAVES_SINCE_MINOR = 1
 """Workers of older agents do not save where they leave: those who did would wait for their part."""
 EACH = -1
 """Stands for the ranks that have no share of their own."""
+
+
+def tell(cluster: Cluster, worker: WorkerState, message: CoordinatorMessage) -> None:
+    """Send to the worker's agent; a broken stream is made good when the agent says hello."""
+    session = cluster.node_of(worker).session
+    if session is not None:
+        cluster.do(SendAgent(session, message))
 
 
 def announcement(cluster: Cluster, job: JobState, worker_id: WorkerId) -> Announce:

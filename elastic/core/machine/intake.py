@@ -18,16 +18,20 @@ from elastic.core.events.coordinator import (
     Persist,
     SendAgent,
 )
-from elastic.core.machine import charges, copies, health, reports, requests, suspicion, waves
-from elastic.core.machine.announcing import all_save_where_they_leave, announcement
+from elastic.core.machine import (
+    charges,
+    copies,
+    health,
+    reports,
+    requests,
+    saves,
+    suspicion,
+    waves,
+)
+from elastic.core.machine.announcing import all_save_where_they_leave, announcement, tell
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
-from elastic.core.machine.settle import (
-    end_job,
-    remind_of_leavers,
-    remind_of_save,
-    tell,
-)
+from elastic.core.machine.settle import end_job, remind_of_leavers
 from elastic.core.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -198,14 +202,14 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
     is_member = job.is_open and job.is_member(report.worker_id)
     if is_member and report.generation < job.generation:
         tell(cluster, worker, announcement(cluster, job, report.worker_id))
-        remind_of_save(cluster, job, worker)
+        saves.remind(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
     elif is_member:
         if job.asked:
             told = (report.worker_id, job.generation, True, "planned change")
-            saves = job.told_to_save and all_save_where_they_leave(cluster, job)
-            tell(cluster, worker, LeaveGroup(*told, saves=saves))
-        remind_of_save(cluster, job, worker)
+            can_save = job.told_to_save and all_save_where_they_leave(cluster, job)
+            tell(cluster, worker, LeaveGroup(*told, saves=can_save))
+        saves.remind(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
     elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
         leave = LeaveGroup(report.worker_id, report.generation, False, "the group is over")

@@ -1,4 +1,4 @@
-"""A user's wish for a checkpoint now: told to the group that trains until one is recorded.
+"""A wish for a checkpoint now, a user's or ours: told to the group until one is recorded.
 
 Rule: wishes are numbered, and a greater number is a newer wish, also from the next coordinator.
 They live in memory only: who wished sees within seconds whether the wish came true, and wishes
@@ -8,8 +8,9 @@ again; an old one that came true days later would help nobody.
 from __future__ import annotations
 
 from elastic.core.events.coordinator import CheckpointRequested, Reply
-from elastic.core.machine.jobs import Cluster, JobState
-from elastic.core.machine.settle import remind_of_save
+from elastic.core.machine.announcing import tell
+from elastic.core.machine.jobs import Cluster, JobState, WorkerState
+from elastic.core.messages import SaveState
 from elastic.core.world import JobPhase
 
 REQUESTS_PER_TERM = 1_000_000
@@ -29,14 +30,21 @@ def on_requested(cluster: Cluster, event: CheckpointRequested) -> None:
         cluster.do(Reply(event.request_id, "", str(job.save_request)))
 
 
-def wish(cluster: Cluster, job: JobState) -> None:
-    """Tell the group that a checkpoint is wished for."""
+def wish(cluster: Cluster, job: JobState, **why: str) -> None:
+    """Tell the group that a checkpoint is wished for, and the event log why, if that is known."""
     cluster.num_saves += 1
     job.save_request = cluster.first_save + cluster.num_saves
     for worker_id in job.member_ids():
         if worker_id in job.workers:
-            remind_of_save(cluster, job, job.workers[worker_id])
-    cluster.note("checkpoint_wished", job.job_id, request=job.save_request)
+            remind(cluster, job, job.workers[worker_id])
+    cluster.note("checkpoint_wished", job.job_id, request=job.save_request, **why)
+
+
+def remind(cluster: Cluster, job: JobState, worker: WorkerState) -> None:
+    """Tell a member of the newest group that a checkpoint is wished for, if none came yet."""
+    if job.save_request:
+        worker_id = worker.report.worker_id
+        tell(cluster, worker, SaveState(worker_id, job.generation, job.save_request))
 
 
 def _refuse(job: JobState) -> str:

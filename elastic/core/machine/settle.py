@@ -12,14 +12,13 @@ from dataclasses import replace
 from math import inf
 
 from elastic.core.config import ns
-from elastic.core.events.coordinator import Persist, SendAgent
-from elastic.core.machine import announcing, copies, invariants, lateness, leaving, queueing
+from elastic.core.events.coordinator import Persist
+from elastic.core.machine import announcing, copies, invariants, lateness, leaving, queueing, saves
+from elastic.core.machine.announcing import tell
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.messages import (
     Announce,
-    CoordinatorMessage,
     LeaveGroup,
-    SaveState,
     StartWorker,
     StopWorker,
 )
@@ -104,25 +103,11 @@ def stop_worker(cluster: Cluster, job: JobState, worker_id: WorkerId, cause: Exi
     tell(cluster, worker, StopWorker(worker_id, grace, cause.detail))
 
 
-def tell(cluster: Cluster, worker: WorkerState, message: CoordinatorMessage) -> None:
-    """Send to the worker's agent; a broken stream is made good when the agent says hello."""
-    session = cluster.node_of(worker).session
-    if session is not None:
-        cluster.do(SendAgent(session, message))
-
-
 def _tell_group(cluster: Cluster, worker: WorkerState, message: Announce | LeaveGroup) -> None:
     """Tell a worker of the newest group; its time runs from now on if its agent is there."""
     if cluster.node_of(worker).session is not None:
         worker.told_ns = cluster.now_ns
     tell(cluster, worker, message)
-
-
-def remind_of_save(cluster: Cluster, job: JobState, worker: WorkerState) -> None:
-    """Tell a member of the newest group that a checkpoint is wished for, if none came yet."""
-    if job.save_request:
-        worker_id = worker.report.worker_id
-        tell(cluster, worker, SaveState(worker_id, job.generation, job.save_request))
 
 
 def remind_of_leavers(cluster: Cluster, job: JobState, workers: Iterable[WorkerId]) -> None:
@@ -230,7 +215,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
         worker = job.workers[place.worker_id]
         worker.steps = 0
         _tell_group(cluster, worker, announce(place))
-        remind_of_save(cluster, job, worker)
+        saves.remind(cluster, job, worker)
     for worker_id in sorted(before - set(plan.members)):
         if worker_id in job.workers:
             leave = LeaveGroup(worker_id, job.generation - 1, False, reason)
@@ -248,10 +233,10 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
 def ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     """Ask every member to leave at the next boundary; a later wish replaces an earlier one."""
     job.asked, job.told_to_save = True, plan.saves
-    saves = plan.saves and announcing.all_save_where_they_leave(cluster, job)
+    can_save = plan.saves and announcing.all_save_where_they_leave(cluster, job)
     for worker_id in job.member_ids():
         worker = job.workers[worker_id]
-        leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=saves)
+        leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=can_save)
         tell(cluster, worker, leave)
     cluster.note(
         "change_planned", job.job_id, generation=job.generation, cause=plan.cause, reason=reason
@@ -361,12 +346,7 @@ def _save_before_they_leave(cluster: Cluster, job: JobState) -> None:
         return
     job.saved_before_ns = cluster.now_ns
     wake(job, leaving.save_is_due(cluster, job).wake_ns)
-    cluster.num_saves += 1
-    job.save_request = cluster.first_save + cluster.num_saves
-    for worker_id in job.member_ids():
-        if worker_id in job.workers:
-            remind_of_save(cluster, job, job.workers[worker_id])
-    cluster.note("checkpoint_wished", job.job_id, request=job.save_request, reason=decision.reason)
+    saves.wish(cluster, job, reason=decision.reason)
 
 
 # ---------------------------------------------------------------- workers

@@ -14,9 +14,10 @@ from __future__ import annotations
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import lateness
+from elastic.core.machine.announcing import tell
 from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.nodes import NodeState
-from elastic.core.machine.settle import stop_worker, tell
+from elastic.core.machine.settle import stop_worker
 from elastic.core.messages import DumpStacks, Probe, Pulse
 from elastic.core.policy import hang
 from elastic.core.policy.hang import Sight, Watched
