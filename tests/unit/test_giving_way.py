@@ -136,9 +136,7 @@ def test_each_life_of_the_coordinator_comes_to_the_same_end() -> None:
                     coordinator.agent(name)
                 coordinator.advance(5)
                 if stage == "saved":
-                    # How far it was is not known any more: it is saved once more.
-                    assert "as soon as a checkpoint is written" in coordinator.job("a").reason
-                    saved(coordinator, 1_000_001)
+                    assert "at the next boundary" in coordinator.job("a").reason
                 number = 1_000_001
         coordinator.advance(10)
         assert coordinator.job("a").record.phase is JobPhase.PENDING, lives

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from elastic.core.config import ns
 from elastic.core.messages import LeaveGroup, SaveState
-from elastic.core.world import FIRST_AUTOMATIC, JobPhase, WorkerPhase
+from elastic.core.world import FIRST_AUTOMATIC, JobId, JobPhase, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
 
 AT_ONCE = replace(CONFIG, preemption_min_run_s=0, preemption_deadline_s=60)
@@ -147,6 +148,106 @@ def test_a_job_that_need_not_make_room_any_more_goes_on_at_once() -> None:
     saved(coordinator)
     coordinator.stop("b")
     assert [m.saves for m in coordinator.sent(LeaveGroup)] == [False, False, False]
+
+
+# ---------------------------------------------------------------- another coordinator meanwhile
+
+
+def succeeded(coordinator: Coordinator) -> Coordinator:
+    """The coordinator dies; its successor hears of all agents within a moment."""
+    coordinator.restart()
+    for name in coordinator.agents:
+        coordinator.advance(0.1)
+        coordinator.agent(name)
+    return coordinator
+
+
+def test_a_successor_waits_for_those_who_save_as_well() -> None:
+    coordinator = paused()
+    coordinator.ready("n2/1")
+    succeeded(coordinator)
+    coordinator.ready("n3/1")
+    coordinator.advance(590)
+    assert phase(coordinator) is JobPhase.RUNNING
+    assert coordinator.job("a").reason == "pauses: 2 of 3 members have saved their part and left"
+    coordinator.ready("n1/1")
+    assert phase(coordinator) is JobPhase.PAUSED
+
+
+def test_a_successor_tells_those_who_have_not_heard_of_it() -> None:
+    coordinator = paused()
+    coordinator.restart()
+    coordinator.agent("n1")
+    assert [(m.at_boundary, m.saves) for m in coordinator.sent(LeaveGroup)] == [(True, True)]
+
+
+@pytest.mark.parametrize("left", [(), ("n2/1", "n3/1")])
+def test_a_successor_tells_them_that_they_need_not_save_any_more(left: tuple[str, ...]) -> None:
+    coordinator = paused()
+    coordinator.ready(*left)
+    succeeded(coordinator)
+    coordinator.resume("a")
+    assert [(m.at_boundary, m.saves) for m in coordinator.sent(LeaveGroup)] == [(True, False)] * 3
+    succeeded(coordinator)
+    coordinator.ready(*{"n1/1", "n2/1", "n3/1"}.difference(left))
+    assert coordinator.members("a") == "g2: n1/1 n2/1 n3/1"
+
+
+def makes_room() -> Coordinator:
+    """Job a makes room for b: its members were told to save where they leave, and one is out."""
+    coordinator = running(nodes=3, low=3, run_path="/runs/a", config=AT_ONCE)
+    for worker in ("n1/1", "n2/1", "n3/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
+    coordinator.submit("b", priority=5)
+    saved(coordinator)
+    assert [m.saves for m in coordinator.sent(LeaveGroup)] == [True] * 3
+    coordinator.ready("n2/1")
+    return coordinator
+
+
+@pytest.mark.parametrize("seconds", [0, 40])
+def test_who_makes_room_does_so_for_a_successor_too(seconds: float) -> None:
+    coordinator = succeeded(makes_room())
+    coordinator.advance(seconds)
+    assert coordinator.sent(LeaveGroup) == []
+    coordinator.ready("n1/1", "n3/1")
+    assert phase(coordinator) is JobPhase.PENDING
+    assert coordinator.job("a").record.preempted_by == "b (priority 5 over 0)"
+
+
+def test_and_is_cut_off_by_it_in_the_end() -> None:
+    coordinator = succeeded(makes_room())
+    coordinator.advance(59.5)
+    assert phase(coordinator) is JobPhase.RUNNING
+    coordinator.advance(0.6)
+    assert phase(coordinator) is JobPhase.PENDING
+
+
+def test_unless_nobody_wants_the_room_any_more() -> None:
+    coordinator = makes_room()
+    coordinator.stop("b")
+    assert [m.saves for m in coordinator.sent(LeaveGroup)] == [False] * 3
+    coordinator = makes_room()
+    record = coordinator.store.pop(JobId("b"))
+    succeeded(coordinator)
+    assert record.spec.priority == 5
+    coordinator.advance(2)
+    assert [m.saves for m in coordinator.sent(LeaveGroup)] == [False] * 3
+    coordinator.ready("n1/1", "n3/1")
+    assert coordinator.members("a") == "g2: n1/1 n2/1 n3/1"
+
+
+def test_members_of_nodes_that_all_leave_save_for_a_successor_too() -> None:
+    coordinator = swapped()
+    coordinator.ready("n2/1")
+    coordinator.restart()
+    for name in ("n3", "n1", "n2"):
+        coordinator.agent(name, draining=name != "n3", drain_timeout_ns=ns(120))
+    assert {m.saves for m in coordinator.sent(LeaveGroup)} <= {True}
+    coordinator.advance(100)
+    assert coordinator.members("a").startswith("g1"), "the other one has time to save it"
+    coordinator.ready("n1/1")
+    assert coordinator.members("a") == "g2: n3/1"
 
 
 # ---------------------------------------------------------------- nodes that leave

@@ -45,6 +45,8 @@ class JobRecord:
         preempted_by: the job that it gave all its workers to, and the priorities: "j-1 (priority
             10 over 0)"; "" once it trains again.
         submitter: by which token or certificate, "" if users are not told from each other.
+        told_to_save: the newest group's members were told to save their state where they leave.
+        leaves_for: the job for which they were, and the priorities; "" if it is for none.
     """
 
     spec: JobSpec
@@ -66,6 +68,8 @@ class JobRecord:
     paused: bool = False
     preempted_by: str = ""
     submitter: str = ""
+    told_to_save: bool = False
+    leaves_for: str = ""
 
     @property
     def bounds(self) -> tuple[int, int]:

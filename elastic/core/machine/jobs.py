@@ -309,6 +309,8 @@ class JobState:
             paused=self.paused,
             preempted_by=self.preempted_by,
             submitter=self.submitter,
+            told_to_save=self.told_to_save,
+            leaves_for=self.gives_way_to if self.gives_all and self.is_open else "",
         )
 
     def view(self) -> JobView:
@@ -330,6 +332,7 @@ def restore(record: JobRecord, now_ns: int) -> JobState:
     """Return the state that a journal record stands for; its workers are not known yet."""
     # A group is replaced only after what ended it was charged: more of that may still be told.
     is_open = record.phase is JobPhase.RUNNING
+    leaves = is_open and record.told_to_save
     charged = max(NO_GENERATION, record.generation - 1) if is_open else record.generation
     return JobState(
         spec=record.spec,
@@ -339,6 +342,10 @@ def restore(record: JobRecord, now_ns: int) -> JobState:
         generation=record.generation,
         group=record.group,
         is_open=is_open,
+        asked=leaves,
+        told_to_save=leaves,
+        gives_all=leaves and (record.paused or bool(record.leaves_for)),
+        gives_way_to=record.leaves_for if leaves else "",
         failure_generation=charged if record.failures else NO_GENERATION,
         loss_generation=charged if record.losses else NO_GENERATION,
         charged_ns=now_ns if record.losses else None,

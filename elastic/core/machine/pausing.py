@@ -2,13 +2,13 @@
 
 A user pauses a job, or the queue has it make room for one of higher priority.
 
-Rule: that a pause is wanted is durable, how far it has come is not: after a restart of the
-coordinator it begins again with a checkpoint. A group that is about to finish is let finish, and
-one whose members are lost meanwhile rests on the newest checkpoint that there is. A pause takes as
-long as it takes. Who makes room has a deadline for the checkpoint and another for the boundary; if
-it has nothing to go on from by then it trains on, and the queue looks for others; nor does it count
-on the slots of a pause that takes longer. Those that make room for the same job leave when all of
-them can, so that none does so in vain.
+Rule: that a pause is wanted is durable, and that its members were told to leave; how far it had
+come before is not: after a restart of the coordinator it begins again with a checkpoint. A group
+that is about to finish is let finish, and one whose members are lost meanwhile rests on the newest
+checkpoint that there is. A pause takes as long as it takes. Who makes room has a deadline for the
+checkpoint and another for the boundary; if it has nothing to go on from by then it trains on, and
+the queue looks for others; nor does it count on the slots of a pause that takes longer. Those that
+make room for the same job leave when all of them can, so that none does so in vain.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ def _mind_time(cluster: Cluster, job: JobState) -> None:
     """Have the queue know once a job that pauses takes longer than one that gives way may.
 
     Time counts from its beginning: its leader may evaluate for hours before it can be saved at all.
+    Who was told to leave by a coordinator that is gone has all its time once more.
     What storage has not taken is given up by those who write it: it is wished for again.
     """
     now_ns = cluster.now_ns
-    if job.paused and job.rest_by_ns is None:
+    if (job.paused or job.gives_all) and job.rest_by_ns is None:
         job.rest_by_ns = now_ns + ns(cluster.config.preemption_deadline_s)
     if job.rest_by_ns is None or now_ns < job.rest_by_ns:
         settle.wake(job, job.rest_by_ns)
@@ -144,8 +145,9 @@ def _may_leave(cluster: Cluster, job: JobState) -> bool:
 
 
 def _can_leave(job: JobState) -> bool:
-    """Return whether it has a group that trains, is whole and not about to end."""
-    return job.training_since_ns is not None and _is_whole(job) and not _is_ending(job)
+    """Return whether it has a group that trains, or leaves, is whole and not about to end."""
+    has_trained = job.gives_all or job.training_since_ns is not None
+    return has_trained and _is_whole(job) and not _is_ending(job)
 
 
 def _is_whole(job: JobState) -> bool:

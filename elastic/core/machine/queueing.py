@@ -27,20 +27,21 @@ def plan(cluster: Cluster) -> None:
         cluster.replan = True
     if not cluster.replan:
         return
-    # After a restart most nodes are still away: a plan without them would move everybody.
-    held = cluster.now_ns < cluster.hold_until_ns
-    cluster.replan = held
+    if cluster.now_ns < cluster.hold_until_ns:
+        # After a restart most nodes are still away: a plan without them would move everybody.
+        cluster.replan_at_ns = cluster.hold_until_ns
+        return
+    cluster.replan, cluster.replan_at_ns = False, None
     # Slots of a job that pauses come free by themselves, if that does not take too long.
-    here = [job for job in cluster.active() if not job.paused or job.is_late(cluster.now_ns)]
-    jobs = [] if held else here
-    cluster.replan_at_ns = None
+    jobs = [job for job in cluster.active() if not job.paused or job.is_late(cluster.now_ns)]
     grants = _grants(cluster, jobs)
     gave_way = [_room_made(cluster, job) for job in cluster.active()]
     for job in cluster.active():
         before, now = cluster.grants.get(job.job_id), grants.get(job.job_id)
-        if before == now:
-            continue
-        _make_room(cluster, job, now.gives_way_to if now is not None else "")
+        for_whom = now.gives_way_to if now is not None else ""
+        if before == now and job.gives_way_to == for_whom:
+            continue  # Before the first plan a job may give way as the coordinator before had it.
+        _make_room(cluster, job, for_whom)
         yields = _yields(job, now)
         is_new = before is None or before.yields != yields
         job.yields = frozenset(yields)

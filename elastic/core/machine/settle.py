@@ -231,13 +231,19 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
 
 
 def ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
-    """Ask every member to leave at the next boundary; a later wish replaces an earlier one."""
-    job.asked, job.told_to_save = True, plan.saves
+    """Ask every member to leave at the next boundary; a later wish replaces an earlier one.
+
+    That they save is durable, because who does not know of it gives them up too soon. They hear of
+    it first: their nodes may leave, and nothing is wrong if nobody remembers what they do.
+    """
+    is_news, job.asked, job.told_to_save = job.told_to_save or plan.saves, True, plan.saves
     can_save = plan.saves and announcing.all_save_where_they_leave(cluster, job)
     for worker_id in job.member_ids():
         worker = job.workers[worker_id]
         leave = LeaveGroup(worker_id, job.generation, True, plan.cause, saves=can_save)
         tell(cluster, worker, leave)
+    if is_news:
+        cluster.do(Persist((job.record(),)))
     cluster.note(
         "change_planned", job.job_id, generation=job.generation, cause=plan.cause, reason=reason
     )

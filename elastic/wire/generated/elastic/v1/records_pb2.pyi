@@ -31,7 +31,7 @@ class Cordon(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class JobRecord(_message.Message):
-    __slots__ = ("spec", "phase", "generation", "group", "failures", "losses", "checkpoints", "reason", "failure", "failed_worker", "result", "metrics", "sequence", "preemptions", "min_workers", "max_workers", "paused", "preempted_by", "submitter")
+    __slots__ = ("spec", "phase", "generation", "group", "failures", "losses", "checkpoints", "reason", "failure", "failed_worker", "result", "metrics", "sequence", "preemptions", "min_workers", "max_workers", "paused", "preempted_by", "submitter", "told_to_save", "leaves_for")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,8 @@ class JobRecord(_message.Message):
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_BY_FIELD_NUMBER: _ClassVar[int]
     SUBMITTER_FIELD_NUMBER: _ClassVar[int]
+    TOLD_TO_SAVE_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FOR_FIELD_NUMBER: _ClassVar[int]
     spec: _facts_pb2.JobSpec
     phase: _facts_pb2.JobPhase
     generation: int
@@ -70,4 +72,6 @@ class JobRecord(_message.Message):
     paused: bool
     preempted_by: str
     submitter: str
-    def __init__(self, spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.JobPhase, str]] = ..., generation: _Optional[int] = ..., group: _Optional[_Union[_facts_pb2.Group, _Mapping]] = ..., failures: _Optional[int] = ..., losses: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[_facts_pb2.CheckpointRecord, _Mapping]]] = ..., reason: _Optional[str] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ..., failed_worker: _Optional[str] = ..., result: _Optional[str] = ..., metrics: _Optional[str] = ..., sequence: _Optional[int] = ..., preemptions: _Optional[int] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., paused: bool = ..., preempted_by: _Optional[str] = ..., submitter: _Optional[str] = ...) -> None: ...
+    told_to_save: bool
+    leaves_for: str
+    def __init__(self, spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.JobPhase, str]] = ..., generation: _Optional[int] = ..., group: _Optional[_Union[_facts_pb2.Group, _Mapping]] = ..., failures: _Optional[int] = ..., losses: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[_facts_pb2.CheckpointRecord, _Mapping]]] = ..., reason: _Optional[str] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ..., failed_worker: _Optional[str] = ..., result: _Optional[str] = ..., metrics: _Optional[str] = ..., sequence: _Optional[int] = ..., preemptions: _Optional[int] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., paused: bool = ..., preempted_by: _Optional[str] = ..., submitter: _Optional[str] = ..., told_to_save: bool = ..., leaves_for: _Optional[str] = ...) -> None: ...
