@@ -10,7 +10,7 @@ from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCop
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.messages import Release
 from elastic.core.policy.replication import Leftover, is_left_behind
-from elastic.core.world import HeldCopy, NodeId, WorkerPhase
+from elastic.core.world import HeldCopy, JobPhase, NodeId, WorkerPhase
 from tests.unit.coordinator_under_test import STOPPED
 from tests.unit.test_copies_placed import JOB, Cluster
 from tests.unit.test_sharded_copies import Cluster as Sharded
@@ -90,6 +90,46 @@ def test_it_stays_for_a_group_that_is_about_to_go_on_from_what_it_holds() -> Non
     assert is_released(cluster, "b"), "it has it, and nobody is there to take a copy"
 
 
+def waiting(*, in_place: bool = True) -> Cluster:
+    """Job j needs two workers: that on b is lost with its node, and none may start elsewhere."""
+    cluster = Cluster("abcd", trains="ab")
+    played = cluster.played
+    for name in "cd":
+        played.cordon(name)
+    played.update("a/1", WorkerPhase.TRAINING, in_place=in_place)
+    cluster.holds("d", 50)
+    played.disconnect("b")
+    played.advance(1)
+    played.ready("a/1")
+    assert played.job("j").record.phase is JobPhase.PENDING
+    return cluster
+
+
+def test_a_job_that_waits_keeps_nobody_if_a_member_has_its_state() -> None:
+    cluster = waiting()
+    cluster.played.notice("d", NOTICE_S)
+    assert is_released(cluster, "d")
+
+
+def test_but_not_if_it_does_not_go_on_with_that() -> None:
+    cluster = waiting(in_place=False)
+    cluster.played.notice("d", NOTICE_S)
+    assert not is_released(cluster, "d")
+    cluster.holds("c", 45)
+    assert not is_released(cluster, "d")
+    cluster.holds("c", 50)
+    assert is_released(cluster, "d"), "it lies there, too"
+
+
+def test_a_job_that_waits_keeps_the_copy_when_the_member_that_has_the_state_leaves_first() -> None:
+    cluster = waiting()
+    cluster.played.notice("a", NOTICE_S)
+    cluster.played.notice("d", NOTICE_S)
+    assert not is_released(cluster, "d")
+    cluster.played.advance(NOTICE_S)
+    assert is_released(cluster, "d")
+
+
 def test_a_job_that_ends_keeps_nobody() -> None:
     cluster = Cluster()
     cluster.holds("b", 50)
@@ -113,7 +153,8 @@ def test_a_node_without_copies_is_let_go_at_once() -> None:
         (False, True, False, False, False),
         (False, True, True, False, True),
         (False, True, True, True, False),
-        (False, False, True, True, True),
+        (False, False, True, True, False),
+        (False, False, True, False, True),
     ],
 )
 def test_who_stays(
@@ -144,6 +185,43 @@ def test_a_member_that_leaves_stays_until_the_next_group_has_its_rows_elsewhere(
     assert not played.sent(Release)
     cluster.holds("d", ("a", 2, 20), ("b", 2, 20))
     assert [m.reason for m in played.sent(Release)] == ["SIGTERM"]
+
+
+def lost_one() -> Sharded:
+    """Of a group on a, b and c that waits for a third worker b is lost, of which a has a copy."""
+    cluster = Sharded(nodes="abcd", trains="abc")
+    cluster.played.cordon("d")
+    cluster.holds("a", ("c", 1, 15), ("b", 1, 10))
+    cluster.holds("d", ("a", 1, 15))
+    cluster.played.disconnect("b")
+    cluster.played.advance(1)
+    cluster.played.ready("a/1", "c/1")
+    assert cluster.played.job("j").record.phase is JobPhase.PENDING
+    return cluster
+
+
+def test_rows_that_are_copied_elsewhere_keep_nobody_while_a_job_waits() -> None:
+    cluster = lost_one()
+    cluster.played.notice("c", NOTICE_S)
+    cluster.played.exits("c/1", STOPPED)
+    assert [m.reason for m in cluster.played.sent(Release)] == ["SIGTERM"]
+
+
+def test_the_only_copy_of_lost_rows_keeps_its_node_while_a_job_waits() -> None:
+    cluster = lost_one()
+    cluster.played.notice("a", NOTICE_S)
+    cluster.played.exits("a/1", STOPPED)
+    assert not cluster.played.sent(Release)
+    cluster.holds("d", ("a", 1, 15), ("b", 1, 10))
+    assert [m.reason for m in cluster.played.sent(Release)] == ["SIGTERM"]
+
+
+def test_rows_that_are_copied_nowhere_keep_their_node_while_a_job_waits() -> None:
+    cluster = lost_one()
+    cluster.holds("a", ("b", 1, 10))
+    cluster.played.notice("c", NOTICE_S)
+    cluster.played.exits("c/1", STOPPED)
+    assert not cluster.played.sent(Release)
 
 
 # ---------------------------------------------------------------- a holder that dies

@@ -136,19 +136,20 @@ def test_a_copy_is_superfluous_once_the_chosen_node_has_one_that_is_no_older() -
 class Cluster:
     """Nodes a, b, c with a slot each; a job of one worker that wants copies trains on a."""
 
-    def __init__(self, nodes: str = "abc") -> None:
+    def __init__(self, nodes: str = "abc", trains: str = "a") -> None:
         self.played = Coordinator()
         for name in nodes:
             self.join(name)
-        self.played.submit("j", 1)
-        self.train("a/1")
+        self.played.submit("j", len(trains))
+        self.train(*[f"{name}/1" for name in trains])
 
     def join(self, name: str, *copies: HeldCopy) -> None:
         self.played.agent(name, copies=copies, copies_at=f"{name}:9")
 
-    def train(self, worker: str) -> None:
-        self.played.ready(worker)
-        self.played.update(worker, WorkerPhase.TRAINING, copies_every=5)
+    def train(self, *workers: str) -> None:
+        self.played.ready(*workers)
+        for worker in workers:
+            self.played.update(worker, WorkerPhase.TRAINING, copies_every=5)
 
     def holds(self, name: str, steps: int, generation: int = 1) -> None:
         self.played.says(name, CopiesHeld((HeldCopy(JOB, generation, steps),)))

@@ -11,7 +11,8 @@ date by the same lines. Nothing of it is durable: agents tell in their hello wha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from elastic.core.config import ns
@@ -272,15 +273,19 @@ class Spread(NamedTuple):
 
     Attributes:
         trains: all members of its newest group do.
-        base: the oldest of them, see `_base`.
+        base: the oldest of them, see `_base`; without a group, of those of lost nodes.
         holders: nodes where they are to lie.
         has_place: each has one, or may have within some time.
+        staying: without a group: the newest of each source on nodes that do not leave.
+        is_waiting: without a group: somebody waits on such a node with what all have alike.
     """
 
     trains: bool
     base: replication.Age
     holders: frozenset[NodeId]
     has_place: bool
+    staying: Mapping[NodeId, replication.Age] = MappingProxyType({})
+    is_waiting: bool = False
 
 
 def kept_for(cluster: Cluster, state: NodeState, known: dict[JobId, Spread]) -> str:
@@ -302,19 +307,68 @@ def kept_for(cluster: Cluster, state: NodeState, known: dict[JobId, Spread]) -> 
             continue
         spread = known.get(job.job_id) or _spread(cluster, job)
         known[job.job_id] = spread
-        ages = job.copies.held.get(node_id, {}).values()
         left = replication.Leftover(
             rests=job.must_rest() and not job.is_open,
             trains=spread.trains,
             has_place=spread.has_place,
-            is_elsewhere=node_id not in spread.holders
-            and spread.base > replication.NO_COPY
-            and all(age <= spread.base for age in ages),
+            is_elsewhere=_goes_on_without(job, node_id, spread)
+            if not job.is_open
+            else spread.trains and _is_elsewhere(job, node_id, spread),
         )
         decision = replication.is_left_behind(left)
         if decision.value:
             return f"has state of job {job.job_id}: {decision.reason}"
     return ""
+
+
+def _is_elsewhere(job: JobState, node_id: NodeId, spread: Spread) -> bool:
+    """Return whether copies of all that a group which trains has lie on other nodes."""
+    ages = job.copies.held.get(node_id, {}).values()
+    is_spread = node_id not in spread.holders and spread.base > replication.NO_COPY
+    return is_spread and all(age <= spread.base for age in ages)
+
+
+def _goes_on_without(job: JobState, node_id: NodeId, spread: Spread) -> bool:
+    """Return whether a job without a group has all that it could go on from on nodes that stay."""
+    if spread.is_waiting:
+        return True
+    if not job.copies.is_sharded:
+        age = job.copies.newest(node_id, ALL_ALIKE)
+        return spread.staying.get(ALL_ALIKE, replication.NO_COPY) >= age
+    is_known = spread.base > replication.NO_COPY
+    return is_known and spread.staying.get(node_id, replication.NO_COPY) >= spread.base
+
+
+def _without_group(cluster: Cluster, job: JobState, spread: Spread) -> Spread:
+    """Say of a job that waits where its state lies: what all have alike, with any who waits.
+
+    Of a sharded model the rows of a lost node are as old as their copy, and rows of the others that
+    are as old are enough.
+    """
+    present = {at: s for at, s in cluster.book.nodes.items() if s.is_present()}
+    found: dict[NodeId, replication.Age] = {}
+    staying: dict[NodeId, replication.Age] = {}
+    for at, by in job.copies.held.items():
+        for source, age in by.items() if at in present else ():
+            found[source] = max(age, found.get(source, age))
+            if not present[at].draining:
+                staying[source] = max(age, staying.get(source, age))
+    lost = [found.get(at, replication.NO_COPY) for at in _members(job) if at not in present]
+    base = min(lost, default=replication.NO_COPY)
+    is_kept = all(staying.get(s) == found.get(s) for s in _members(job) if s not in present)
+    # What the group before has left has others as sources.
+    base = base if is_kept and base[0] == job.generation else replication.NO_COPY
+    waiting = [job.workers[w] for w in job.member_ids() if w in job.workers]
+    is_waiting = (
+        not job.copies.is_sharded
+        and job.training_since_ns is not None
+        and any(
+            w.stop_cause is None and w.report.in_place and not present[w.node_id].draining
+            for w in waiting
+            if w.node_id in present
+        )
+    )
+    return spread._replace(base=base, staying=staying, is_waiting=is_waiting)
 
 
 def _has_part(cluster: Cluster, job: JobState, node_id: NodeId) -> bool:
@@ -329,13 +383,14 @@ def _spread(cluster: Cluster, job: JobState) -> Spread:
     copies = job.copies
     refused = {of for (of, _), at_ns in copies.refused_until_ns.items() if at_ns > cluster.now_ns}
     places = [(source, at) for source, (at, _) in copies.holders.items()]
-    return Spread(
+    spread = Spread(
         job.is_open and job.training_since_ns is not None,
         _base(job),
         frozenset(at for _, at in places),
         # None was chosen yet by a coordinator that has only begun.
         all(at or source in refused for source, at in places),
     )
+    return spread if job.is_open else _without_group(cluster, job, spread)
 
 
 def _drop_superfluous(cluster: Cluster, job: JobState) -> None:

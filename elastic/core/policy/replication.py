@@ -192,7 +192,8 @@ class Leftover:
         rests: the job is to hold no workers: it was saved before, and waits for a user or a slot.
         trains: all members of its newest group do.
         has_place: another node takes each copy, or may within some time.
-        is_elsewhere: all that the newest group could go back to lies on other nodes.
+        is_elsewhere: all that the newest group, or the next one, could go back to lies on other
+            nodes.
     """
 
     rests: bool
@@ -207,7 +208,7 @@ def is_left_behind(what: Leftover) -> Decision[bool]:
     Without a group that trains, what it has may be all that there is, and the next one asks for it.
     Where copies find no other place, nothing comes of waiting.
     """
-    if what.rests or (what.trains and what.is_elsewhere):
+    if what.rests or what.is_elsewhere:
         return Decision(False, "it rests" if what.rests else "all of it lies elsewhere")
     if not what.trains:
         return Decision(True, "the next group may go on from it")
