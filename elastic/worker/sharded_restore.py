@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 
-from elastic.core.policy.shares import Piece, Rows, givers
+from elastic.core.policy.shares import Givers, Piece, Rows
 from elastic.errors import check
 from elastic.storage.marker import Marker
 from elastic.worker.arena import Layout, Mark, Slot, dtype_of, extent_of
@@ -286,11 +286,13 @@ class Restorer:
         tensors = [_room(spec, wanted[spec.number]) for spec in specs]
         works = []
         for spec in specs:
-            held = [(n, _held(source.stretches, spec)) for n, source in enumerate(sources)]
-            for taker in range(self._size):
-                # Of all that has them, what is nearest: memory that the taker itself has.
-                asked = sorted(held, key=lambda pair: sources[pair[0]].rank != taker)
-                for number, part in givers(wants[taker][spec.number], asked):
+            held = [(source.rank, _held(source.stretches, spec)) for source in sources]
+            takers = [one[spec.number] for one in wants]
+            givers = Givers(held, takers)
+            for taker, taken in enumerate(takers):
+                if taker != self._rank and not givers.may_give(self._rank, taken):
+                    continue
+                for number, part in givers.of(taker, taken):
                     ends = sources[number].rank, taker
                     works += self._pass_on(spec, part, ends, ours.get(number), tensors, wanted)
         for work in works:

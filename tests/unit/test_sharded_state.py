@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from elastic.core.policy.shares import Extent, Rows, chunk, givers, merged, share_of
+from elastic.core.policy.shares import Extent, Rows, chunk, merged, share_of
 from elastic.errors import UsageError
 from elastic.storage.verify import verify
 from elastic.worker.reading import read_checkpoint
@@ -238,31 +238,12 @@ def test_what_is_newest_and_complete_is_chosen_memory_first() -> None:
     assert choices([other]) == []
 
 
-rows = st.builds(Rows, st.integers(0, 20), st.integers(0, 9))
-
-
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
     expected = [len(one) for one in torch.chunk(torch.zeros(size), parts)]
     found = [chunk(size, parts, part) for part in range(parts)]
     assert [one.rows for one in found if one.rows] == [one for one in expected if one]
     assert merged(found) == ((Rows(0, size),) if size else ())
-
-
-@given(rows, st.lists(st.tuples(st.integers(0, 5), st.lists(rows, max_size=4)), max_size=5))
-def test_whatever_somebody_has_is_given_once(
-    wanted: Rows, held: list[tuple[int, list[Rows]]]
-) -> None:
-    given_rows = givers(wanted, held)
-    numbers = [n for _, one in given_rows for n in range(one.first, one.end)]
-    there = {n for _, many in held for one in many for n in range(one.first, one.end)}
-    assert sorted(numbers) == sorted(there & set(range(wanted.first, wanted.end)))
-    for rank, one in given_rows:
-        assert any(
-            rank == holder and stretch.with_both(one) == one
-            for holder, many in held
-            for stretch in many
-        )
 
 
 @given(

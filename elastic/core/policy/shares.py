@@ -168,32 +168,77 @@ def _row_from(offset: int, extent: Extent) -> int:
     return min(extent.rows, max(0, -(-offset // extent.row_bytes)))
 
 
-def givers(
-    wanted: Rows, held: Sequence[tuple[int, Sequence[Rows]]]
-) -> tuple[tuple[int, Rows], ...]:
-    """Return who gives which of the wanted rows, or fewer of them if nobody has the others.
+class Givers:
+    """Who gives which rows of a tensor to whom: what a taker has itself, else the first who has it.
+
+    Whom the others ask is found once for all of them, so that a group of many nodes does not look
+    at all of them for each.
+    """
+
+    def __init__(self, held: Sequence[tuple[int, Sequence[Rows]]], wanted: Iterable[Rows]) -> None:
+        """Find who is asked for what.
+
+        Args:
+            held: (rank, rows that it has), several for one rank maybe, in the order in which they
+                are to be asked.
+            wanted: what anybody wants.
+        """
+        self._held = held
+        self._own: dict[int, list[int]] = {}
+        self._spans: dict[int, tuple[int, int]] = {}
+        asked = [one for one in wanted if one.rows]
+        low, high = min((r.first for r in asked), default=0), max((r.end for r in asked), default=0)
+        left = [Rows(low, high - low)] if asked else []
+        found = []
+        for number, (rank, stretches) in enumerate(held):
+            self._own.setdefault(rank, []).append(number)
+            for at, stretch in enumerate(stretches) if left else ():
+                for part in _take(left, stretch):
+                    found.append((part, number, at))
+                    span = self._spans.get(rank, (part.first, part.end))
+                    self._spans[rank] = min(span[0], part.first), max(span[1], part.end)
+        self._found = sorted(found)
+
+    def may_give(self, rank: int, wanted: Rows) -> bool:
+        """Return whether a rank may have to give some of the rows to another one."""
+        low, high = self._spans.get(rank, (0, 0))
+        return low < wanted.end and wanted.first < high
+
+    def of(self, taker: int, wanted: Rows) -> tuple[tuple[int, Rows], ...]:
+        """Return who gives which of these rows to a rank, by number; fewer if nobody has some."""
+        left = [wanted] if wanted.rows else []
+        given = [
+            (number, part)
+            for number in self._own.get(taker, ())
+            for stretch in self._held[number][1]
+            for part in _take(left, stretch)
+        ]
+        others = []
+        for need in left:
+            first = bisect_right(self._found, need.first, key=lambda one: one[0].end)
+            for index in range(first, len(self._found)):
+                part, number, at = self._found[index]
+                if part.first >= need.end:
+                    break
+                others.append((number, at, need.with_both(part)))
+        return (*given, *((number, part) for number, _, part in sorted(others)))
+
+
+def _take(left: list[Rows], stretch: Rows) -> list[Rows]:
+    """Take from the rows that are left those of a stretch, and return them.
 
     Args:
-        wanted: rows of a tensor.
-        held: (rank, rows that it has) in the order in which they are to be asked.
+        left: in order, with others between; changed in place, in the time of a search.
+        stretch: any rows.
     """
-    given: list[tuple[int, Rows]] = []
-    left = [wanted] if wanted.rows else []
-    for rank, stretches in held:
-        if not left:
-            break
-        for stretch in stretches:
-            still: list[Rows] = []
-            for need in left:
-                both = need.with_both(stretch)
-                if not both.rows:
-                    still.append(need)
-                    continue
-                given.append((rank, both))
-                around = (
-                    Rows(need.first, both.first - need.first),
-                    Rows(both.end, need.end - both.end),
-                )
-                still += [one for one in around if one.rows]
-            left = still
-    return tuple(given)
+    if not stretch.rows:
+        return []
+    first = bisect_right(left, stretch.first, key=lambda one: one.end)
+    last = bisect_left(left, stretch.end, lo=first, key=lambda one: one.first)
+    if first == last:
+        return []
+    taken = [one.with_both(stretch) for one in left[first:last]]
+    low, high = left[first].first, left[last - 1].end
+    around = Rows(low, taken[0].first - low), Rows(taken[-1].end, high - taken[-1].end)
+    left[first:last] = [one for one in around if one.rows]
+    return taken
