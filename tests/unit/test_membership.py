@@ -271,6 +271,31 @@ def test_a_smaller_group_after_a_boundary_is_called_a_drain() -> None:
     assert answer(decision) == "form drain: a1 b1"
 
 
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ("a1:ready/1L b1:train/1L c1:ready/0 d1:ready/0", "keep"),
+        # Whoever is to leave and was no member is not asked to hand on anything.
+        ("a1:ready/1L b1:ready/1L c1:ready/0 d1:ready/0 e1:ready/0L", "form drain: a1 b1 c1 d1"),
+        ("a1:ready/1L b1:ready/1L", "form drain: a1 b1"),
+        ("a1:ready/1L b1:ready/1 c1:ready/0", "form join: b1 c1"),
+        ("a1:ready/1! b1:ready/1! c1:ready/0 d1:ready/0", "form drain: c1 d1"),
+    ],
+)
+def test_members_that_are_out_with_what_nobody_has_saved_go_on_once_more(
+    workers: str, expected: str
+) -> None:
+    assert answer(ask(workers, "a1 b1", asked=True, in_place=True)) == expected
+
+
+def test_members_that_have_saved_or_keep_nothing_do_not() -> None:
+    workers = "a1:ready/1L b1:ready/1L c1:ready/0 d1:ready/0"
+    for current in ({"saves": True, "in_place": True}, {}):
+        assert answer(ask(workers, "a1 b1", asked=True, **current)) == "form join: c1 d1"
+    waits = "a1:ready/1L b1:train/1L c1:ready/0 d1:ready/0"
+    assert answer(ask(waits, "a1 b1", asked=True)) == "ask drain"
+
+
 def test_a_leaver_has_time_until_its_deadline_and_is_cut_off_then() -> None:
     assert ask("a1:train/1 b1:train/1L", "a1 b1").wake_ns == ns(120)
     cut = ask("a1:train/1 b1:train/1 c1:train/1!", "a1 b1 c1")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.core.config import ns
-from elastic.core.messages import LeaveGroup, SaveState
+from elastic.core.messages import LeaveGroup, Preemption, SaveState
 from elastic.core.world import FIRST_AUTOMATIC, JobId, JobPhase, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
 
@@ -253,12 +253,12 @@ def test_members_of_nodes_that_all_leave_save_for_a_successor_too() -> None:
 # ---------------------------------------------------------------- nodes that leave
 
 
-def two_train(*, low: int) -> Coordinator:
+def two_train(*, low: int, high: int = 2) -> Coordinator:
     """Job a trains on n1 and n2, in a loop that newcomers can enter."""
     coordinator = Coordinator(replace(AT_ONCE, start_patience_s=0))
     for name in ("n1", "n2"):
         coordinator.agent(name)
-    coordinator.submit("a", low, 2, run_path="/runs/a")
+    coordinator.submit("a", low, high, run_path="/runs/a")
     coordinator.ready("n1/1", "n2/1")
     for worker in ("n1/1", "n2/1"):
         coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
@@ -307,6 +307,61 @@ def test_members_that_were_asked_to_let_others_in_are_told_when_none_of_them_sta
     coordinator.notice("n1", 120)
     assert [m.saves for m in coordinator.sent(LeaveGroup)] == [True]
     assert coordinator.sent(SaveState), "and at once, for nobody knows whether it has the time"
+
+
+def test_members_that_are_out_already_when_all_are_to_leave_hand_on_what_they_have() -> None:
+    """They had been asked to let another one in, and none of them has saved anything."""
+    coordinator = two_train(low=2, high=3)
+    coordinator.scale("a", 1, 3)
+    coordinator.agent("n3")
+    coordinator.ready("n3/1")
+    assert [m.saves for m in coordinator.sent(LeaveGroup)] == [False, False], "n3/1 joins"
+    coordinator.ready("n1/1")
+    coordinator.notice("n1", 120)
+    coordinator.notice("n2", 120)
+    assert coordinator.sent(LeaveGroup) == [], "n1/1 saves nothing any more"
+    coordinator.ready("n2/1")
+    assert coordinator.members("a") == "g2: n1/1 n2/1 n3/1"
+    assert [m.worker_id for m in coordinator.sent(Preemption)] == ["n1/1", "n2/1", "n3/1"]
+    for worker in ("n1/1", "n2/1", "n3/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
+    planned = coordinator.noted("change_planned")[-1]
+    assert (planned["generation"], planned["cause"]) == ("2", "drain"), "n3/1 has it by now"
+    coordinator.ready("n1/1", "n2/1", "n3/1")
+    assert coordinator.members("a") == "g3: n3/1"
+    assert coordinator.job("a").record.preemptions == 2
+
+
+def test_or_save_it_in_the_next_group_if_that_has_no_room_for_others() -> None:
+    coordinator = two_train(low=2)
+    coordinator.scale("a", 1, 2)
+    coordinator.notice("n1", 120)
+    assert [m.saves for m in coordinator.sent(LeaveGroup)] == [False, False], "n2/1 stays"
+    coordinator.agent("n3")
+    coordinator.ready("n3/1")
+    coordinator.ready("n1/1")
+    coordinator.notice("n2", 120)
+    coordinator.ready("n2/1")
+    assert coordinator.members("a") == "g2: n1/1 n2/1"
+    coordinator.update("n1/1", WorkerPhase.FORMING)
+    assert [m.saves for m in coordinator.sent(LeaveGroup)] == [True, True]
+    for worker in ("n1/1", "n2/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
+    coordinator.ready("n1/1", "n2/1")
+    assert coordinator.members("a") == "g3: n3/1"
+
+
+def test_they_save_it_in_the_next_group_if_nobody_is_there_to_have_it() -> None:
+    coordinator = two_train(low=2, high=3)
+    coordinator.agent("n3")
+    coordinator.ready("n3/1")
+    coordinator.ready("n1/1")
+    coordinator.notice("n1", 120)
+    coordinator.notice("n2", 120)
+    coordinator.exits("n3/1", STOPPED)
+    coordinator.ready("n2/1")
+    assert coordinator.members("a").startswith("g2: n1/1 n2/1")
+    assert {m.generation for m in coordinator.sent(SaveState)} == {2}
 
 
 def test_a_member_that_stays_takes_the_state_along() -> None:

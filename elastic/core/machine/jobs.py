@@ -219,7 +219,13 @@ class JobState:
         """Return the newest group as the membership policy sees it."""
         members = self.member_ids()
         return Current(
-            self.generation, members, self.is_open, self.asked, self.told_to_save, stuck=self.stuck
+            self.generation,
+            members,
+            self.is_open,
+            self.asked,
+            self.told_to_save,
+            stuck=self.stuck,
+            in_place=self.is_in_place(),
         )
 
     def is_in_place(self) -> bool:

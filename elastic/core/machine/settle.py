@@ -111,10 +111,7 @@ def _tell_group(cluster: Cluster, worker: WorkerState, message: Announce | Leave
 
 
 def remind_of_leavers(cluster: Cluster, job: JobState, workers: Iterable[WorkerId]) -> None:
-    """Tell these members of the newest group which nodes of it are to leave, if there are any.
-
-    No group is formed with such nodes, so that there is nothing to tell when one is announced.
-    """
+    """Tell these members of the newest group which nodes of it are to leave, if there are any."""
     news = leaving.news(cluster, job)
     for worker_id in workers if news is not None else ():
         worker = job.workers.get(worker_id)
@@ -216,6 +213,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
         worker.steps = 0
         _tell_group(cluster, worker, announce(place))
         saves.remind(cluster, job, worker)
+    remind_of_leavers(cluster, job, plan.members)
     for worker_id in sorted(before - set(plan.members)):
         if worker_id in job.workers:
             leave = LeaveGroup(worker_id, job.generation - 1, False, reason)

@@ -91,6 +91,7 @@ class Current:
         saves: they were also told to save their state there.
         is_saving: and that they still do so is to be seen, of each that has not left yet.
         stuck: why it will never go on, "" if it may.
+        in_place: members that are out have its state in memory still, and go on with it.
     """
 
     generation: Generation = 0
@@ -100,6 +101,7 @@ class Current:
     saves: bool = False
     is_saving: bool = False
     stuck: str = ""
+    in_place: bool = False
 
 
 def decide(
@@ -133,7 +135,12 @@ def decide(
 
 
 def choose(
-    spec: JobSpec, current: Current, by_id: dict[WorkerId, Candidate], *, interrupting: bool
+    spec: JobSpec,
+    current: Current,
+    by_id: dict[WorkerId, Candidate],
+    *,
+    interrupting: bool,
+    with_leavers: bool = False,
 ) -> tuple[WorkerId, ...]:
     """Return the largest legal group: members first (by rank), then others by id; maybe empty.
 
@@ -142,6 +149,7 @@ def choose(
         current: the newest group.
         by_id: every worker that is known.
         interrupting: also count members that form or train (they are interrupted for it).
+        with_leavers: also count members that are to leave.
     """
     members = set(current.members)
     order = [w for w in current.members if w in by_id]
@@ -149,9 +157,11 @@ def choose(
     able = []
     for worker_id in order:
         candidate = by_id[worker_id]
-        if not (candidate.present and candidate.reachable) or candidate.leaving:
+        is_member = worker_id in members
+        leaves = candidate.leaving and not (with_leavers and is_member)
+        if not (candidate.present and candidate.reachable) or leaves:
             continue
-        is_interrupted = interrupting and worker_id in members
+        is_interrupted = interrupting and is_member
         if candidate.phase in WAITING_PHASES or is_interrupted:
             able.append(worker_id)
     size = min(len(able), spec.max_workers) // spec.workers_per_replica * spec.workers_per_replica
@@ -214,8 +224,9 @@ def _decide_open(
         limit_s = config.boundary_save_s if is_saving else config.boundary_timeout_s
         until = min(c.since_ns for c in left) + ns(limit_s)
         if out == len(members) or now_ns >= until:
-            return _replace(spec, current, by_id, "join", "members left at a boundary")
-        if current.saves is not saves:
+            return _replace_out(spec, current, by_id, wanted)
+        # Who is out already saves nothing any more: with those, it is done in the next group.
+        if current.saves is not saves and (current.saves or not current.in_place):
             return _ask(saves, min([until, *wake]))
         look = [now_ns + ns(LOOK_S)] if is_saving else []
         reason = f"{out} of {len(members)} members are at the boundary"
@@ -287,6 +298,25 @@ def _replace(
     if cause == "join" and len(members) < len(current.members):
         cause = "drain"
     return Decision(Plan(Act.FORM, members, cause), why)
+
+
+def _replace_out(
+    spec: JobSpec,
+    current: Current,
+    by_id: dict[WorkerId, Candidate],
+    wanted: tuple[WorkerId, ...],
+) -> Decision[Plan]:
+    """Members are out at a boundary: form the next group, with somebody who has the state.
+
+    If all that have it are to leave since they were asked, and have saved nothing, they go on once
+    more: they hand it to others, or save it, before they leave at another boundary.
+    """
+    members = set(current.members)
+    if current.in_place and not current.saves and members.isdisjoint(wanted):
+        again = choose(spec, current, by_id, interrupting=True, with_leavers=True)
+        if not members.isdisjoint(again):
+            return Decision(Plan(Act.FORM, again, "drain"), "all who have the state are to leave")
+    return _replace(spec, current, by_id, "join", "members left at a boundary")
 
 
 def _decide_closed(
