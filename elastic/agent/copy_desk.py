@@ -1,8 +1,8 @@
 """The agent's doors to copies of other nodes: orders in, and what is held told to the loop.
 
 An agent without a certificate of the cluster, that others reach over a network, makes one of its
-own, and answers at two addresses: over TLS with that, and in the clear those whose version knows
-nothing of it.
+own, and answers over TLS with that. Those whose version knows nothing of it are answered in the
+clear at another address, which is opened once the coordinator does not say that there are none.
 
 Rule: threads of the server never touch the agent's machine; what they change is posted to its
 event loop.
@@ -49,13 +49,16 @@ class CopyDesk:
         self._post = post
         self._loop: asyncio.AbstractEventLoop | None = None
         self._store = CopyStore(self._changed)
-        self._servers = [CopyServer(host, self._store, tls, own)]
+        has_both = tls is None and not is_loopback(host)
+        self._servers = [CopyServer(host, self._store, tls, own, later=has_both)]
+        self._for_elders: CopyServer | None = None
         self.doors = Doors(self._servers[0].address)
-        if tls is None and self.doors.at and not is_loopback(host):
+        if has_both and self.doors.at:
             certificate = OwnCertificate()
-            self._servers.append(CopyServer(host, self._store, certificate, own))
-            at = self._servers[-1].address
-            self.doors = Doors(self.doors.at, at, certificate.fingerprint if at else "")
+            own_tls = CopyServer(host, self._store, certificate, own)
+            if own_tls.address:
+                self._for_elders, self._servers = self._servers[0], [own_tls]
+                self.doors = Doors(self.doors.at, own_tls.address, certificate.fingerprint)
 
     def order(self, order: KeepCopy | DropCopy) -> None:
         """Do what the coordinator says; on the event loop."""
@@ -64,14 +67,17 @@ class CopyDesk:
             self._store.grant(order.job_id, order.key)
             for server in self._servers:
                 server.start()
+            if self._for_elders is not None and not order.tls_only:
+                self._for_elders.start()
         else:
             self._store.drop(order)
 
     def close(self) -> None:
         """Free everything."""
         self._loop = None
-        for server in self._servers:
-            server.close()
+        for server in (*self._servers, self._for_elders):
+            if server is not None:
+                server.close()
         self._store.close()
 
     def _changed(self) -> None:

@@ -54,7 +54,13 @@ class CopyServer:
     """
 
     def __init__(
-        self, host: str, store: CopyStore, tls: Lock | None = None, own: OwnRows | None = None
+        self,
+        host: str,
+        store: CopyStore,
+        tls: Lock | None = None,
+        own: OwnRows | None = None,
+        *,
+        later: bool = False,
     ) -> None:
         """Listen on any free port of this address; nobody is answered before `start`.
 
@@ -63,6 +69,7 @@ class CopyServer:
             store: of the copies.
             tls: spoken with all who come, None to talk in the clear.
             own: what lies in this node's own memory, None for nothing.
+            later: only take the port; nobody can connect to it before `start`.
         """
         self._store, self._tls, self._own = store, tls, own
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
@@ -79,7 +86,9 @@ class CopyServer:
         try:
             found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
             family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
-            self._socket = socket.create_server(where[:2], family=family, backlog=BACKLOG)
+            self._socket = _bound(family, where[:2])
+            if not later:
+                self._socket.listen(BACKLOG)
         except OSError as error:
             log.warning("no_copies_here host=%s error=%r", host, str(error))
             return
@@ -89,6 +98,7 @@ class CopyServer:
     def start(self) -> None:
         """Answer from here on; again is no harm."""
         if self._thread is None and self._socket is not None:
+            self._socket.listen(BACKLOG)
             self._thread = threading.Thread(
                 target=self._accept, args=(self._socket,), name="elastic-copies", daemon=True
             )
@@ -245,6 +255,19 @@ class CopyServer:
                 "%s job=%s%s generation=%d steps=%d bytes=%d",
                 event, request.job_id, of, mark.generation, mark.steps, mark.num_bytes,
             )  # fmt: skip
+
+
+def _bound(family: int, where: tuple[object, ...]) -> socket.socket:
+    """Return a socket that has its port, and to which nobody can connect yet."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(where)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def end(sock: socket.socket) -> None:

@@ -66,10 +66,12 @@ class KeepCopy:
 
     Attributes:
         key: a secret; the newest one counts.
+        tls_only: nobody needs to be answered in the clear, as far as the coordinator knows.
     """
 
     job_id: JobId
     key: str = field(repr=False)
+    tls_only: bool = False
 
 
 @dataclass(frozen=True)

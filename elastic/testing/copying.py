@@ -75,7 +75,8 @@ class Copying:
             "an address comes with the fingerprint that belongs to it",
             f"{caller}: {address} {fingerprint!r}",
         )
-        return desk if not fingerprint or fingerprint == desk.doors.fingerprint else None
+        is_open = fingerprint == desk.doors.fingerprint if fingerprint else desk.is_clear_open
+        return desk if is_open else None
 
     def reached(self, assignment: Assignment) -> list[CopyDesk]:
         """Return whom a member finds at the addresses that it was told."""
@@ -199,6 +200,7 @@ class CopyDesk:
         self.node_id, self.host, self.is_up = node_id, host, is_up
         self.life = 0
         self.held: dict[JobId, Age] = {}
+        self._is_told_to_open = False
         self._keys: dict[JobId, str] = {}
         self._orders: dict[JobId, Replicate] = {}
         self._copying, self._post, self._has_memory = copying, post, has_memory
@@ -216,8 +218,14 @@ class CopyDesk:
             return Doors(self.address)
         return Doors(self.address, f"{self.host}:{TLS_PORT}", f"{self.node_id}-{self.life}")
 
+    @property
+    def is_clear_open(self) -> bool:
+        """Return whether those are answered who know no certificates of an agent's own."""
+        return self._is_told_to_open or (self.node_id, self.life) in self._copying.old
+
     def died(self) -> None:
         """The agent is gone, and its memory."""
+        self._is_told_to_open = False
         self.held, self._keys, self._orders = {}, {}, {}
         self._copying.shards.died(self.node_id)
 
@@ -232,6 +240,7 @@ class CopyDesk:
         job_id = order.job_id
         if isinstance(order, KeepCopy):
             self._keys[job_id] = order.key
+            self._is_told_to_open |= not order.tls_only
         elif isinstance(order, DropCopy):
             known = [one for one in self._all() if order.source in (ALL_ALIKE, one.source)]
             if any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -17,7 +18,7 @@ from elastic.agent.copy_desk import CopyDesk
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.coord.certs import init_authority
-from elastic.core.copy_messages import OWN_TLS_SINCE_MINOR, CopiesHeld, Doors, Replicate
+from elastic.core.copy_messages import OWN_TLS_SINCE_MINOR, CopiesHeld, Doors, KeepCopy, Replicate
 from elastic.core.world import HeldCopy, JobId, NodeId, WorkerPhase
 from elastic.errors import NotAuthorized
 from elastic.runtime import copy_wire
@@ -187,12 +188,31 @@ def test_one_on_loopback_or_with_a_certificate_makes_none(tmp_path: Path) -> Non
         assert desk.doors[1:] == ("", "")
 
 
+def ordered(desk: CopyDesk, *, tls_only: bool) -> None:
+    async def order() -> None:
+        desk.order(KeepCopy(JOB, KEY, tls_only))
+
+    asyncio.run(order())
+
+
+def test_the_clear_door_is_shut_until_somebody_may_need_it() -> None:
+    desk = CopyDesk("0.0.0.0", lambda event: None)
+    try:
+        ordered(desk, tls_only=True)
+        port = {at: parse_endpoint(at)[1] for at in desk.doors[:2]}
+        push(f"127.0.0.1:{port[desk.doors.tls_at]}", Pinned(desk.doors.fingerprint))
+        with pytest.raises(ConnectionRefusedError):
+            fetch(f"127.0.0.1:{port[desk.doors.at]}", None)
+        ordered(desk, tls_only=False)
+        assert fetch(f"127.0.0.1:{port[desk.doors.at]}", None) == BODY
+    finally:
+        desk.close()
+
+
 def test_both_doors_lead_to_the_same_copies() -> None:
     desk = CopyDesk("0.0.0.0", lambda event: None)
     try:
-        desk._store.grant(JOB, KEY)
-        for server in desk._servers:
-            server.start()
+        ordered(desk, tls_only=False)
         port = {at: parse_endpoint(at)[1] for at in desk.doors[:2]}
         push(f"127.0.0.1:{port[desk.doors.tls_at]}", Pinned(desk.doors.fingerprint))
         assert fetch(f"127.0.0.1:{port[desk.doors.at]}", None) == BODY
@@ -292,3 +312,20 @@ def test_each_agent_is_told_of_the_door_that_both_know(
         known = {at: of for at, of in ways.items() if at.startswith("n2")}
         assert known in ({expected[0]: expected[1]}, {}), caller
     assert any(at.startswith("n2") for c in ("n1", "n3") for at in heard[c].copies)
+
+
+def test_nodes_are_told_whether_anybody_needs_the_door_that_is_clear() -> None:
+    played = Coordinator()
+    for name in ("n1", "n2"):
+        played.agent(name, **of(name))
+    played.submit("j1")
+    played.ready("n1/1")
+    played.update("n1/1", WorkerPhase.TRAINING, copies_every=5)
+    assert [m.tls_only for m in played.sent(KeepCopy)] == [True]
+    played.agent("n3", **of("n3", old=True))
+    assert [m.tls_only for m in played.sent(KeepCopy)] == [False]
+    played.advance(1)
+    assert played.sent(KeepCopy) == []
+    played.disconnect("n3")
+    played.agent("n3", incarnation=2, **of("n3"))
+    assert [m.tls_only for m in played.sent(KeepCopy)] == [True]

@@ -141,6 +141,8 @@ def settle(cluster: Cluster, job: JobState) -> int | None:
     _learn_wish(job)
     for node_id in copies.held:
         _grant(cluster, job, cluster.book.nodes.get(node_id))
+    for session, _ in [*copies.granted.values()]:
+        _grant(cluster, job, cluster.book.of_session(session))
     if not job.is_open or not copies.every_n_steps:
         return None  # Nobody takes snapshots, and what is held may be needed.
     # After a restart, nodes that hold a copy are about to say so; meanwhile they go on taking it.
@@ -213,12 +215,13 @@ def _choose(cluster: Cluster, job: JobState, source: NodeId) -> int | None:
 
 
 def _grant(cluster: Cluster, job: JobState, state: NodeState | None) -> None:
-    """Let a node take copies and give them, once in each of its streams."""
+    """Let a node take copies and give them, once in each of its streams, and to whom."""
     if state is None or state.session is None:
         return
-    if job.copies.granted.get(state.node.node_id) != state.session:
-        job.copies.granted[state.node.node_id] = state.session
-        _send(cluster, state, KeepCopy(job.job_id, key_of(cluster, job.job_id)))
+    told = state.session, not cluster.book.elders
+    if job.copies.granted.get(state.node.node_id) != told:
+        job.copies.granted[state.node.node_id] = told
+        _send(cluster, state, KeepCopy(job.job_id, key_of(cluster, job.job_id), told[1]))
 
 
 def _order(cluster: Cluster, job: JobState, senders: dict[NodeId, NodeState]) -> None:

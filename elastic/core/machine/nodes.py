@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from elastic.core.config import ns
-from elastic.core.copy_messages import NO_DOORS, Doors
+from elastic.core.copy_messages import NO_DOORS, OWN_TLS_SINCE_MINOR, Doors
 from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.machine.transitions import NODE, check_move
 from elastic.core.messages import PROTOCOL_MINOR
@@ -162,6 +162,7 @@ class NodeBook:
         cordons: nodes on which no new workers start, and why; they need not be here now.
         leaving: nodes that drain.
         faulty: nodes that are in quarantine for the faults of their workers, for a time.
+        elders: nodes whose agents know no TLS but that of the cluster's certificates.
         recovered_ns: when the journal was read.
         returned_ns: when a node that was known from it only came back last.
         await_until_ns: whoever comes then, nobody waits for others any more.
@@ -173,6 +174,7 @@ class NodeBook:
     cordons: dict[NodeId, str] = field(default_factory=dict)
     leaving: dict[NodeId, None] = field(default_factory=dict)
     faulty: dict[NodeId, None] = field(default_factory=dict)
+    elders: dict[NodeId, None] = field(default_factory=dict)
     recovered_ns: int = 0
     returned_ns: int = 0
     await_until_ns: int = 0
@@ -232,6 +234,10 @@ class NodeBook:
     def settle(self, state: NodeState) -> None:
         """Note whether time may still change this node (it drains, or its stream broke)."""
         node_id = state.node.node_id
+        if state.is_present() and state.protocol_minor < OWN_TLS_SINCE_MINOR:
+            self.elders[node_id] = None
+        else:
+            self.elders.pop(node_id, None)
         if state.draining:
             self.leaving[node_id] = None
         else:

@@ -246,12 +246,14 @@ class CopyFailed(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class KeepCopy(_message.Message):
-    __slots__ = ("job_id", "key")
+    __slots__ = ("job_id", "key", "tls_only")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    TLS_ONLY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     key: str
-    def __init__(self, job_id: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
+    tls_only: bool
+    def __init__(self, job_id: _Optional[str] = ..., key: _Optional[str] = ..., tls_only: bool = ...) -> None: ...
 
 class DropCopy(_message.Message):
     __slots__ = ("job_id", "reason", "source", "generation", "steps")
