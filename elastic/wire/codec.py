@@ -9,10 +9,12 @@ field that an older peer does not know has the dataclass's default.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import compress
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -30,7 +32,8 @@ FOR_PEOPLE = frozenset({
 """String fields that nothing is decided by: what is not Unicode in them is escaped, not refused."""
 
 WIDE = 16
-"""A part with so many fields, such as a job, is written once for all that are told of it."""
+"""Of a part with so many fields, such as a job or a place in a group, only what differs from the
+one before is written: all that are told of it are told nearly the same."""
 
 LABEL_REPEATED = 3
 """As in google/protobuf/descriptor.proto."""
@@ -60,20 +63,27 @@ class Value:
         to_wire: turns a scalar or an enum into what protobuf stores; None if it is that already.
         from_wire: the way back; for a message, from the message itself.
         fill: writes a message's fields; None for a scalar or an enum.
+        codec: of a message of its own; None for what travels as one without being a dataclass.
     """
 
     from_wire: Callable[[Any], Any]
     to_wire: Callable[[Any], Any] | None = None
     fill: Callable[[Any, Message], None] | None = None
+    codec: Codec[Any] | None = None
 
 
 @dataclass(frozen=True)
 class Port:
-    """One field of a dataclass, and how it gets into a message and out of it."""
+    """One field of a dataclass, and how it gets into a message and out of it.
+
+    Attributes:
+        cleared: field of the message that must be empty before a write, "" if a write replaces.
+    """
 
     name: str
     write: Callable[[Any, Message], None]
     read: Callable[[Message], Any]
+    cleared: str = ""
 
 
 class Codec(Generic[Fact]):
@@ -105,6 +115,8 @@ class Codec(Generic[Fact]):
             _port(descriptor.fields_by_name[wire_name], field, hints[field.name], renamed)
             for wire_name, field in named.items()
         )
+        # One more than there are fields: of a single one it would give no tuple.
+        self._values = operator.attrgetter(*(port.name for port in self._ports), "__class__")
 
     def fill(self, fact: Fact, target: Message) -> None:
         """Write all fields of `fact` into an empty message.
@@ -115,6 +127,22 @@ class Codec(Generic[Fact]):
         """
         for port in self._ports:
             port.write(getattr(fact, port.name), target)
+
+    def values(self, fact: Fact) -> tuple[Any, ...]:
+        """Return the values of all fields."""
+        return self._values(fact)
+
+    def refill(self, values: tuple[Any, ...], before: tuple[Any, ...], target: Message) -> None:
+        """Write those values that are not the very same in `before`, which is in there.
+
+        Raises:
+            ConfigError: as in `fill`; then `target` holds neither.
+        """
+        is_new = map(operator.is_not, values, before)
+        for port, value in compress(zip(self._ports, values, strict=False), is_new):
+            if port.cleared:
+                target.ClearField(port.cleared)
+            port.write(value, target)
 
     def read(self, source: Message) -> Fact:
         """Return the fact that a message states.
@@ -199,27 +227,32 @@ def _message_port(
     field: FieldDescriptor, known: dataclasses.Field[Any], value: Value, *, optional: bool
 ) -> Port:
     name, full_name, from_wire = field.name, field.full_name, value.from_wire
-    factory = known.default_factory
+    codec, factory = value.codec, known.default_factory
     is_wide = len(field.message_type.fields) >= WIDE if field.message_type else False
-    # The fact itself is kept, so that no other can have its identity.
-    last: tuple[Any, Message] | None = None
+    # The last values and their message: one, or one for each thread that writes at the same time.
+    # They are kept, so that no other value can have the identity of one of them.
+    last: list[tuple[tuple[Any, ...], Message]] = []
 
     def write(item: Any, target: Message) -> None:
-        nonlocal last
         if item is None and optional:
             return
         part = getattr(target, name)
         # A message without fields set must be there all the same.
         part.SetInParent()
-        known_last = last
-        if known_last is not None and known_last[0] is item:
-            part.CopyFrom(known_last[1])
-        elif value.fill:
-            value.fill(item, part)
-            if is_wide and _is_frozen(item):
-                kept = type(part)()
-                kept.CopyFrom(part)
-                last = item, kept
+        if codec is None:
+            return
+        if not is_wide or not _is_frozen(item):
+            codec.fill(item, part)
+            return
+        values = codec.values(item)
+        try:
+            before, kept = last.pop()
+        except IndexError:
+            codec.fill(item, kept := type(part)())
+        else:
+            codec.refill(values, before, kept)
+        last.append((values, kept))
+        part.CopyFrom(kept)
 
     def read(source: Message) -> Any:
         if source.HasField(name):
@@ -230,7 +263,7 @@ def _message_port(
             raise PeerError(f"{full_name} is missing; the message says nothing without it")
         return factory()
 
-    return Port(known.name, write, read)
+    return Port(known.name, write, read, cleared=name)
 
 
 def _is_frozen(item: Any) -> bool:
@@ -255,7 +288,7 @@ def _repeated_port(name: str, known: str, value: Value) -> Port:
     def read(source: Message) -> Any:
         return tuple([from_wire(item) for item in getattr(source, name)])
 
-    return Port(known, write, read)
+    return Port(known, write, read, cleared=name)
 
 
 # ------------------------------------------------------------------------------ one value
@@ -270,7 +303,7 @@ def _value(field: FieldDescriptor, hint: Any, renamed: Mapping[str, str]) -> Val
         if field.message_type is None:
             raise InvariantViolation(f"{field.full_name} must be a message")
         codec: Codec[Any] = Codec(kind, field.message_type, renamed)
-        return Value(from_wire=codec.read, fill=codec.fill)
+        return Value(from_wire=codec.read, fill=codec.fill, codec=codec)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _enum_value(kind, field)
     expected = SCALARS.get(kind, ())

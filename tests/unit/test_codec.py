@@ -359,3 +359,36 @@ def test_a_job_that_many_are_told_of_is_written_the_same_for_each_of_them() -> N
         for number, job in enumerate((SPEC, SPEC, other, SPEC, other, other), start=1)
     ]
     assert [decode_coordinator_message(encode_coordinator_message(o)) for o in orders] == orders
+
+
+def test_a_wide_part_is_read_as_it_was_whatever_was_written_before_it() -> None:
+    first = world.Assignment(
+        job_id=JobId("j"),
+        worker_id=WorkerId("n1/1"),
+        generation=3,
+        rank=1,
+        world_size=2,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=1,
+        num_nodes=2,
+        leader_address="h:1",
+        checkpoint="/c",
+        copies=("a:1", "b:2"),
+        copies_dealt=True,
+    )
+    orders = [
+        messages.Announce(one)
+        for one in (
+            first,
+            replace(first, worker_id=WorkerId("n2/1"), rank=0, node_rank=0),
+            replace(first, copies=("c:3",), copies_fingerprints=("f",)),
+            replace(first, copies=(), checkpoint="", copies_dealt=False),
+            first,
+        )
+    ]
+    for order in orders:
+        assert decode_coordinator_message(encode_coordinator_message(order)) == order
+        wrong = messages.Announce(replace(first, copies=("x:1",), generation=-(2**70)))
+        with pytest.raises(ConfigError, match="generation"):
+            encode_coordinator_message(wrong)
