@@ -7,8 +7,10 @@ answered and timed inside gRPC, whose done-callback tells of a silent agent.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 import anyio
@@ -34,6 +36,7 @@ WAIT_AT_THE_DOOR_S = 30.0
 """An agent that waits here for the next leader asks again after this."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
+Writing = Coroutine[asyncio.Future[None], None, None]
 
 
 class AgentsDoor:
@@ -101,13 +104,9 @@ class AgentsDoor:
                 # The agent will say no more; what is queued for it may still go out.
                 session.close("the agent ended the stream")
 
-        async def write() -> None:
-            await self._write(session, context)
-            session.cut("closed")
-
+        session.on_news(Pen(session, context).write_on)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read)
-            tasks.start_soon(write)
             await session.wait_cut()
             tasks.cancel_scope.cancel()
         return refusals[0] if refusals else None
@@ -132,19 +131,51 @@ class AgentsDoor:
             else:
                 await tenure.driver.hear(session, message)
 
-    async def _write(self, session: Session, context: Context) -> None:
-        while (message := await session.next_message()) is not None:
+
+class Pen:
+    """Writes what a session has for its agent, a message as soon as the one before is out.
+
+    Not a task that waits for both: what is said to an agent that listens is on its way when
+    `Session.send` returns, and ten thousand tasks need not be woken, each twice.
+    """
+
+    def __init__(self, session: Session, context: Context) -> None:
+        """Write nothing yet."""
+        self._session = session
+        self._context = context
+        # The one that is under way: gRPC takes no other until it is out.
+        self._writing: Writing | None = None
+
+    def write_on(self) -> None:
+        """Begin to write what waits, unless a write is under way: this is called again then."""
+        while self._writing is None and (message := self._session.next_message()) is not None:
             try:
                 data = encode_coordinator_message(message)
             except ConfigError as error:
                 log.error("message_unsendable kind=%s error=%r", _name(message), str(error))
                 continue
-            try:
-                await context.write(data)
-            except grpc.aio.AbortError:
-                raise
-            except (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError):
-                return  # The stream broke; the done-callback says why.
+            writing: Writing = self._context.write(data)  # type: ignore[assignment]
+            self._writing = writing
+            self._advance(writing)
+        if self._writing is None and self._session.is_over():
+            self._session.cut("closed")
+
+    def _advance(self, writing: Writing) -> None:
+        """Let a write go on as far as it comes: to the future that it waits for, or to its end."""
+        try:
+            waits_for = writing.send(None)
+        except StopIteration:
+            self._writing = None
+        except (grpc.RpcError, grpc.aio.BaseError) as error:
+            self._writing = None
+            log.debug("write_failed peer=%s error=%r", self._session.peer, str(error))
+            self._session.cut("the stream ended")
+        else:
+            waits_for.add_done_callback(lambda _: self._go_on(writing))
+
+    def _go_on(self, writing: Writing) -> None:
+        self._advance(writing)
+        self.write_on()
 
 
 async def _next(context: Context, passed_over: set[str]) -> AgentMessage | None:

@@ -24,6 +24,10 @@ LAST_WORDS_S = 10.0
 """What was sent before a stream is closed has so long to go out."""
 
 
+def _nothing() -> None:
+    """Nobody writes yet, or any more."""
+
+
 class Session:
     """One stream of one agent, from its first message to its end.
 
@@ -42,10 +46,14 @@ class Session:
         self.reason = ""
         self._limit = limit
         self._out: deque[CoordinatorMessage] = deque()
-        # Kept, not made anew for each message: there may be ten thousand at one moment.
-        self._arrived = asyncio.Event()
+        self._look: Callable[[], None] = _nothing
         self._closing = False
         self._cut = anyio.Event()
+
+    def on_news(self, look: Callable[[], None]) -> None:
+        """Call `look`, which never raises, for what waits now, for each message, and at the end."""
+        self._look = look
+        look()
 
     def send(self, message: CoordinatorMessage) -> None:
         """Queue a message; a session that is closing drops it, a full one is cut off."""
@@ -55,7 +63,7 @@ class Session:
             self.cut(f"the agent does not read: {self._limit} messages wait for it")
             return
         self._out.append(message)
-        self._arrived.set()
+        self._look()
 
     def close(self, reason: str) -> None:
         """End after what was sent before; nothing is queued any more.
@@ -63,25 +71,31 @@ class Session:
         A peer that reads nothing must not keep the stream: what waits is dropped after a while.
         """
         self.reason = self.reason or reason
-        if not self._closing and not self._cut.is_set():
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._cut.set)
+        if self._closing:
+            return
         self._closing = True
-        self._arrived.set()
+        if not self._cut.is_set():
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._cut.set)
+        self._look()
 
     def cut(self, reason: str) -> None:
         """End now; what waits is dropped. From any callback, any number of times."""
         self._cut.set()
-        self.close(reason)
         self._out.clear()
+        self.close(reason)
+        self._look = _nothing  # No cycle is left for the collector.
 
-    async def next_message(self) -> CoordinatorMessage | None:
-        """Wait for the next message to write; None when the session is over."""
-        while not self._out:
-            if self._closing:
-                return None
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._out.popleft()
+    def next_message(self) -> CoordinatorMessage | None:
+        """Take the next message to write, None if there is none now."""
+        return self._out.popleft() if self._out else None
+
+    def is_over(self) -> bool:
+        """Return whether there is nothing to write and never will be."""
+        return self._closing and not self._out
+
+    def is_cut(self) -> bool:
+        """Return whether the session was cut off."""
+        return self._cut.is_set()
 
     async def wait_cut(self) -> None:
         """Wait until the session was cut off."""
