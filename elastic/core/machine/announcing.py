@@ -54,31 +54,50 @@ def announcer(cluster: Cluster, job: JobState) -> Callable[[Place], Announce]:
     is_dealt = min(minors.values(), default=PROTOCOL_MINOR) >= DEALT_SINCE_MINOR
     shares = _shares(found, places) if is_dealt else {EACH: tuple(one.doors for one in found)}
 
-    def announce(place: Place) -> Announce:
-        share, minor = shares.get(place.rank, shares[EACH]), minors.get(place.node_id, 0)
-        ways = [doors.for_agent(minor) for doors in share]
-        return Announce(
-            Assignment(
-                job_id=job.job_id,
-                worker_id=place.worker_id,
-                generation=group.generation,
-                rank=place.rank,
-                world_size=world_size,
-                local_rank=place.local_rank,
-                local_world_size=place.local_world_size,
-                node_rank=place.node_rank,
-                num_nodes=num_nodes,
-                leader_address=leader_address,
-                checkpoint=checkpoint,
-                cause=group.reason,
-                copies=tuple(at for at, _ in ways),
-                copies_dealt=is_dealt,
-                copies_key=key,
-                copies_fingerprints=tuple(of for _, of in ways) if any(o for _, o in ways) else (),
-            )
+    def alike(asks: int, minor: int) -> Assignment:
+        """Return what is told to all who ask those that this rank asks, but for their places."""
+        ways = [doors.for_agent(minor) for doors in shares[asks]]
+        return Assignment(
+            job_id=job.job_id,
+            worker_id=WorkerId(""),
+            generation=group.generation,
+            rank=0,
+            world_size=world_size,
+            local_rank=0,
+            local_world_size=0,
+            node_rank=0,
+            num_nodes=num_nodes,
+            leader_address=leader_address,
+            checkpoint=checkpoint,
+            cause=group.reason,
+            copies=tuple(at for at, _ in ways),
+            copies_dealt=is_dealt,
+            copies_key=key,
+            copies_fingerprints=tuple(of for _, of in ways) if any(o for _, o in ways) else (),
         )
 
+    known: dict[tuple[int, int], Assignment] = {}
+
+    def announce(place: Place) -> Announce:
+        kind = (place.rank if place.rank in shares else EACH, minors.get(place.node_id, 0))
+        shared = known.get(kind) or known.setdefault(kind, alike(*kind))
+        return Announce(_at(place, shared))
+
     return announce
+
+
+def _at(place: Place, shared: Assignment) -> Assignment:
+    """Return `replace(shared, ...)` for a place, without `__init__`: ten thousand have one each."""
+    own = object.__new__(Assignment)
+    own.__dict__.update(
+        shared.__dict__,
+        worker_id=place.worker_id,
+        rank=place.rank,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        node_rank=place.node_rank,
+    )
+    return own
 
 
 def all_save_where_they_leave(cluster: Cluster, job: JobState) -> bool:

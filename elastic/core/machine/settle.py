@@ -105,9 +105,10 @@ def stop_worker(cluster: Cluster, job: JobState, worker_id: WorkerId, cause: Exi
 
 def _tell_group(cluster: Cluster, worker: WorkerState, message: Announce | LeaveGroup) -> None:
     """Tell a worker of the newest group; its time runs from now on if its agent is there."""
-    if cluster.node_of(worker).session is not None:
+    session = cluster.node_of(worker).session
+    if session is not None:
         worker.told_ns = cluster.now_ns
-    tell(cluster, worker, message)
+        cluster.effects.append(SendAgent(session, message))
 
 
 def remind_of_leavers(cluster: Cluster, job: JobState, workers: Iterable[WorkerId]) -> None:

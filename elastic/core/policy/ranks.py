@@ -43,8 +43,9 @@ def assign_ranks(
         Ranks are a permutation of 0..n-1, nodes are contiguous, and the order of `members` does
         not matter (test_ranks).
     """
-    check(len(set(members)) == len(members), f"a worker is a member twice: {list(members)}")
     left = set(members)
+    if len(left) != len(members):  # Not `check`: the text alone would take as long as the rest.
+        check(False, f"a worker is a member twice: {list(members)}")
     # In the order of their old ranks, so that their nodes come in that order too.
     survivors = [worker_id for worker_id in previous if worker_id in left]
     by_node: dict[NodeId, list[WorkerId]] = {}
