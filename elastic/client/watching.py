@@ -125,12 +125,15 @@ class _Progress:
 
     Attributes:
         metrics: JSON of the newest report that was passed on.
+        told: hashes of all that were passed on: a new leader knows the newest that was durable, and
+            shows that again.
         from_snapshot: it came with a snapshot; its note may still come, and is no new report.
         is_fresh: the next snapshot is the first one of a connection.
     """
 
     view: JobView | None = None
     metrics: str = ""
+    told: set[int] = field(default_factory=lambda: {hash("")})
     from_snapshot: bool = False
     is_fresh: bool = True
     over: set[str] = field(default_factory=set)
@@ -244,7 +247,8 @@ class Follower:
             seen.view = event
             self._printer.job(event)
             # Notes from before the connection are not told: the newest report is in the snapshot.
-            if (seen.is_fresh or has_ended(event)) and event.record.metrics != seen.metrics:
+            is_told = hash(event.record.metrics) in seen.told
+            if (seen.is_fresh or has_ended(event)) and not is_told:
                 self._report(event.record.metrics, from_snapshot=True)
             seen.is_fresh = False
             return
@@ -259,6 +263,7 @@ class Follower:
 
     def _report(self, text: str, *, from_snapshot: bool) -> None:
         self._seen.metrics, self._seen.from_snapshot = text, from_snapshot
+        self._seen.told.add(hash(text))
         metrics = parsed_metrics(text)
         self._printer.report(metrics)
         if self._on_report is not None:

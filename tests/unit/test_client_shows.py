@@ -6,17 +6,20 @@ import io
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from rich.console import Console
 
+from elastic.client.jobs import Client
 from elastic.client.output import HOLD_S, TRACEBACK, Lines
 from elastic.client.printer import Printer
 from elastic.client.show import print_cluster, status_as_dict
 from elastic.client.sources import AGENTS_RETURN_S, LogSource
 from elastic.client.streams import Again
+from elastic.client.watching import follow
 from elastic.client.wording import (
     duration,
     metrics_line,
@@ -317,3 +320,59 @@ def test_a_standby_shows_cordons_and_where_coordinators_answer() -> None:
         "no jobs",
     ]
     assert status_as_dict(status)["cordons"][0] == {"node": "n7", "reason": "a fan"}
+
+
+# ----------------------------------------------------------------------------- following a job
+
+
+class PlayedClient:
+    """Hands out a stream of events with an outage wherever the text stands."""
+
+    def __init__(self, *played: JobView | TimedNote | str) -> None:
+        self._played = played
+
+    def watch(self, job: str, on_outage: Callable[[float], None]) -> PlayedStream:
+        return PlayedStream(self._events(on_outage))
+
+    def _events(self, on_outage: Callable[[float], None]) -> Iterator[JobView | TimedNote]:
+        for item in self._played:
+            if isinstance(item, str):
+                on_outage(1.0)
+                on_outage(0.0)
+            else:
+                yield item
+
+
+class PlayedStream(Iterator[JobView | TimedNote]):
+    def __init__(self, events: Iterator[JobView | TimedNote]) -> None:
+        self._events = events
+
+    def __next__(self) -> JobView | TimedNote:
+        return next(self._events)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_new_leader_that_knows_an_older_report_is_not_told_of_again() -> None:
+    first, second, missed = ('{"epoch": 0}', '{"epoch": 1}', '{"epoch": 2}')
+
+    def showing(phase: JobPhase, metrics: str) -> JobView:
+        view = job(phase)
+        return replace(view, record=replace(view.record, metrics=metrics))
+
+    played = PlayedClient(
+        showing(JobPhase.RUNNING, ""),
+        note("report", metrics=first),
+        note("report", metrics=second),
+        "outage",
+        showing(JobPhase.RUNNING, first),
+        "outage",
+        showing(JobPhase.RUNNING, missed),
+        note("report", metrics=missed),
+        showing(JobPhase.SUCCEEDED, missed),
+    )
+    reports: list[dict[str, object]] = []
+    printer = Printer(Console(file=io.StringIO()), ranks=None)
+    follow(cast("Client", played), "demo", printer, on_report=reports.append)
+    assert reports == [{"epoch": 0}, {"epoch": 1}, {"epoch": 2}]
