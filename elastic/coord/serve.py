@@ -222,12 +222,13 @@ class _Life:
         self._store = store
         self._event_log = event_log
         self._clock = SystemClock()
-        self._name = f"{server.address}/{os.getpid()}"
+        address = options.advertise or advertised(server.address)
+        # In containers all listen at the same address, as the same process.
+        self._name = f"{address}/{os.getpid()}"
         self._office = server.office
         self._office.name = self._name
         self._follower = Follower(store, options.prefix, self._office, self._clock)
         self._shared = is_shared(options.store)
-        address = options.advertise or advertised(server.address)
         holder = Holder(self._name, address, os.getpid(), secrets.token_hex(8))
         self._leadership = Leadership(
             store, options.prefix, holder, self._clock, shared=self._shared
