@@ -17,10 +17,11 @@ authority() {  # FOLDER --host HOST...: make an authority, or renew its servers'
     shift
     set -- --host localhost --host 127.0.0.1 "$@"
     if [ -e "$folder/ca.crt" ]; then
-        elastic-coord certs issue "$folder" --name coordinator --role all "$@"
+        elastic-coord certs issue "$folder" --name coordinator --role all "$@" >/dev/null
     else  # Whole, or not at all.
         rm -rf "$folder.new"
-        elastic-coord certs init "$folder.new" "$@"
+        # What it prints names the folder as it is until the next line.
+        elastic-coord certs init "$folder.new" "$@" >/dev/null
         mv "$folder.new" "$folder"
     fi
 }
@@ -39,7 +40,7 @@ token() {  # ROLE FILE: make a token, unless there is one
 
 authority authority/elastic --host coord-1 --host coord-2
 authority authority/etcd --host etcd-1 --host etcd-2 --host etcd-3
-elastic-coord certs issue authority/etcd --name coordinators --role read
+elastic-coord certs issue authority/etcd --name coordinators --role read >/dev/null
 
 for name in ca.crt tls.crt tls.key; do
     give "authority/etcd/coordinator/$name" "store/$name"
@@ -50,3 +51,4 @@ give authority/elastic/ca.crt node/ca.crt
 give authority/elastic/ca.crt user/ca.crt
 token node node/token
 token submit user/token
+echo "all is there: authority/ coord/ store/ node/ user/ below $root"

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -59,6 +59,7 @@ class Coordinator:
     store: str = "memory:"
     listen: str = "127.0.0.1:0"
     args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     address: str = ""
 
@@ -89,8 +90,9 @@ class Coordinator:
         ]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT
-            )
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT,
+                env={**os.environ, **self.env},
+            )  # fmt: skip
 
     def wait_ready(self) -> None:
         """Wait until it answers requests; later starts listen on the same address."""

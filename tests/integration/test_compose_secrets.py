@@ -1,13 +1,18 @@
-"""What docker/make-secrets.sh makes opens a cluster that is started as compose.yaml starts it."""
+"""What docker/make-secrets.sh makes opens a cluster, started as the container files start it."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
 import pytest
 import yaml
 
@@ -37,16 +42,75 @@ def make_secrets(root: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def flags_of_compose(root: Path) -> list[str]:
-    """What a coordinator of compose.yaml is told of its secrets, where they are here."""
+@dataclass(frozen=True)
+class Started:
+    """How a container file starts a coordinator and asks how it is; with paths of this machine."""
+
+    args: list[str]
+    env: dict[str, str]
+    check: list[str]
+
+
+def as_compose_does(root: Path) -> Started:
+    """Return what compose.yaml says of its first coordinator, and its image of the check."""
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
-    words = compose["services"]["coord-1"]["command"][1:]
-    told = [word for word in words if not word.startswith(("--listen", "--store="))]
-    return [word.replace("/run/elastic", str(root / "coord")) for word in told]
+    service = compose["services"]["coord-1"]
+    assert "healthcheck" not in service, "the image's is not the one that is run"
+    image = (ROOT / "docker" / "Dockerfile.coord").read_text()
+    (check,) = re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", image, re.MULTILINE)
+    return _here(service["command"], service["environment"], json.loads(check), root)
+
+
+def as_kubernetes_does(root: Path) -> Started:
+    """Return what the manifest says of a pod, the secret of the store laid out as it mounts it."""
+    store = root / "pod-store"
+    store.mkdir()
+    for name in ("ca.crt", "tls.crt", "tls.key"):
+        shutil.copy(root / "coord" / f"store-{name}", store / name)
+    manifest = ROOT / "docker" / "kubernetes" / "coordinator.yaml"
+    (pod,) = (
+        one["spec"]["template"]["spec"]
+        for one in yaml.safe_load_all(manifest.read_text())
+        if one["kind"] == "StatefulSet"
+    )
+    (container,) = pod["containers"]
+    env = {"POD_NAME": "elastic-coord-0"}
+    for one in container["env"]:
+        if "value" in one:
+            env[one["name"]] = one["value"].replace("$(POD_NAME)", env["POD_NAME"])
+    check = container["readinessProbe"]["exec"]["command"]
+    return _here(container["args"], env, check, root)
+
+
+def _here(args: list[str], env: dict[str, str], check: list[str], root: Path) -> Started:
+    def moved(word: str) -> str:
+        return word.replace("/run/elastic", str(root / "coord")).replace(
+            "/run/store", str(root / "pod-store")
+        )
+
+    assert args[0] == "serve"
+    assert check[:2] == ["elastic-coord", "health"]
+    told = [moved(word) for word in args[1:] if not word.startswith(("--listen", "--store="))]
+    return Started(
+        told, {name: moved(value) for name, value in env.items()}, [moved(word) for word in check]
+    )
+
+
+def check_health(started: Started, address: str) -> None:
+    """Ask as the container is asked, at the address that the coordinator has here."""
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic.coord.cli", *started.check[1:], "--coord", address],
+        env={**os.environ, **started.env}, cwd=ROOT,
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(find_etcd() is None, reason="no etcd server")
-async def test_nodes_and_users_are_let_in_each_to_their_part(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [as_compose_does, as_kubernetes_does])
+async def test_nodes_and_users_are_let_in_each_to_their_part(
+    tmp_path: Path, how: Callable[[Path], Started]
+) -> None:
     root = tmp_path / "secrets"
     for name in ("authority", "store", "coord", "node", "user"):
         (root / name).mkdir(parents=True)
@@ -57,8 +121,12 @@ async def test_nodes_and_users_are_let_in_each_to_their_part(tmp_path: Path) -> 
     }
     store = Certificates(*(root / "store" / name for name in ("ca.crt", "tls.crt", "tls.key")))
     with EtcdServer(store) as server:
-        args = flags_of_compose(root)
-        with Coordinator(tmp_path / "c", store=server.url(), args=args) as running:
+        started = how(root)
+        with Coordinator(
+            tmp_path / "c", store=server.url(), args=started.args, env=started.env
+        ) as running:
+            await anyio.to_thread.run_sync(check_health, started, running.address)
+            assert started.env["ELASTIC_ADVERTISE"] in running.log()
             for who, method, code in (
                 ("node", ATTACH, "OK"),
                 ("node", STOP, "PERMISSION_DENIED"),

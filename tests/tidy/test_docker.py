@@ -70,6 +70,9 @@ def test_an_image_has_a_pinned_base_tini_a_user_and_a_word_on_health(name: str) 
     bases = {line.split()[1] for line in lines if line.startswith("FROM ")}
     assert all(re.fullmatch(r"python:\d+\.\d+\.\d+-slim-[a-z]+", base) for base in bases), bases
     assert [line for line in lines if line.startswith("USER ")] == ["USER 1000"]
+    (made,) = (line for line in lines if "useradd" in line)
+    assert "groupadd --gid 1000 elastic" in made
+    assert "useradd --uid 1000 --gid 1000" in made
     assert f'ENTRYPOINT ["tini", "--", "elastic-{name}"]' in lines
     assert len([line for line in lines if line.startswith("HEALTHCHECK ")]) == 1
 
@@ -159,6 +162,8 @@ def test_kubernetes_knows_every_field_of_a_manifest(path: Path) -> None:
 def test_a_pod_runs_as_nobody_and_writes_to_volumes_only(name: str) -> None:
     pod, (container,) = PODS[name], PODS[name]["containers"]
     assert pod["securityContext"]["runAsNonRoot"]
+    # Those of the image: another group could not write where that one may.
+    assert {pod["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {1000}
     assert pod["automountServiceAccountToken"] is False
     own = container["securityContext"]
     assert own["readOnlyRootFilesystem"]
