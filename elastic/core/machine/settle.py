@@ -105,10 +105,9 @@ def stop_worker(cluster: Cluster, job: JobState, worker_id: WorkerId, cause: Exi
 
 def _tell_group(cluster: Cluster, worker: WorkerState, message: Announce | LeaveGroup) -> None:
     """Tell a worker of the newest group; its time runs from now on if its agent is there."""
-    session = cluster.node_of(worker).session
-    if session is not None:
+    if cluster.node_of(worker).session is not None:
         worker.told_ns = cluster.now_ns
-        cluster.effects.append(SendAgent(session, message))
+    tell(cluster, worker, message)
 
 
 def remind_of_leavers(cluster: Cluster, job: JobState, workers: Iterable[WorkerId]) -> None:
