@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 
 from elastic.core.config import ns
-from elastic.core.events.coordinator import Persist, SendAgent
+from elastic.core.events.coordinator import Persist
 from elastic.core.machine import announcing, copies, invariants, lateness, leaving, queueing, saves
 from elastic.core.machine.announcing import tell
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
