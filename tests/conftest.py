@@ -12,12 +12,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Inherited by every process that a test starts, also by those whose parent is gone.
 SESSION_MARK = "ELASTIC_TEST_SESSION"
 # Python's own, ends with us: it frees shared memory that a process left behind.
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 GOODBYE_S = 5.0
+
+# How long an example takes says something of the machine, which others may use too.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -139,10 +139,11 @@ def test_a_smaller_group_goes_on_from_the_rows_of_all(
     assert all(story.holder(name) != name for name in training)
     cluster.kill_node(training[0])
     story.end()
-    # The third may have joined a group of two, which then has gone on from an earlier step.
+    # The third may have joined a group of two, which then has gone on from an earlier step; and on
+    # a busy machine a group may be formed anew of those that are left, with the rows of each.
     came = [one for one in story.came_from() if one[2] >= steps]
-    assert len(came) >= 2
-    assert all(where == "memory" and copies == 1 for where, copies, _ in came), came
+    assert all(where == "memory" for where, _, _ in came), came
+    assert len([copies for _, copies, _ in came if copies == 1]) >= 2, came
 
 
 @pytest.mark.slow
