@@ -26,6 +26,7 @@ from elastic.agent.logs import Logs
 from elastic.agent.own_rows import OwnRows
 from elastic.agent.processes import ChildProcesses, Launch
 from elastic.agent.pushing import Pushing
+from elastic.agent.reaching import Reaching
 from elastic.core.config import NS_PER_S, AgentConfig
 from elastic.core.copy_messages import Replicate
 from elastic.core.events.agent import (
@@ -39,6 +40,7 @@ from elastic.core.events.agent import (
     Kill,
     OpenLog,
     ProcessExited,
+    ReachOut,
     SendCoordinator,
     SendProcess,
     ShowStacks,
@@ -127,6 +129,7 @@ class AgentDriver:
         self._logs = Logs(settings.log_dir, node.node_id)
         self._processes = ChildProcesses(settings.launch, self._logs, self.post)
         self._pushing = Pushing(self._arenas, self.post, self._tls)
+        self._reaching = Reaching(self.post)
         callbacks = LinkCallbacks(
             post=self.post,
             on_follow=lambda request: self._followers.handle(request),
@@ -223,6 +226,8 @@ class AgentDriver:
                     self._pushing.order(order)
                 else:
                     self._copies.order(order)
+            case ReachOut(order):
+                self._reaching.order(order)
             case ExitAgent():
                 self._exit = effect
             case _:
@@ -235,6 +240,7 @@ class AgentDriver:
 
     async def _end(self) -> None:
         """Kill what runs, read what it printed, send what waits: each with a limit."""
+        self._reaching.close()
         self._pushing.close()
         self._copies.close()
         await self._processes.close(END_S_MAX)

@@ -19,6 +19,7 @@ from elastic.core.copy_messages import (
     KeepCopy,
     Replicate,
 )
+from elastic.core.link_messages import LinksTried, TryLinks
 from elastic.core.world import (
     Assignment,
     Begun,
@@ -34,7 +35,7 @@ from elastic.core.world import (
 )
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 2
+PROTOCOL_MINOR = 3
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ AgentMessage = (
     | LogLines
     | Pulse
     | ProbeAck
+    | LinksTried
     | CopiesHeld
     | CopyFailed
 )
@@ -382,6 +384,7 @@ CoordinatorMessage = (
     | Drain
     | FollowLogs
     | Probe
+    | TryLinks
     | DumpStacks
     | SaveState
     | Preemption

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from elastic.core.events.shared import Note
 from elastic.core.world import NodeId, WorkerId
+from elastic.testing.links import Links
 from elastic.testing.network import Conditions
 from elastic.testing.world import S, Timeline
 
@@ -22,17 +23,24 @@ class Blame:
     """Who may be blamed, over one run."""
 
     def __init__(
-        self, timeline: Timeline, conditions: Conditions, *, fail: Callable[[str, str], None]
+        self,
+        timeline: Timeline,
+        conditions: Conditions,
+        links: Links,
+        *,
+        fail: Callable[[str, str], None],
     ) -> None:
         """Begin with everybody innocent.
 
         Args:
             timeline: virtual time.
             conditions: of the network: nodes that could not be heard.
+            links: between nodes that train together.
             fail: called with a property that does not hold, and the story; "" for none.
         """
         self._timeline = timeline
         self._conditions = conditions
+        self._links = links
         self._fail = fail
         self._troubled: dict[WorkerId, None] = {}
         self.num_quarantines = 0
@@ -54,6 +62,12 @@ class Blame:
             own = [w for w in self._troubled if w.partition("/")[0] == node]
             if not own and not self._is_ill(node):
                 self._fail("no innocent node is quarantined", f"node {node}: {said['reason']}")
+
+        elif note.name == "link_cut":
+            one, other = map(NodeId, said["nodes"].split())
+            since_ns = self._timeline.now_ns - REMEMBERED_NS
+            if not self._links.were_cut(one, other, since_ns):
+                self._fail("only links that were cut are found cut", f"{one} and {other}")
 
     def _is_ill(self, node: str) -> bool:
         since_ns = self._timeline.now_ns - REMEMBERED_NS

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.core.events.agent import DrainSignalled, HealthFound, ProcessStopped
 from elastic.core.world import ExitCause, ExitKind, JobId, NodeId
 from elastic.testing.blame import Blame
-from elastic.testing.hosts import AgentHost, CoordinatorHost
+from elastic.testing.coordinators import CoordinatorHost
+from elastic.testing.hosts import AgentHost
 from elastic.testing.network import Network
-from elastic.testing.training import DataPlane, SimProcess
+from elastic.testing.process import SimProcess
+from elastic.testing.training import DataPlane
 from elastic.testing.world import MS, S, Timeline
 
 NOTICE_NS_MIN = 30 * S
@@ -40,6 +42,8 @@ BROKEN_SEED = 5
 """Of six seeds, the one in which whatever computes on one node hangs."""
 PARTED_SEED = 5
 """Of seven seeds, the one in which two members of a group stop hearing each other."""
+CABLES_SEED = 3
+"""Of eleven seeds, the one in which links between nodes that train together are cut."""
 
 
 def draw_mix(timeline: Timeline) -> Mix:
@@ -75,7 +79,7 @@ class Faults:
         self.mix = mix
         self.is_over = False
         self.count = 0
-        self.blame = Blame(timeline, network.conditions, fail=plane.checkers.failed)
+        self.blame = Blame(timeline, network.conditions, plane.links, fail=plane.checkers.failed)
         self._stopped: list[tuple[AgentHost, SimProcess]] = []
         self._noticed: set[tuple[str, int]] = set()
 
@@ -102,6 +106,7 @@ class Faults:
             agent.post(HealthFound(()))
         for agent, process in self._stopped:
             self._continue(agent, process)
+        self.join_nodes()
 
     def _strike(self) -> None:
         if self.is_over:
@@ -189,6 +194,11 @@ class Faults:
             self.timeline.after(self.timeline.between(5 * S, 30 * S), self.break_node)
         for _ in range(3 if seed % 7 == PARTED_SEED else 0):
             self.timeline.after(self.timeline.between(5 * S, 50 * S), self.part_workers)
+        if seed % 11 == CABLES_SEED:
+            # So dense as otherwise, they would have groups formed anew before a link is missed.
+            self.mix = replace(self.mix, mean_gap_ns=max(self.mix.mean_gap_ns, 4 * S))
+        for _ in range(8 if seed % 11 == CABLES_SEED else 0):
+            self.timeline.after(self.timeline.between(1 * S, 40 * S), self.part_nodes)
 
     def group_formed(self, seed: int) -> None:
         """Let leaders die while a group forms, in some seeds."""
@@ -403,12 +413,34 @@ class Faults:
         group = self.plane.group_of(member) if member is not None else None
         if group is not None and not self.plane.scripts[group.job_id].in_parts:
             self.timeline.tell(group.job_id, f"group {group.generation} is parted")
-            group.is_cut = True
+            self.plane.links.lose(group.job_id, group.generation)
+
+    def part_nodes(self) -> None:
+        """Two nodes that train together do not reach each other any more, for a while.
+
+        Not where some wait out of sight, as above.
+        """
+        member = None if self.is_over else self._member()
+        group = self.plane.group_of(member) if member is not None else None
+        if member is None or group is None or self.plane.scripts[group.job_id].in_parts:
+            return
+        others = {p.node_id for p in group.members.values()} - {member.node_id}
+        if others:
+            other = self.timeline.rng.choice(sorted(others))
+            self.plane.links.cut(member.node_id, other)
+            lasts = self.timeline.between(1 * S, 40 * S)
+            self.timeline.after(lasts, self.join_nodes, member.node_id, other)
+
+    def join_nodes(self, *nodes: NodeId) -> None:
+        """These two reach each other again, or all do: what waited for that goes on."""
+        self.plane.links.heal(*nodes)
+        for group in [*self.plane.groups.values()]:
+            self.plane.try_form(group)
 
     def is_stuck(self, job_id: JobId, generation: int) -> bool:
         """Return whether a group will not go on by itself."""
         group = self.plane.groups[job_id, generation]
-        return group.is_cut or not all(p.moves() for p in group.members.values())
+        return self.plane.is_held(group, group.members.values() or group.waiting.values())
 
     def _kill_everything(self) -> None:
         if not self.timeline.chance(0.1):

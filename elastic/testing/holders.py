@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from elastic.core.events.coordinator import NodeDrainRequested
 from elastic.core.world import JobId, JobPhase, NodeId
 from elastic.testing.checkers import Checkers
+from elastic.testing.coordinators import CoordinatorHost
 from elastic.testing.copying import Copying, Trained
 from elastic.testing.disk import Disk
-from elastic.testing.hosts import AgentHost, CoordinatorHost
+from elastic.testing.hosts import AgentHost
 from elastic.testing.network import Conditions
 from elastic.testing.world import MS, S, Timeline
 

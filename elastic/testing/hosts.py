@@ -1,254 +1,28 @@
-"""Simulated drivers: the real coordinator and agent machines, driven as the real drivers do.
+"""The simulated agent's process: the real machine, driven as the real driver does.
 
-Rule: a host does what its driver does (one event at a time, effects in order, `Persist` a
-barrier) and can die between any two effects.
+Rule: as of `coordinators`: it does what its driver does, and can die between any two effects.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
-from elastic.core.config import AgentConfig, CoordinatorConfig
+from elastic.core.config import AgentConfig
 from elastic.core.events import agent as agent_events
-from elastic.core.events import coordinator as events
-from elastic.core.events.shared import Note, Tick
+from elastic.core.events.shared import Tick
 from elastic.core.machine.agent import AgentMachine
-from elastic.core.machine.coordinator import CoordinatorMachine
 from elastic.core.messages import (
-    AgentMessage,
     CoordinatorMessage,
-    Hello,
     PipeToAgent,
-    Probe,
     Welcome,
 )
 from elastic.core.world import ExitCause, ExitKind, Node, NodeId, SessionId
+from elastic.testing.coordinators import CoordinatorHost
 from elastic.testing.copying import CopyDesk
-from elastic.testing.disk import Disk
 from elastic.testing.network import Network, Stream
-from elastic.testing.terms import Candidate
-from elastic.testing.training import DataPlane, SimProcess
+from elastic.testing.process import SimProcess
+from elastic.testing.training import DataPlane
 from elastic.testing.world import MS, Timeline
-
-WRITES = (events.Persist, events.PersistNodes)
-
-
-class CoordinatorHost:
-    """The coordinator's process: may be down, slow, stopped, a standby, or between two effects.
-
-    Attributes:
-        name: of the process.
-        candidate: its claim to lead; None for one that is alone on its store.
-        machine: of the term that it leads; None while it is down or a standby.
-        doze_ns: for how long it is stopped behind the next probe that it sends, 0 for not at all.
-    """
-
-    def __init__(
-        self,
-        timeline: Timeline,
-        network: Network,
-        disk: Disk,
-        config: CoordinatorConfig,
-        *,
-        candidate: Candidate | None = None,
-    ) -> None:
-        """Begin down; `start` brings it up."""
-        self.timeline = timeline
-        self.network = network
-        self.disk = disk
-        self.config = config
-        self.candidate = candidate
-        self.name = candidate.name if candidate is not None else "coordinator"
-        if candidate is not None:
-            candidate.lead, candidate.stop = self._lead, self.step_down
-        self.is_up = False
-        self.disk_delay_max_ns = 5 * MS
-        self.machine: CoordinatorMachine | None = None
-        self.life = 0
-        self.replies: dict[str, events.Reply] = {}
-        self.on_note: Callable[[Note], None] = lambda note: None
-        self.is_frozen = False
-        self.doze_ns = 0
-        self._unread: list[events.CoordinatorEvent] = []
-        self._inbox: deque[events.CoordinatorEvent] = deque()
-        self._effects: deque[events.CoordinatorEffect] = deque()
-        self._is_busy = False
-        self._deadline: int | None = None
-
-    def start(self) -> None:
-        """A new process begins: leads with what the disk holds, or waits until it may."""
-        if self.is_up:
-            return
-        self.is_up, self.is_frozen = True, False
-        if self.candidate is not None:
-            self.candidate.begin()
-        else:
-            self._lead()
-
-    def _lead(self) -> None:
-        """A term begins."""
-        self.life = self.candidate.term if self.candidate is not None else self.life + 1
-        self.machine = CoordinatorMachine(self.config, f"{self.name}-{self.life}")
-        self._inbox.clear()
-        self._unread.clear()
-        self._effects.clear()
-        self._is_busy = False
-        self._deadline = None
-        self.timeline.tell(self.name, f"starts, life {self.life}")
-        records = tuple(self.disk.records.values())
-        self.post(events.Recovered(records, self.life, "one store", self.disk.nodes))
-
-    def may_act(self) -> bool:
-        """Return whether no other coordinator can lead, as far as this one knows."""
-        return self.candidate is None or self.candidate.is_valid()
-
-    def step_down(self) -> None:
-        """Its term is over: agents are let go, and it is a standby again."""
-        if self.machine is None or self.candidate is None:
-            return
-        self.machine = None
-        self.timeline.tell(self.name, f"leads no more, life {self.life}")
-        self.network.coordinator_died(self.name)
-        self.candidate.over()
-
-    def crash(self) -> None:
-        """The process is gone, between two effects or in the middle of a write."""
-        if not self.is_up:
-            return
-        effect = self._effects[0] if self.machine is not None and self._effects else None
-        if isinstance(effect, WRITES) and self.timeline.chance(0.5):
-            self._write(effect)
-        self.machine = None
-        self.is_up = False
-        if self.candidate is not None:
-            self.candidate.end()
-        self.timeline.tell(self.name, "crashes")
-        self.network.coordinator_died(self.name)
-
-    def post(self, event: events.CoordinatorEvent) -> None:
-        """An event reaches the driver's queue."""
-        if self.machine is None:
-            return
-        if self.is_frozen and not isinstance(event, Tick):
-            self._unread.append(event)
-            return
-        self._inbox.append(event)
-        self._pump()
-
-    def freeze(self, frozen: bool, paused_ns: int = 0) -> None:
-        """SIGSTOP or SIGCONT of the coordinator.
-
-        Its clock goes on: when it wakes, its deadline is over before it has read what came.
-
-        Args:
-            frozen: whether it stops now.
-            paused_ns: for how long its clock stood still too, as that of a paused machine does.
-        """
-        if not self.is_up or frozen == self.is_frozen:
-            return
-        self.is_frozen = frozen
-        if self.candidate is not None:
-            self.candidate.freeze(frozen, paused_ns)
-        self.timeline.tell(self.name, "frozen" if frozen else "thaws")
-        if not frozen:
-            self._inbox.extend(self._unread)
-            self._unread.clear()
-            self._pump()
-
-    def hears(self, session: SessionId, message: AgentMessage) -> None:
-        """A message arrived over a stream."""
-        if isinstance(message, Hello):
-            self.post(events.AgentConnected(session, message))
-        else:
-            self.post(events.AgentSaid(session, message))
-
-    def loses(self, session: SessionId, reason: str) -> None:
-        """A stream ended."""
-        self.post(events.AgentDisconnected(session, reason))
-
-    def _pump(self) -> None:
-        while self.machine is not None and not self._is_busy and not self.is_frozen:
-            if not self.may_act():
-                self.step_down()
-            elif self._effects:
-                self._perform(self._effects[0])
-            elif self._inbox:
-                # As the driver does: all that came meanwhile is one step.
-                waiting = tuple(self._inbox)
-                self._inbox.clear()
-                event = events.Several(waiting) if len(waiting) > 1 else waiting[0]
-                self._effects.extend(self.machine.step(event, self.timeline.now_ns))
-            else:
-                self._arm()
-                return
-
-    def _perform(self, effect: events.CoordinatorEffect) -> None:
-        if isinstance(effect, WRITES):
-            self._is_busy = True
-            life = self.life
-            delay = self.timeline.between(MS // 2, self.disk_delay_max_ns)
-            self.timeline.after(delay, self._written, life)
-            return
-        self._effects.popleft()
-        if isinstance(effect, events.SendAgent):
-            if self.candidate is not None:
-                self.candidate.command()
-            self.network.send_down(effect.session, effect.message)
-            if self.doze_ns and isinstance(effect.message, Probe):
-                self.freeze(True)
-                self.timeline.after(self.doze_ns, self.freeze, False)
-                self.doze_ns = 0
-        elif isinstance(effect, events.CloseSession):
-            self.network.close_from_coordinator(effect.session)
-        elif isinstance(effect, events.Reply):
-            self.replies[effect.request_id] = effect
-        elif isinstance(effect, events.Forget):
-            if self.candidate is None or self.candidate.write(self.life):
-                for job_id in effect.job_ids:
-                    self.disk.records.pop(job_id, None)
-        elif isinstance(effect, Note):
-            fields = " ".join(f"{name}={value}" for name, value in effect.fields)
-            self.timeline.tell(self.name, f"{effect.name} {effect.job_id} {fields}")
-            self.on_note(effect)
-
-    def _written(self, life: int) -> None:
-        if self.machine is None or life != self.life:
-            return
-        if self.candidate is not None and not self.candidate.reaches_store():
-            self.timeline.after(200 * MS, self._written, life)
-            return
-        effect = self._effects.popleft()
-        if isinstance(effect, WRITES) and not self._write(effect):
-            self.step_down()
-            return
-        self._is_busy = False
-        self._pump()
-
-    def _write(self, effect: events.Persist | events.PersistNodes) -> bool:
-        """Write, unless the store is out of reach or somebody else leads by now."""
-        if self.candidate is not None and not self.candidate.write(self.life):
-            return False
-        if isinstance(effect, events.Persist):
-            self.disk.write(effect.records)
-        else:
-            self.disk.nodes = effect.record
-        return True
-
-    def _arm(self) -> None:
-        """Wake the machine at its next deadline."""
-        deadline = self.machine.next_deadline_ns() if self.machine else None
-        if deadline is None or deadline == self._deadline:
-            return
-        self._deadline = deadline
-        life = self.life
-
-        def ring() -> None:
-            if life == self.life and self._deadline == deadline:
-                self._deadline = None
-                self.post(Tick())
-
-        self.timeline.at(max(deadline, self.timeline.now_ns + 1), ring)
 
 
 class AgentHost:
@@ -400,6 +174,8 @@ class AgentHost:
             self.timeline.tell(self.node_id, f"process {effect.process_id} shows its stacks")
         elif isinstance(effect, agent_events.HandleCopy):
             self.copies.perform(effect.order)
+        elif isinstance(effect, agent_events.ReachOut):
+            self.plane.links.reach_out(self, effect.order)
         elif isinstance(effect, agent_events.ExitAgent):
             self._exit(effect.code, effect.reason)
 

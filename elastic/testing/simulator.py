@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import click
 
 from elastic.core.cluster_messages import Drain
-from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec, ns
+from elastic.core.config import JobSpec, ns
 from elastic.core.copy_messages import Replicate
 from elastic.core.events.coordinator import (
     CheckpointRequested,
@@ -34,23 +34,21 @@ from elastic.core.events.shared import Note
 from elastic.core.machine.nodes import PRESENT
 from elastic.core.machine.suspicion import FORMING_PROBES
 from elastic.core.messages import AgentMessage, Announce, CoordinatorMessage, Hello, Release
-from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, Strategy
+from elastic.core.world import JobId, Node, NodeId
 from elastic.errors import ElasticError
-from elastic.testing import crowd, holders
+from elastic.testing import crowd, draws, holders
 from elastic.testing.checkers import Checkers, CheckFailed
+from elastic.testing.coordinators import CoordinatorHost
 from elastic.testing.disk import Disk
-from elastic.testing.faults import BROKEN_SEED, PREEMPTIONS_ONLY, Faults, draw_mix
-from elastic.testing.hosts import AgentHost, CoordinatorHost
+from elastic.testing.faults import PREEMPTIONS_ONLY, Faults, draw_mix
+from elastic.testing.hosts import AgentHost
 from elastic.testing.network import Conditions, Network, Stream
-from elastic.testing.terms import Candidate, LeaseStore
+from elastic.testing.terms import LeaseStore
 from elastic.testing.training import DataPlane, Script
 from elastic.testing.world import MS, S, Timeline
 
 SAFETY_NS = 60 * S
 LIVENESS_NS = 240 * S
-SHARED_SEED = 2
-"""Of every five seeds this one has several coordinators."""
-HANG_TIMEOUTS_S = (1.0, 3.0, 10.0)
 HUNG_SLACK_NS = 20 * S
 """A hung worker may first have to be lost by one group and missed by the next."""
 PARTS_SEED = 0
@@ -85,10 +83,6 @@ class Outcome:
     jobs: tuple[tuple[str, str], ...]
 
 
-SPREADS_S = (0.0001, 0.0001, 0.01, 0.05)
-"""For each member of a group, some of them as in groups of hundreds and thousands."""
-
-
 class Simulation:
     """One run."""
 
@@ -107,13 +101,13 @@ class Simulation:
         )
         self.plane = DataPlane(self.timeline, self.checkers)
         self.disk = Disk(self.checkers)
-        config = self._draw_config()
+        config = draws.draw_config(seed, self.timeline, self.network.conditions)
         self.lease = LeaseStore(self.checkers)
         self.coordinators = [
             CoordinatorHost(self.timeline, self.network, self.disk, config, candidate=candidate)
-            for candidate in self._draw_candidates()
+            for candidate in draws.draw_candidates(seed, self.timeline, self.lease)
         ]
-        agent_config = self._draw_agent_config()
+        agent_config = draws.draw_agent_config(seed, self.timeline)
         self.agents = [
             AgentHost(
                 self.timeline,
@@ -169,37 +163,6 @@ class Simulation:
         self.plane.copying.old = self.old
         return holders.Holders(self.timeline, self.checkers, seen)
 
-    def _draw_config(self) -> CoordinatorConfig:
-        """Draw times and limits that let what matters happen within a run."""
-        rng = self.timeline.rng
-        return CoordinatorConfig(
-            start_patience_s=rng.choice([0.0, 1.0, 10.0]),
-            node_grace_s=rng.choice([0.0, 0.5, 3.0]),
-            form_timeout_s=rng.choice([5.0, 30.0]),
-            boundary_timeout_s=rng.choice([2.0, 30.0]),
-            crash_loop_limit=1_000_000,
-            healthy_after_s=5.0,
-            node_faults_max=1 if self.seed % 6 == BROKEN_SEED else 2,
-            fault_window_s=20.0,
-            quarantine_s=5.0,
-            # Longer than a healthy agent needs to answer, with all the delay that there is.
-            probe_timeout_s=max(0.6, 2 * self.network.conditions.delay_max_ns / S + 0.2),
-            projects=crowd.draw_projects(self.seed),
-            preemption_deadline_s=5.0,
-            preemption_min_run_s=2.0,
-            preemption_retry_s=10.0,
-        )
-
-    def _draw_candidates(self) -> list[Candidate | None]:
-        """Return one that is alone on its store, or two or three that wait for each other.
-
-        Not in every seed: rare bugs are caught by what is rare, and each draw moves all others.
-        """
-        if self.seed % 5 != SHARED_SEED:
-            return [None]
-        names = [f"c{index + 1}" for index in range(self.timeline.rng.randint(2, 3))]
-        return [Candidate(self.timeline, self.lease, name) for name in names]
-
     @property
     def coordinator(self) -> CoordinatorHost:
         """Return the one that leads, as far as it knows; the first if none does."""
@@ -232,11 +195,6 @@ class Simulation:
         if isinstance(message, Replicate) and (stream.node_id, agent.life) in self.old:
             message = replace(message, fingerprint="")
         agent.hears(stream, message)
-
-    def _draw_agent_config(self) -> AgentConfig:
-        spread_s = SPREADS_S[self.seed // 4 % len(SPREADS_S)]
-        num_spares = self.timeline.rng.choice([0, 1, 2])
-        return AgentConfig(num_spares=num_spares, drain_timeout_s=5.0, spread_s_per_member=spread_s)
 
     def _noted(self, note: Note) -> None:
         """Hold what the coordinator accuses somebody of against the truth."""
@@ -312,7 +270,7 @@ class Simulation:
         self.crowd.heal()
         until = self.timeline.now_ns + LIVENESS_NS
         self.timeline.after(1 * S, self._keep_alive)
-        longest = HANG_TIMEOUTS_S[-1] + self.coordinator.config.form_timeout_s
+        longest = draws.HANG_TIMEOUTS_S[-1] + self.coordinator.config.form_timeout_s
         self.timeline.after(round(longest * S) + HUNG_SLACK_NS, self._check_hung)
         if not self.timeline.run_until(until, self._is_done):
             raise CheckFailed(
@@ -328,36 +286,11 @@ class Simulation:
         )
 
     def _plan_job(self, index: int) -> None:
-        rng = self.timeline.rng
         slots = sum(agent.node.num_slots for agent in self.agents)
-        replica = rng.choice([1, 1, 1, 2])
-        low = rng.randint(1, max(1, min(slots, 4) // replica)) * replica
-        high = max(low, rng.randint(low, low + 6) // replica * replica)
-        job_id = JobId(f"j{index}")
-        spec = JobSpec(
-            job_id=job_id,
-            name=f"job{index}",
-            entry=Entry(EntryKind.FUNCTION, "train"),
-            min_workers=low,
-            max_workers=high,
-            workers_per_replica=replica,
-            strategy=rng.choice([Strategy.PACK, Strategy.SPREAD]),
-            max_failures=rng.choice([0, 5, -1]),
-            hang_timeout_s=rng.choice(HANG_TIMEOUTS_S),
-            run_path="/results",
+        spec, script = draws.draw_job(
+            self.timeline, index, slots, is_gentle=self.checkers.is_gentle
         )
-        raises = 0 if self.checkers.is_gentle else rng.choice([0, 0, 0, 1, 2])
-        script = Script(
-            steps=rng.randint(20, 400),
-            report_every=rng.choice([5, 20, 100]),
-            step_ns=rng.choice([5 * MS, 50 * MS, 200 * MS]),
-            raise_at=rng.randint(1, 20) if raises else -1,
-            raises=raises,
-        )
-        if self.checkers.is_gentle:
-            # Long steps too: a machine that goes early then goes before its workers have left.
-            step_ns = rng.choice([50 * MS, 1 * S])
-            script = replace(script, step_ns=step_ns, steps=min(60, script.steps))
+        job_id, rng = spec.job_id, self.timeline.rng
         spec, script = self.crowd.plan_job(spec, script)
         if self.seed % 4 == COPIES_SEED:
             # Of these runs all want copies, and last long enough for what must come about.

@@ -7,56 +7,33 @@ in which generation, with whom, is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from elastic.core.events.shared import Note
 from elastic.core.events.worker import (
-    AbortGroup,
-    AgentTold,
     CopiesWanted,
     EnterTrain,
-    ExitWorker,
-    FormGroup,
-    GroupFailed,
     GroupFormed,
-    InterruptTrain,
-    Looked,
     LoopMoved,
-    PipeClosed,
-    ResolveReport,
-    SendPipe,
-    Setup,
-    Started,
     StateSaved,
     StepsCut,
-    StoreOpened,
-    TellPreemption,
     TrainLeft,
     TrainRaised,
     TrainReturned,
     UserReported,
-    WishBoundary,
-    WishSave,
-    WorkerEffect,
-    WorkerEvent,
 )
-from elastic.core.machine.worker import WorkerMachine
-from elastic.core.messages import PipeToAgent, PipeToWorker
 from elastic.core.world import (
     FIRST_AUTOMATIC,
     Assignment,
-    ExitCause,
-    ExitKind,
     Failure,
     Generation,
     JobId,
-    NodeId,
-    WorkerId,
 )
 from elastic.testing import parts
 from elastic.testing.checkers import Checkers
 from elastic.testing.copying import Copying, Trained
+from elastic.testing.links import Links
+from elastic.testing.process import SimProcess
 from elastic.testing.scripts import Leaving, Loops, Script
 from elastic.testing.world import MS, Timeline
 
@@ -78,7 +55,6 @@ class SimGroup:
     first_step: int = 0
     step_running: bool = False
     is_stalled: bool = False
-    is_cut: bool = False
 
 
 class DataPlane:
@@ -95,6 +71,7 @@ class DataPlane:
         self.copying = Copying(timeline, checkers, self._trained)
         self.copying.is_wanted = lambda job_id: bool(self.scripts[job_id].copies_every)
         self.loops = Loops(timeline, self.scripts)
+        self.links = Links(timeline)
 
     def arrive(self, process: SimProcess, assignment: Assignment) -> None:
         """A main thread waits in the rendezvous of its generation."""
@@ -113,7 +90,7 @@ class DataPlane:
         """The group stands once every rank waits and none of them is stopped."""
         if group.is_over or group.members or len(group.waiting) < group.world_size:
             return
-        if any(not p.moves() for p in group.waiting.values()):
+        if self.is_held(group, group.waiting.values()):
             return
         group.members = dict(sorted(group.waiting.items()))
         if self.scripts[group.job_id].is_sharded:
@@ -136,6 +113,12 @@ class DataPlane:
         group.step = group.first_step = max(_step_of(group.assignment.checkpoint), copied)
         cause = group.assignment.cause
         self.checkers.begins(group.job_id, group.generation, group.step, cause)
+
+    def is_held(self, group: SimGroup, members: Collection[SimProcess]) -> bool:
+        """Return whether these get nowhere: one of them stands, or a link between two is cut."""
+        nodes = [p.node_id for p in members]
+        is_parted = self.links.hold(group.job_id, group.generation, nodes)
+        return is_parted or not all(p.moves() for p in members)
 
     def group_of(self, process: SimProcess) -> SimGroup | None:
         """Return the group that a process trains in, None if it is in none that still stands."""
@@ -181,7 +164,8 @@ class DataPlane:
         group.step_running = False
         if group.is_over:
             return
-        if group.is_cut or any(not p.moves() or p.is_slow() for p in group.members.values()):
+        members = group.members.values()
+        if self.is_held(group, members) or any(p.is_slow() for p in members):
             # Somebody stopped, hangs, is slow or unheard: the others wait, and time passes.
             self.timeline.after(20 * MS, self._end_step, group)
             if self.scripts[group.job_id].in_parts and not group.is_stalled:
@@ -292,209 +276,3 @@ class DataPlane:
 
 def _step_of(checkpoint: str) -> int:
     return int(checkpoint.rpartition("-")[2]) if checkpoint else 0
-
-
-class SimProcess:
-    """One process that an agent started: a spare, then perhaps a worker."""
-
-    def __init__(
-        self,
-        timeline: Timeline,
-        plane: DataPlane,
-        *,
-        node_id: NodeId,
-        pid: int,
-        say: Callable[[PipeToAgent], None],
-        exited: Callable[[ExitCause], None],
-    ) -> None:
-        """Begin to import torch.
-
-        Args:
-            timeline: virtual time.
-            plane: where groups form.
-            node_id: its node.
-            pid: its process id.
-            say: delivers what it writes to its pipe.
-            exited: called once, when it is gone.
-        """
-        self.timeline = timeline
-        self.plane = plane
-        self.node_id = node_id
-        self.pid = pid
-        self.say = say
-        self.exited = exited
-        self.machine = WorkerMachine()
-        self.worker_id = WorkerId("")
-        self.job_id = JobId("")
-        self.is_alive = True
-        self.is_stopped = False
-        self.is_hung = False
-        self.slow_until_ns = 0
-        self.beats = 0
-        self.held_step = 0
-        self.waiting_since_ns = 0
-        self.spot = parts.OPEN
-        self.wish, self.rests = Generation(0), Generation(0)
-        self.save_wish: WishSave | None = None
-        self.busy_with: FormGroup | EnterTrain | None = None
-        self._pending: list[WorkerEvent] = []
-        timeline.after(timeline.between(20 * MS, 1500 * MS), self.tell_machine, Started(pid))
-
-    def can_run(self) -> bool:
-        """Return whether it makes progress."""
-        return self.is_alive and not self.is_stopped
-
-    def moves(self) -> bool:
-        """Return whether its main thread gets further, however slowly."""
-        return self.can_run() and not self.is_hung
-
-    def is_slow(self) -> bool:
-        """Return whether its step takes longer than the others'."""
-        return self.timeline.now_ns < self.slow_until_ns
-
-    def is_in(self, generation: Generation) -> bool:
-        """Return whether its main thread is in the train function in this generation."""
-        busy = self.busy_with if self.is_alive else None
-        return isinstance(busy, EnterTrain) and busy.assignment.generation == generation
-
-    def linger(self) -> None:
-        """Its group makes no step: it waits for the others, or the others for it."""
-        if not self.moves():
-            pass
-        elif self.is_slow():
-            self.beats += 1
-        elif not self.waiting_since_ns and not self.spot.is_hidden:
-            self.waiting_since_ns = self.timeline.now_ns
-        due_ns = self.machine.next_deadline_ns()
-        if self.can_run() and due_ns is not None and due_ns <= self.timeline.now_ns:
-            self._look()
-
-    def go_on(self) -> None:
-        """Its group makes a step again."""
-        self.beats += 1
-        self.waiting_since_ns, self.spot = 0, parts.OPEN
-        self._look()
-
-    def _look(self) -> None:
-        since_ns = self.waiting_since_ns
-        waiting_ns = self.timeline.now_ns - since_ns + 1 if since_ns else 0
-        self.tell_machine(Looked(self.beats, waiting_ns, begun=self.spot.begun))
-
-    def receive(self, message: PipeToWorker) -> None:
-        """The agent wrote to the pipe."""
-        self.tell_machine(AgentTold(message))
-
-    def agent_died(self) -> None:
-        """The kernel kills a worker whose agent dies."""
-        self.die(ExitCause(ExitKind.SIGNAL, 9))
-
-    def tell_machine(self, event: WorkerEvent) -> None:
-        """An event reaches the control thread; a stopped process takes it later."""
-        if not self.is_alive:
-            return
-        if self.is_stopped:
-            self._pending.append(event)
-            return
-        for effect in self.machine.step(event, self.timeline.now_ns):
-            self._perform(effect)
-            if not self.is_alive:
-                return
-
-    def set_stopped(self, stopped: bool) -> None:
-        """SIGSTOP or SIGCONT."""
-        self.is_stopped = stopped
-        if not stopped:
-            pending, self._pending = self._pending, []
-            for event in pending:
-                self.tell_machine(event)
-            for group in list(self.plane.groups.values()):
-                if self in group.waiting.values():
-                    self.plane.try_form(group)
-
-    def die(self, cause: ExitCause) -> None:
-        """The process is gone."""
-        if not self.is_alive:
-            return
-        self.is_alive = False
-        self.plane.lost(self)
-        self.timeline.after(self.timeline.between(0, 2 * MS), self.exited, cause)
-
-    def answer_main(self, event: WorkerEvent) -> None:
-        """The main thread answers its order, once."""
-        generation = getattr(event, "generation", 0)
-        if self.busy_with is None or self.busy_with.assignment.generation != generation:
-            return
-        if self.is_hung:
-            return
-        self.busy_with = None
-        self.tell_machine(event)
-
-    def break_out(self, generation: Generation) -> None:
-        """A collective of this generation fails in the main thread."""
-        if isinstance(self.busy_with, EnterTrain):
-            failure = Failure("DistBackendError", "Connection closed by peer")
-            self.answer_main(TrainRaised(generation, failure, group_broken=True))
-        else:
-            self.answer_main(GroupFailed(generation, "Connection closed by peer"))
-
-    # ------------------------------------------------------------ effects
-
-    def _perform(self, effect: WorkerEffect) -> None:
-        if isinstance(effect, SendPipe):
-            self.say(effect.message)
-        elif isinstance(effect, Setup):
-            self.worker_id = effect.assign.worker_id
-            self.job_id = effect.assign.spec.job_id
-            address = f"{effect.assign.host}:{self.pid}"
-            self.timeline.after(
-                self.timeline.between(MS, 300 * MS),
-                self.tell_machine,
-                StoreOpened(address),
-            )
-        elif isinstance(effect, FormGroup):
-            self.busy_with = effect
-            self.plane.checkers.announced(self.worker_id, effect.assignment)
-            self.plane.arrive(self, effect.assignment)
-        elif isinstance(effect, EnterTrain):
-            self.busy_with = effect
-            self.beats, self.waiting_since_ns, self.spot = 1, 0, parts.OPEN
-            self.plane.enter(self, effect.assignment)
-        elif isinstance(effect, AbortGroup):
-            self._abort(effect.generation)
-        elif isinstance(effect, InterruptTrain):
-            event = TrainLeft(effect.generation, at_boundary=False)
-            self._later(self.answer_main, event)
-        elif isinstance(effect, WishBoundary):
-            is_called_off = self.rests == effect.generation and not effect.saves
-            self.wish, self.rests = effect.generation, effect.generation * effect.saves
-            if is_called_off:
-                self.plane.loops.called_off(self.job_id, self)
-        elif isinstance(effect, WishSave):
-            self.save_wish = effect
-        elif isinstance(effect, TellPreemption):
-            self.plane.checkers.told_of_preemption(self.worker_id, effect.reason)
-        elif isinstance(effect, ExitWorker):
-            self.die(ExitCause(ExitKind.CODE, effect.code))
-        else:
-            known = isinstance(effect, (ResolveReport, Note))
-            self.plane.checkers.require(known, f"unknown worker effect {effect}")
-
-    def _abort(self, generation: Generation) -> None:
-        """Whoever is blocked in this generation comes free; peers find their sockets closed."""
-        group = self.plane.groups.get((self.job_id, generation))
-        if group is None:
-            return
-        group.is_over = True
-        busy = self.busy_with
-        if isinstance(busy, FormGroup) and busy.assignment.generation == generation:
-            self._later(self.answer_main, GroupFailed(generation, "aborted"))
-        for process in group.members.values():
-            if process is not self:
-                self._later(process.break_out, generation)
-
-    def _later(self, action: Callable[..., None], *args: object) -> None:
-        self.timeline.after(self.timeline.between(MS, 10 * MS), action, *args)
-
-    def pipe_closed(self) -> None:
-        """The agent closed the pipe without dying."""
-        self.tell_machine(PipeClosed())

@@ -30,7 +30,7 @@ from elastic.core.policy import (
 )
 from elastic.core.policy.decision import Decision
 from elastic.core.world import Group, RefusalCode
-from elastic.testing import hosts, terms
+from elastic.testing import coordinators, terms
 from tests.simulation.planting import Patch, bug
 
 
@@ -335,7 +335,7 @@ def obeys_leaders_that_were_replaced(patch: Patch) -> None:
 @bug
 def leads_on_while_its_lease_is_not_renewed(patch: Patch) -> None:
     """A leader stops only when the store tells it to, which it may not reach."""
-    patch.setattr(hosts.CoordinatorHost, "may_act", lambda self: True)
+    patch.setattr(coordinators.CoordinatorHost, "may_act", lambda self: True)
     patch.setattr(terms.Candidate, "is_valid", lambda self: self._stands)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from elastic.testing.draws import SHARED_SEED
 from elastic.testing.faults import Mix
-from elastic.testing.simulator import SHARED_SEED, Simulation
+from elastic.testing.simulator import Simulation
 from elastic.testing.world import S
 from tests.chaos.net.play import STORIES
 
@@ -84,9 +85,8 @@ def only_hears(simulation: Simulation) -> Callable[[], None]:
 
 
 def parted(simulation: Simulation) -> Callable[[], None]:
-    """What was lost on the way does not come later: only another group goes on."""
-    simulation.faults.part_workers()
-    return lambda: None
+    simulation.faults.part_nodes()
+    return simulation.faults.join_nodes
 
 
 def nothing(simulation: Simulation) -> Callable[[], None]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from elastic.core.events.agent import CoordinatorSaid, ShowStacks
+from elastic.core.events.agent import CoordinatorSaid, LinksFound, ReachOut, ShowStacks
+from elastic.core.link_messages import Link, LinksTried, TryLinks
 from elastic.core.messages import DumpStacks, Probe, ProbeAck, Pulse, StopWorker
-from elastic.core.world import SessionId
+from elastic.core.world import JobId, NodeId, SessionId
 from tests.unit.agent_under_test import W1, W2, S, with_worker
 
 
@@ -39,3 +40,12 @@ def test_whoever_is_unknown_or_on_its_way_out_shows_no_stacks() -> None:
     assert agent.hear(DumpStacks(W2, "why")) == []
     agent.hear(StopWorker(W1, 5 * S, "why"))
     assert agent.hear(DumpStacks(W1, "why")) == []
+
+
+def test_an_agent_tries_the_links_that_it_is_asked_about_and_tells_what_it_found() -> None:
+    agent = with_worker()
+    order = TryLinks(JobId("a"), (Link(NodeId("n2"), "host:1"),))
+    assert agent.hear(order) == [ReachOut(order)]
+    answer = LinksTried(JobId("a"), unreachable=(NodeId("n2"),))
+    agent.do(LinksFound(answer))
+    assert agent.sent() == [answer]

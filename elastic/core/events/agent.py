@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from elastic.core.copy_messages import CopyOrder
 from elastic.core.events.shared import Note, Tick
+from elastic.core.link_messages import LinksTried, TryLinks
 from elastic.core.messages import (
     AgentMessage,
     Assign,
@@ -115,6 +116,13 @@ class PushFailed:
 
 
 @dataclass(frozen=True)
+class LinksFound:
+    """Which other nodes this one reached."""
+
+    answer: LinksTried
+
+
+@dataclass(frozen=True)
 class HealthFound:
     """Something else is wrong with this node than before; `problems` is all that is."""
 
@@ -133,6 +141,7 @@ AgentEvent = (
     | DrainSignalled
     | CopiesChanged
     | PushFailed
+    | LinksFound
     | HealthFound
     | Tick
 )
@@ -210,6 +219,13 @@ class HandleCopy:
 
 
 @dataclass(frozen=True)
+class ReachOut:
+    """Try to connect to these nodes; answered by `LinksFound`."""
+
+    order: TryLinks
+
+
+@dataclass(frozen=True)
 class ExitAgent:
     """End the agent process; every process it started is gone or is killed now.
 
@@ -231,6 +247,7 @@ AgentEffect = (
     | Kill
     | ShowStacks
     | HandleCopy
+    | ReachOut
     | ExitAgent
     | Note
 )

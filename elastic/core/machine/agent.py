@@ -19,6 +19,7 @@ from elastic.core.events.agent import (
     DrainSignalled,
     ExitAgent,
     HealthFound,
+    LinksFound,
     ProcessExited,
     ProcessSaid,
     ProcessStarted,
@@ -135,6 +136,8 @@ class AgentMachine:
             self._books.copies.changed(event.copies)
         elif isinstance(event, PushFailed):
             self._books.tell(CopyFailed(event.job_id, event.node_id, event.reason))
+        elif isinstance(event, LinksFound):
+            self._books.tell(event.answer)
         elif isinstance(event, HealthFound):
             self._health(event)
         elif not isinstance(event, Tick):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from elastic.core.config import AgentConfig
 from elastic.core.copy_messages import CopiesHeld, CopyFailed, Doors
 from elastic.core.events.agent import AgentEffect
+from elastic.core.link_messages import LinksTried
 from elastic.core.machine.agent_connection import Connection, Unacknowledged
 from elastic.core.machine.agent_copies import Copies
 from elastic.core.machine.agent_departure import Departure
@@ -148,7 +149,7 @@ class AgentBooks:
             return replace(report, phase=WorkerPhase.TRAINING, exit=None)
         return report
 
-    def tell(self, message: Reported | Progress | Pulse | CopyFailed) -> None:
+    def tell(self, message: Reported | Progress | Pulse | CopyFailed | LinksTried) -> None:
         """Pass on what is said; while the coordinator is away only reports are kept."""
         if self.connection.is_registered():
             self.connection.send(message)

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from elastic.core.cluster_messages import Drain
 from elastic.core.copy_messages import DropCopy, KeepCopy, Replicate
-from elastic.core.events.agent import HandleCopy, ShowStacks
+from elastic.core.events.agent import HandleCopy, ReachOut, ShowStacks
+from elastic.core.link_messages import TryLinks
 from elastic.core.machine.agent_books import AgentBooks
 from elastic.core.machine.agent_departure import EXIT_DRAINED, EXIT_REFUSED
 from elastic.core.machine.agent_workers import GPU
@@ -78,6 +79,8 @@ def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
         books.connection.send(ProbeAck(message.number))
     elif isinstance(message, DumpStacks):
         _dump(books, message)
+    elif isinstance(message, TryLinks):
+        books.out.append(ReachOut(message))
     elif isinstance(message, (KeepCopy, DropCopy, Replicate)):
         books.out.append(HandleCopy(message))
 

@@ -18,10 +18,12 @@ from elastic.core.events.coordinator import (
     Persist,
     SendAgent,
 )
+from elastic.core.link_messages import LinksTried
 from elastic.core.machine import (
     charges,
     copies,
     health,
+    links,
     reports,
     requests,
     saves,
@@ -351,6 +353,8 @@ def on_said(cluster: Cluster, event: AgentSaid) -> None:
         copies.take_held(cluster, state, message.copies)
     elif isinstance(message, CopyFailed):
         copies.on_failed(cluster, state, message)
+    elif isinstance(message, LinksTried):
+        links.take_tried(cluster, state, message)
     elif isinstance(message, NodeHealth):
         health.take_problems(cluster, state, message.problems)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from elastic.core.config import CoordinatorConfig, JobSpec
 from elastic.core.events.coordinator import CoordinatorEffect, JobRecord
 from elastic.core.machine.copies_book import Copies
+from elastic.core.machine.links_book import Links
 from elastic.core.machine.nodes import LIVE, PRESENT, NodeBook, NodeState
 from elastic.core.machine.story import note
 from elastic.core.machine.transitions import JOB, check_move
@@ -114,6 +115,7 @@ class JobState:
             coordinator's life; 0 while it is not known.
         yields: workers that it gives back for another job, as the queue has it.
         copies: where a copy of its state lies, or is to lie.
+        links: which of its nodes do not reach each other.
         wave: what its workers say one after the other at the moment, None for nothing.
     """
 
@@ -166,6 +168,7 @@ class JobState:
     micro_batches: int = 0
     yields: frozenset[WorkerId] = frozenset()
     copies: Copies = field(default_factory=Copies)
+    links: Links = field(default_factory=Links)
     has_news_of_leavers: bool = False
     wave: Wave | None = None
 
@@ -241,7 +244,8 @@ class JobState:
         gives_some, by_ns = self.must_rest() or bool(self.yields), self._leave_by_ns()
         for worker_id, worker in self.workers.items():
             node, report = nodes[worker.node_id], worker.report
-            leaves = node.draining or (gives_some and self.gives_back(worker_id))
+            is_out = node.draining or worker.node_id in self.links.out
+            leaves = is_out or (gives_some and self.gives_back(worker_id))
             found[worker_id] = Candidate(
                 worker_id,
                 worker.node_id,
@@ -255,6 +259,11 @@ class JobState:
                 leave_by_ns=node.leave_by_ns if node.draining else by_ns,
             )
         return found
+
+    def is_to_leave(self, worker: WorkerState, node: NodeState) -> bool:
+        """Return whether a worker can be in no group from now on, for the time being at least."""
+        is_out = node.draining or worker.node_id in self.links.out
+        return is_out or self.gives_back(worker.report.worker_id)
 
     def gives_back(self, worker_id: WorkerId) -> bool:
         """Return whether the worker is to leave for another job, or because the job pauses."""

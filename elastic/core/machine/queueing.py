@@ -194,7 +194,7 @@ def explain(cluster: Cluster, job: JobState, hosting: Mapping[NodeId, int], have
     grant = cluster.grants.get(job.job_id)
     reason = grant.reason if grant is not None else ""
     if not reason:
-        offers = [state.offer(hosting.get(state.node.node_id, 0)) for state in _open(cluster)]
+        offers = [state.offer(hosting.get(state.node.node_id, 0)) for state in _open(cluster, job)]
         reason = placement.place(job.limits, offers, have).reason
     return _with_cordons(cluster, reason)
 
@@ -210,7 +210,7 @@ def _place(
     # Full nodes matter where a job is bound to one, or is spread over them and their zones.
     counts_full = job.spec.strategy is not Strategy.PACK
     offers = []
-    for state in _open(cluster):
+    for state in _open(cluster, job):
         node_id = state.node.node_id
         if not state.free_slots() and not (counts_full and node_id in hosting):
             continue
@@ -237,10 +237,10 @@ def _with_cordons(cluster: Cluster, reason: str) -> str:
     return f"{reason}; cordoned: {names}"
 
 
-def _open(cluster: Cluster) -> list[NodeState]:
-    """Return the nodes on which new workers may start, by id."""
-    now_ns = cluster.now_ns
-    states = cluster.book.ordered()
+def _open(cluster: Cluster, job: JobState) -> list[NodeState]:
+    """Return the nodes on which new workers of a job may start, by id."""
+    now_ns, out = cluster.now_ns, job.links.out
+    states = [s for s in cluster.book.ordered() if s.node.node_id not in out]
     return [s for s in states if may_host(s) and not cluster.book.closed(s, now_ns)]
 
 

@@ -13,7 +13,16 @@ from math import inf
 
 from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist
-from elastic.core.machine import announcing, copies, invariants, lateness, leaving, queueing, saves
+from elastic.core.machine import (
+    announcing,
+    copies,
+    invariants,
+    lateness,
+    leaving,
+    links,
+    queueing,
+    saves,
+)
 from elastic.core.machine.announcing import tell
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.messages import (
@@ -53,6 +62,7 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
         return
     if job.phase is JobPhase.PAUSED:
         return
+    wake(job, links.settle(cluster, job))
     if job.has_news_of_leavers:
         # Once for all that came together: a cloud may take a thousand nodes at one moment.
         job.has_news_of_leavers = False
@@ -159,7 +169,7 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
 
 def _holds(job: JobState, reason: str) -> None:
     """The group stands, or comes together: say so."""
-    job.waits_for, job.reason = "", reason
+    job.waits_for, job.reason = "", links.explain(job, reason)
 
 
 def _fails_by_break(cluster: Cluster, job: JobState) -> bool:
@@ -265,7 +275,7 @@ def _suspend(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
 def _say_why_waiting(cluster: Cluster, job: JobState) -> None:
     """Keep why the job waits, if it does; log it when it changes."""
     gave_way = f"preempted by {job.preempted_by}; " if job.preempted_by else ""
-    full = f"waiting: {gave_way}{job.waits_for}"
+    full = f"waiting: {gave_way}{links.explain(job, job.waits_for)}"
     if job.waits_for and job.reason != full and not job.paused:
         job.reason = full
         cluster.note("waiting", job.job_id, reason=full.removeprefix("waiting: "))
@@ -365,10 +375,8 @@ def _start_workers(cluster: Cluster, job: JobState) -> bool:
         return False
     alive = [w for w in job.workers.values() if w.stop_cause is None]
     have = len(alive)
-    if cluster.book.leaving or job.yields:
-        have -= sum(
-            1 for w in alive if cluster.node_of(w).draining or job.gives_back(w.report.worker_id)
-        )
+    if cluster.book.leaving or job.yields or job.links.out:
+        have -= sum(1 for w in alive if job.is_to_leave(w, cluster.node_of(w)))
     if have >= job.limits.max_workers:
         return False
     not_before = max(job.restart_at_ns, cluster.hold_until_ns)
@@ -409,7 +417,8 @@ def _stop_leavers(cluster: Cluster, job: JobState) -> None:
 
 
 def _stop_surplus(cluster: Cluster, job: JobState) -> None:
-    """End workers above max that no group needs, newest first."""
+    """End workers above max that no group needs: first who must stay out of it, then the newest."""
+    out = job.links.out
     if len(job.workers) <= job.limits.max_workers:
         return
     alive = [
@@ -420,7 +429,7 @@ def _stop_surplus(cluster: Cluster, job: JobState) -> None:
         and not job.gives_back(worker_id)
     ]
     idle = [w for w in alive if not (job.is_open and job.is_member(w))]
-    idle.sort(key=lambda w: (-job.workers[w].since_ns, w))
+    idle.sort(key=lambda w: (job.workers[w].node_id not in out, -job.workers[w].since_ns, w))
     high = job.limits.max_workers
     for worker_id in idle[: max(0, len(alive) - high)]:
         cause = ExitCause(ExitKind.STOPPED, detail=f"max_workers={high} is reached")

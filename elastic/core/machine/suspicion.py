@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.machine import lateness
+from elastic.core.machine import lateness, links
 from elastic.core.machine.announcing import tell
 from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.nodes import NodeState
@@ -82,6 +82,7 @@ def look(cluster: Cluster) -> None:
             long_ns = forming_is_long_after_ns(len(job.member_ids()))
             cluster.looks[job_id] = cluster.now_ns + long_ns
             _probe(cluster, job, long_ns, FORMING_PROBES * ns(cluster.config.probe_timeout_s))
+            links.look_into(cluster, job, job.announced_ns)
         else:
             del cluster.looks[job_id]
             if job is not None:
@@ -184,6 +185,9 @@ def _judge(cluster: Cluster, job: JobState) -> None:
         members.append(Watched(worker_id, trains, worker.sight if worker else None))
     timeout_ns = ns(job.spec.hang_timeout_s)
     decision = hang.judge(job.generation, members, cluster.now_ns, timeout_ns)
+    if decision.value.since_ns:
+        # Also before somebody is accused: who waits out of sight, over a link that is cut, stands.
+        links.look_into(cluster, job, decision.value.since_ns)
     if decision.value.is_stuck:
         _unstick(cluster, job, decision.reason)
     culprits = decision.value.culprits

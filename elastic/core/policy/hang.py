@@ -81,6 +81,7 @@ class Hang:
     """Members that hang, and since when the whole group has stood because of them.
 
     Attributes:
+        since_ns: 0 while somebody moves, or may.
         is_stuck: nobody is to blame: all wait for each other, and none will ever go on.
     """
 
@@ -122,7 +123,7 @@ def judge(
         return _judge_all(max(waiting.values()), now_ns, timeout_ns)
     since_ns = max(*waiting.values(), *standing.values())
     if not timeout_ns or now_ns - since_ns < timeout_ns:
-        return Decision(Hang(), f"waiting for {', '.join(standing)}")
+        return Decision(Hang(since_ns=since_ns), f"waiting for {', '.join(standing)}")
     begun = {m.worker_id: m.sight.begun for m in members if m.sight is not None}
     names = _at_the_end([*waiting], [*standing], Queue(begun))
     return Decision(Hang(names, since_ns), f"{len(waiting)} members wait for {', '.join(names)}")
@@ -132,7 +133,7 @@ def _judge_all(since_ns: int, now_ns: int, timeout_ns: int) -> Decision[Hang]:
     """Decide whether a group in which all wait will ever go on."""
     waited_ns = now_ns - since_ns
     if not timeout_ns or waited_ns < STUCK_TIMES * timeout_ns:
-        return Decision(Hang(), "all wait")
+        return Decision(Hang(since_ns=since_ns), "all wait")
     why = (
         f"all members have waited for each other for {waited_ns / NS_PER_S:.1f} s: a link between "
         f"two of them is cut, or they are in different collectives"

@@ -28,6 +28,7 @@ FROZEN_S = 60.0
 DEEDS = ("node_", "group_", "worker_", "job_", "drain_", "copy_", "checkpoint_")
 """How the notes of a coordinator that acts begin."""
 HANG_S = 5.0
+STEPS_ALONE = 20
 LEASE_OVER_S = 3.0
 """Longer than a lease: whoever could not renew his would have lost it."""
 
@@ -228,17 +229,24 @@ def a_node_that_only_hears_is_left_behind_and_comes_back(play: Play) -> None:
 
 
 def a_link_between_two_workers_is_cut(play: Play) -> None:
-    """Both reach the coordinator: nobody is lost, all wait, and the next group goes on."""
+    """Both reach the coordinator: one stays out while it is cut, and comes back as it was."""
     cluster = play.cluster
     before = play.wait_trains()
     pids = play.pids()
     leader = cluster.leader()
     cluster.switch.set(AGENTS[0], AGENTS[1], CUT)
-    play.seen["stuck_after_s"] = cluster.wait_logged(leader, "group_stuck")
-    cluster.switch.heal()
+    play.seen["found_after_s"] = cluster.wait_logged(leader, "link_cut")
     play.wait_view(
-        lambda v: v.record.generation > before.record.generation, "the group to be formed anew"
+        lambda v: (
+            v.record.generation > before.record.generation
+            and v.record.group is not None
+            and len(v.record.group.members) == len(AGENTS) - 1
+            and min((w.steps for w in v.workers if w.rank >= 0), default=0) >= STEPS_ALONE
+        ),
+        "the others to train without one of the two",
     )
+    cluster.switch.heal()
+    play.seen["back_after_s"] = cluster.wait_logged(leader, "link_back")
     play.wait_trains()
     assert play.pids() == pids
 

@@ -26,7 +26,7 @@ from elastic.wire.generated.elastic.v1 import facts_pb2 as elastic_dot_v1_dot_fa
 from elastic.wire.generated.elastic.v1 import worker_pb2 as elastic_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65lastic/v1/agent.proto\x12\nelastic.v1\x1a\x16\x65lastic/v1/facts.proto\x1a\x17\x65lastic/v1/worker.proto\"\xff\x03\n\x12\x41gentToCoordinator\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.elastic.v1.HelloH\x00\x12\x31\n\rworker_update\x18\x02 \x01(\x0b\x32\x18.elastic.v1.WorkerUpdateH\x00\x12(\n\x08reported\x18\x03 \x01(\x0b\x32\x14.elastic.v1.ReportedH\x00\x12/\n\x0c\x64rain_notice\x18\x04 \x01(\x0b\x32\x17.elastic.v1.DrainNoticeH\x00\x12-\n\x0bnode_health\x18( \x01(\x0b\x32\x16.elastic.v1.NodeHealthH\x00\x12(\n\x08progress\x18\x05 \x01(\x0b\x32\x14.elastic.v1.ProgressH\x00\x12)\n\tlog_lines\x18\x06 \x01(\x0b\x32\x14.elastic.v1.LogLinesH\x00\x12\"\n\x05pulse\x18\x07 \x01(\x0b\x32\x11.elastic.v1.PulseH\x00\x12)\n\tprobe_ack\x18\x08 \x01(\x0b\x32\x14.elastic.v1.ProbeAckH\x00\x12-\n\x0b\x63opies_held\x18\x1e \x01(\x0b\x32\x16.elastic.v1.CopiesHeldH\x00\x12-\n\x0b\x63opy_failed\x18\x1f \x01(\x0b\x32\x16.elastic.v1.CopyFailedH\x00\x42\x06\n\x04\x62ody\"\xe2\x06\n\x12\x43oordinatorToAgent\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.elastic.v1.WelcomeH\x00\x12&\n\x07refusal\x18\x02 \x01(\x0b\x32\x13.elastic.v1.RefusalH\x00\x12/\n\x0cstart_worker\x18\x03 \x01(\x0b\x32\x17.elastic.v1.StartWorkerH\x00\x12-\n\x0bstop_worker\x18\x04 \x01(\x0b\x32\x16.elastic.v1.StopWorkerH\x00\x12\x31\n\rforget_worker\x18\x05 \x01(\x0b\x32\x18.elastic.v1.ForgetWorkerH\x00\x12(\n\x08\x61nnounce\x18\x06 \x01(\x0b\x32\x14.elastic.v1.AnnounceH\x00\x12-\n\x0bleave_group\x18\x07 \x01(\x0b\x32\x16.elastic.v1.LeaveGroupH\x00\x12+\n\nreport_ack\x18\x08 \x01(\x0b\x32\x15.elastic.v1.ReportAckH\x00\x12&\n\x07release\x18\t \x01(\x0b\x32\x13.elastic.v1.ReleaseH\x00\x12-\n\x0b\x66ollow_logs\x18\n \x01(\x0b\x32\x16.elastic.v1.FollowLogsH\x00\x12\"\n\x05probe\x18\x0b \x01(\x0b\x32\x11.elastic.v1.ProbeH\x00\x12-\n\x0b\x64ump_stacks\x18\x0c \x01(\x0b\x32\x16.elastic.v1.DumpStacksH\x00\x12+\n\nsave_state\x18\r \x01(\x0b\x32\x15.elastic.v1.SaveStateH\x00\x12,\n\npreemption\x18( \x01(\x0b\x32\x16.elastic.v1.PreemptionH\x00\x12)\n\tkeep_copy\x18\x1e \x01(\x0b\x32\x14.elastic.v1.KeepCopyH\x00\x12)\n\tdrop_copy\x18\x1f \x01(\x0b\x32\x14.elastic.v1.DropCopyH\x00\x12*\n\treplicate\x18  \x01(\x0b\x32\x15.elastic.v1.ReplicateH\x00\x12\x30\n\x0c\x63oordinators\x18\x32 \x01(\x0b\x32\x18.elastic.v1.CoordinatorsH\x00\x12\"\n\x05\x64rain\x18\x33 \x01(\x0b\x32\x11.elastic.v1.DrainH\x00\x42\x06\n\x04\x62ody\"\xd7\x02\n\x05Hello\x12\x1e\n\x04node\x18\x01 \x01(\x0b\x32\x10.elastic.v1.Node\x12)\n\x07workers\x18\x02 \x03(\x0b\x32\x18.elastic.v1.WorkerReport\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x14\n\x0c\x64rain_reason\x18\x04 \x01(\t\x12\x18\n\x10\x64rain_timeout_ns\x18\x05 \x01(\x03\x12\x16\n\x0eprotocol_major\x18\x06 \x01(\x05\x12\x16\n\x0eprotocol_minor\x18\x07 \x01(\x05\x12\x13\n\x0breports_due\x18\x08 \x01(\x05\x12$\n\x06\x63opies\x18\x1e \x03(\x0b\x32\x14.elastic.v1.HeldCopy\x12\x11\n\tcopies_at\x18\x1f \x01(\t\x12\x15\n\rcopies_tls_at\x18  \x01(\t\x12\x1a\n\x12\x63opies_fingerprint\x18! \x01(\t\x12\x10\n\x08problems\x18( \x03(\t\"1\n\x0b\x44rainNotice\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x12\n\ntimeout_ns\x18\x02 \x01(\x03\"\x1e\n\nNodeHealth\x12\x10\n\x08problems\x18\x01 \x03(\t\"\x1a\n\x08ProbeAck\x12\x0e\n\x06number\x18\x01 \x01(\x03\"K\n\x08LogLines\x12\x11\n\tfollow_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x08\"=\n\x07Welcome\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\x0f\n\x07history\x18\x03 \x01(\t\"!\n\x0c\x43oordinators\x12\x11\n\taddresses\x18\x01 \x03(\t\"(\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05\x66inal\x18\x02 \x01(\x08\"R\n\x0bStartWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.elastic.v1.JobSpec\x12\r\n\x05\x61head\x18\x03 \x01(\x08\"A\n\nStopWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08grace_ns\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"!\n\x0c\x46orgetWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x19\n\x07Release\x12\x0e\n\x06reason\x18\x01 \x01(\t\"+\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x12\n\ntimeout_ns\x18\x02 \x01(\x03\"d\n\nFollowLogs\x12\x11\n\tfollow_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x12\n\ntail_lines\x18\x03 \x01(\x05\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\x12\x0c\n\x04stop\x18\x05 \x01(\x08\"\x17\n\x05Probe\x12\x0e\n\x06number\x18\x01 \x01(\x03\"/\n\nDumpStacks\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"2\n\nCopiesHeld\x12$\n\x06\x63opies\x18\x01 \x03(\x0b\x32\x14.elastic.v1.HeldCopy\"=\n\nCopyFailed\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"9\n\x08KeepCopy\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x10\n\x08tls_only\x18\x03 \x01(\x08\"]\n\x08\x44ropCopy\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x1e \x01(\t\x12\x12\n\ngeneration\x18\x1f \x01(\x04\x12\r\n\x05steps\x18  \x01(\x03\"\x9a\x01\n\tReplicate\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03key\x18\x04 \x01(\t\x12\x15\n\revery_n_steps\x18\x05 \x01(\x05\x12\x0e\n\x06source\x18\x1e \x01(\t\x12\x12\n\ngeneration\x18\x1f \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18  \x01(\t2V\n\x06\x41gents\x12L\n\x06\x41ttach\x12\x1e.elastic.v1.AgentToCoordinator\x1a\x1e.elastic.v1.CoordinatorToAgent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65lastic/v1/agent.proto\x12\nelastic.v1\x1a\x16\x65lastic/v1/facts.proto\x1a\x17\x65lastic/v1/worker.proto\"\xae\x04\n\x12\x41gentToCoordinator\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.elastic.v1.HelloH\x00\x12\x31\n\rworker_update\x18\x02 \x01(\x0b\x32\x18.elastic.v1.WorkerUpdateH\x00\x12(\n\x08reported\x18\x03 \x01(\x0b\x32\x14.elastic.v1.ReportedH\x00\x12/\n\x0c\x64rain_notice\x18\x04 \x01(\x0b\x32\x17.elastic.v1.DrainNoticeH\x00\x12-\n\x0bnode_health\x18( \x01(\x0b\x32\x16.elastic.v1.NodeHealthH\x00\x12(\n\x08progress\x18\x05 \x01(\x0b\x32\x14.elastic.v1.ProgressH\x00\x12)\n\tlog_lines\x18\x06 \x01(\x0b\x32\x14.elastic.v1.LogLinesH\x00\x12\"\n\x05pulse\x18\x07 \x01(\x0b\x32\x11.elastic.v1.PulseH\x00\x12)\n\tprobe_ack\x18\x08 \x01(\x0b\x32\x14.elastic.v1.ProbeAckH\x00\x12-\n\x0blinks_tried\x18\t \x01(\x0b\x32\x16.elastic.v1.LinksTriedH\x00\x12-\n\x0b\x63opies_held\x18\x1e \x01(\x0b\x32\x16.elastic.v1.CopiesHeldH\x00\x12-\n\x0b\x63opy_failed\x18\x1f \x01(\x0b\x32\x16.elastic.v1.CopyFailedH\x00\x42\x06\n\x04\x62ody\"\x8d\x07\n\x12\x43oordinatorToAgent\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.elastic.v1.WelcomeH\x00\x12&\n\x07refusal\x18\x02 \x01(\x0b\x32\x13.elastic.v1.RefusalH\x00\x12/\n\x0cstart_worker\x18\x03 \x01(\x0b\x32\x17.elastic.v1.StartWorkerH\x00\x12-\n\x0bstop_worker\x18\x04 \x01(\x0b\x32\x16.elastic.v1.StopWorkerH\x00\x12\x31\n\rforget_worker\x18\x05 \x01(\x0b\x32\x18.elastic.v1.ForgetWorkerH\x00\x12(\n\x08\x61nnounce\x18\x06 \x01(\x0b\x32\x14.elastic.v1.AnnounceH\x00\x12-\n\x0bleave_group\x18\x07 \x01(\x0b\x32\x16.elastic.v1.LeaveGroupH\x00\x12+\n\nreport_ack\x18\x08 \x01(\x0b\x32\x15.elastic.v1.ReportAckH\x00\x12&\n\x07release\x18\t \x01(\x0b\x32\x13.elastic.v1.ReleaseH\x00\x12-\n\x0b\x66ollow_logs\x18\n \x01(\x0b\x32\x16.elastic.v1.FollowLogsH\x00\x12\"\n\x05probe\x18\x0b \x01(\x0b\x32\x11.elastic.v1.ProbeH\x00\x12)\n\ttry_links\x18\x0e \x01(\x0b\x32\x14.elastic.v1.TryLinksH\x00\x12-\n\x0b\x64ump_stacks\x18\x0c \x01(\x0b\x32\x16.elastic.v1.DumpStacksH\x00\x12+\n\nsave_state\x18\r \x01(\x0b\x32\x15.elastic.v1.SaveStateH\x00\x12,\n\npreemption\x18( \x01(\x0b\x32\x16.elastic.v1.PreemptionH\x00\x12)\n\tkeep_copy\x18\x1e \x01(\x0b\x32\x14.elastic.v1.KeepCopyH\x00\x12)\n\tdrop_copy\x18\x1f \x01(\x0b\x32\x14.elastic.v1.DropCopyH\x00\x12*\n\treplicate\x18  \x01(\x0b\x32\x15.elastic.v1.ReplicateH\x00\x12\x30\n\x0c\x63oordinators\x18\x32 \x01(\x0b\x32\x18.elastic.v1.CoordinatorsH\x00\x12\"\n\x05\x64rain\x18\x33 \x01(\x0b\x32\x11.elastic.v1.DrainH\x00\x42\x06\n\x04\x62ody\"\xd7\x02\n\x05Hello\x12\x1e\n\x04node\x18\x01 \x01(\x0b\x32\x10.elastic.v1.Node\x12)\n\x07workers\x18\x02 \x03(\x0b\x32\x18.elastic.v1.WorkerReport\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x14\n\x0c\x64rain_reason\x18\x04 \x01(\t\x12\x18\n\x10\x64rain_timeout_ns\x18\x05 \x01(\x03\x12\x16\n\x0eprotocol_major\x18\x06 \x01(\x05\x12\x16\n\x0eprotocol_minor\x18\x07 \x01(\x05\x12\x13\n\x0breports_due\x18\x08 \x01(\x05\x12$\n\x06\x63opies\x18\x1e \x03(\x0b\x32\x14.elastic.v1.HeldCopy\x12\x11\n\tcopies_at\x18\x1f \x01(\t\x12\x15\n\rcopies_tls_at\x18  \x01(\t\x12\x1a\n\x12\x63opies_fingerprint\x18! \x01(\t\x12\x10\n\x08problems\x18( \x03(\t\"1\n\x0b\x44rainNotice\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x12\n\ntimeout_ns\x18\x02 \x01(\x03\"\x1e\n\nNodeHealth\x12\x10\n\x08problems\x18\x01 \x03(\t\"\x1a\n\x08ProbeAck\x12\x0e\n\x06number\x18\x01 \x01(\x03\"B\n\nLinksTried\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07reached\x18\x02 \x03(\t\x12\x13\n\x0bunreachable\x18\x03 \x03(\t\"K\n\x08LogLines\x12\x11\n\tfollow_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x08\"=\n\x07Welcome\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\x0f\n\x07history\x18\x03 \x01(\t\"!\n\x0c\x43oordinators\x12\x11\n\taddresses\x18\x01 \x03(\t\"(\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05\x66inal\x18\x02 \x01(\x08\"R\n\x0bStartWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.elastic.v1.JobSpec\x12\r\n\x05\x61head\x18\x03 \x01(\x08\"A\n\nStopWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08grace_ns\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"!\n\x0c\x46orgetWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x19\n\x07Release\x12\x0e\n\x06reason\x18\x01 \x01(\t\"+\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x12\n\ntimeout_ns\x18\x02 \x01(\x03\"d\n\nFollowLogs\x12\x11\n\tfollow_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x12\n\ntail_lines\x18\x03 \x01(\x05\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\x12\x0c\n\x04stop\x18\x05 \x01(\x08\"\x17\n\x05Probe\x12\x0e\n\x06number\x18\x01 \x01(\x03\";\n\x08TryLinks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x1f\n\x05links\x18\x02 \x03(\x0b\x32\x10.elastic.v1.Link\"(\n\x04Link\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"/\n\nDumpStacks\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"2\n\nCopiesHeld\x12$\n\x06\x63opies\x18\x01 \x03(\x0b\x32\x14.elastic.v1.HeldCopy\"=\n\nCopyFailed\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"9\n\x08KeepCopy\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x10\n\x08tls_only\x18\x03 \x01(\x08\"]\n\x08\x44ropCopy\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x1e \x01(\t\x12\x12\n\ngeneration\x18\x1f \x01(\x04\x12\r\n\x05steps\x18  \x01(\x03\"\x9a\x01\n\tReplicate\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03key\x18\x04 \x01(\t\x12\x15\n\revery_n_steps\x18\x05 \x01(\x05\x12\x0e\n\x06source\x18\x1e \x01(\t\x12\x12\n\ngeneration\x18\x1f \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18  \x01(\t2V\n\x06\x41gents\x12L\n\x06\x41ttach\x12\x1e.elastic.v1.AgentToCoordinator\x1a\x1e.elastic.v1.CoordinatorToAgent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,51 +34,57 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'elastic.wire.generated.elas
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_AGENTTOCOORDINATOR']._serialized_start=88
-  _globals['_AGENTTOCOORDINATOR']._serialized_end=599
-  _globals['_COORDINATORTOAGENT']._serialized_start=602
-  _globals['_COORDINATORTOAGENT']._serialized_end=1468
-  _globals['_HELLO']._serialized_start=1471
-  _globals['_HELLO']._serialized_end=1814
-  _globals['_DRAINNOTICE']._serialized_start=1816
-  _globals['_DRAINNOTICE']._serialized_end=1865
-  _globals['_NODEHEALTH']._serialized_start=1867
-  _globals['_NODEHEALTH']._serialized_end=1897
-  _globals['_PROBEACK']._serialized_start=1899
-  _globals['_PROBEACK']._serialized_end=1925
-  _globals['_LOGLINES']._serialized_start=1927
-  _globals['_LOGLINES']._serialized_end=2002
-  _globals['_WELCOME']._serialized_start=2004
-  _globals['_WELCOME']._serialized_end=2065
-  _globals['_COORDINATORS']._serialized_start=2067
-  _globals['_COORDINATORS']._serialized_end=2100
-  _globals['_REFUSAL']._serialized_start=2102
-  _globals['_REFUSAL']._serialized_end=2142
-  _globals['_STARTWORKER']._serialized_start=2144
-  _globals['_STARTWORKER']._serialized_end=2226
-  _globals['_STOPWORKER']._serialized_start=2228
-  _globals['_STOPWORKER']._serialized_end=2293
-  _globals['_FORGETWORKER']._serialized_start=2295
-  _globals['_FORGETWORKER']._serialized_end=2328
-  _globals['_RELEASE']._serialized_start=2330
-  _globals['_RELEASE']._serialized_end=2355
-  _globals['_DRAIN']._serialized_start=2357
-  _globals['_DRAIN']._serialized_end=2400
-  _globals['_FOLLOWLOGS']._serialized_start=2402
-  _globals['_FOLLOWLOGS']._serialized_end=2502
-  _globals['_PROBE']._serialized_start=2504
-  _globals['_PROBE']._serialized_end=2527
-  _globals['_DUMPSTACKS']._serialized_start=2529
-  _globals['_DUMPSTACKS']._serialized_end=2576
-  _globals['_COPIESHELD']._serialized_start=2578
-  _globals['_COPIESHELD']._serialized_end=2628
-  _globals['_COPYFAILED']._serialized_start=2630
-  _globals['_COPYFAILED']._serialized_end=2691
-  _globals['_KEEPCOPY']._serialized_start=2693
-  _globals['_KEEPCOPY']._serialized_end=2750
-  _globals['_DROPCOPY']._serialized_start=2752
-  _globals['_DROPCOPY']._serialized_end=2845
-  _globals['_REPLICATE']._serialized_start=2848
-  _globals['_REPLICATE']._serialized_end=3002
-  _globals['_AGENTS']._serialized_start=3004
-  _globals['_AGENTS']._serialized_end=3090
+  _globals['_AGENTTOCOORDINATOR']._serialized_end=646
+  _globals['_COORDINATORTOAGENT']._serialized_start=649
+  _globals['_COORDINATORTOAGENT']._serialized_end=1558
+  _globals['_HELLO']._serialized_start=1561
+  _globals['_HELLO']._serialized_end=1904
+  _globals['_DRAINNOTICE']._serialized_start=1906
+  _globals['_DRAINNOTICE']._serialized_end=1955
+  _globals['_NODEHEALTH']._serialized_start=1957
+  _globals['_NODEHEALTH']._serialized_end=1987
+  _globals['_PROBEACK']._serialized_start=1989
+  _globals['_PROBEACK']._serialized_end=2015
+  _globals['_LINKSTRIED']._serialized_start=2017
+  _globals['_LINKSTRIED']._serialized_end=2083
+  _globals['_LOGLINES']._serialized_start=2085
+  _globals['_LOGLINES']._serialized_end=2160
+  _globals['_WELCOME']._serialized_start=2162
+  _globals['_WELCOME']._serialized_end=2223
+  _globals['_COORDINATORS']._serialized_start=2225
+  _globals['_COORDINATORS']._serialized_end=2258
+  _globals['_REFUSAL']._serialized_start=2260
+  _globals['_REFUSAL']._serialized_end=2300
+  _globals['_STARTWORKER']._serialized_start=2302
+  _globals['_STARTWORKER']._serialized_end=2384
+  _globals['_STOPWORKER']._serialized_start=2386
+  _globals['_STOPWORKER']._serialized_end=2451
+  _globals['_FORGETWORKER']._serialized_start=2453
+  _globals['_FORGETWORKER']._serialized_end=2486
+  _globals['_RELEASE']._serialized_start=2488
+  _globals['_RELEASE']._serialized_end=2513
+  _globals['_DRAIN']._serialized_start=2515
+  _globals['_DRAIN']._serialized_end=2558
+  _globals['_FOLLOWLOGS']._serialized_start=2560
+  _globals['_FOLLOWLOGS']._serialized_end=2660
+  _globals['_PROBE']._serialized_start=2662
+  _globals['_PROBE']._serialized_end=2685
+  _globals['_TRYLINKS']._serialized_start=2687
+  _globals['_TRYLINKS']._serialized_end=2746
+  _globals['_LINK']._serialized_start=2748
+  _globals['_LINK']._serialized_end=2788
+  _globals['_DUMPSTACKS']._serialized_start=2790
+  _globals['_DUMPSTACKS']._serialized_end=2837
+  _globals['_COPIESHELD']._serialized_start=2839
+  _globals['_COPIESHELD']._serialized_end=2889
+  _globals['_COPYFAILED']._serialized_start=2891
+  _globals['_COPYFAILED']._serialized_end=2952
+  _globals['_KEEPCOPY']._serialized_start=2954
+  _globals['_KEEPCOPY']._serialized_end=3011
+  _globals['_DROPCOPY']._serialized_start=3013
+  _globals['_DROPCOPY']._serialized_end=3106
+  _globals['_REPLICATE']._serialized_start=3109
+  _globals['_REPLICATE']._serialized_end=3263
+  _globals['_AGENTS']._serialized_start=3265
+  _globals['_AGENTS']._serialized_end=3351
 # @@protoc_insertion_point(module_scope)

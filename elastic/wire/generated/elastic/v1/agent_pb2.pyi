@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AgentToCoordinator(_message.Message):
-    __slots__ = ("hello", "worker_update", "reported", "drain_notice", "node_health", "progress", "log_lines", "pulse", "probe_ack", "copies_held", "copy_failed")
+    __slots__ = ("hello", "worker_update", "reported", "drain_notice", "node_health", "progress", "log_lines", "pulse", "probe_ack", "links_tried", "copies_held", "copy_failed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WORKER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class AgentToCoordinator(_message.Message):
     LOG_LINES_FIELD_NUMBER: _ClassVar[int]
     PULSE_FIELD_NUMBER: _ClassVar[int]
     PROBE_ACK_FIELD_NUMBER: _ClassVar[int]
+    LINKS_TRIED_FIELD_NUMBER: _ClassVar[int]
     COPIES_HELD_FIELD_NUMBER: _ClassVar[int]
     COPY_FAILED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
@@ -29,12 +30,13 @@ class AgentToCoordinator(_message.Message):
     log_lines: LogLines
     pulse: _worker_pb2.Pulse
     probe_ack: ProbeAck
+    links_tried: LinksTried
     copies_held: CopiesHeld
     copy_failed: CopyFailed
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., worker_update: _Optional[_Union[_worker_pb2.WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[_worker_pb2.Reported, _Mapping]] = ..., drain_notice: _Optional[_Union[DrainNotice, _Mapping]] = ..., node_health: _Optional[_Union[NodeHealth, _Mapping]] = ..., progress: _Optional[_Union[_worker_pb2.Progress, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., pulse: _Optional[_Union[_worker_pb2.Pulse, _Mapping]] = ..., probe_ack: _Optional[_Union[ProbeAck, _Mapping]] = ..., copies_held: _Optional[_Union[CopiesHeld, _Mapping]] = ..., copy_failed: _Optional[_Union[CopyFailed, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., worker_update: _Optional[_Union[_worker_pb2.WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[_worker_pb2.Reported, _Mapping]] = ..., drain_notice: _Optional[_Union[DrainNotice, _Mapping]] = ..., node_health: _Optional[_Union[NodeHealth, _Mapping]] = ..., progress: _Optional[_Union[_worker_pb2.Progress, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., pulse: _Optional[_Union[_worker_pb2.Pulse, _Mapping]] = ..., probe_ack: _Optional[_Union[ProbeAck, _Mapping]] = ..., links_tried: _Optional[_Union[LinksTried, _Mapping]] = ..., copies_held: _Optional[_Union[CopiesHeld, _Mapping]] = ..., copy_failed: _Optional[_Union[CopyFailed, _Mapping]] = ...) -> None: ...
 
 class CoordinatorToAgent(_message.Message):
-    __slots__ = ("welcome", "refusal", "start_worker", "stop_worker", "forget_worker", "announce", "leave_group", "report_ack", "release", "follow_logs", "probe", "dump_stacks", "save_state", "preemption", "keep_copy", "drop_copy", "replicate", "coordinators", "drain")
+    __slots__ = ("welcome", "refusal", "start_worker", "stop_worker", "forget_worker", "announce", "leave_group", "report_ack", "release", "follow_logs", "probe", "try_links", "dump_stacks", "save_state", "preemption", "keep_copy", "drop_copy", "replicate", "coordinators", "drain")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     START_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +48,7 @@ class CoordinatorToAgent(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_LOGS_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    TRY_LINKS_FIELD_NUMBER: _ClassVar[int]
     DUMP_STACKS_FIELD_NUMBER: _ClassVar[int]
     SAVE_STATE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +68,7 @@ class CoordinatorToAgent(_message.Message):
     release: Release
     follow_logs: FollowLogs
     probe: Probe
+    try_links: TryLinks
     dump_stacks: DumpStacks
     save_state: _worker_pb2.SaveState
     preemption: _worker_pb2.Preemption
@@ -73,7 +77,7 @@ class CoordinatorToAgent(_message.Message):
     replicate: Replicate
     coordinators: Coordinators
     drain: Drain
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., dump_stacks: _Optional[_Union[DumpStacks, _Mapping]] = ..., save_state: _Optional[_Union[_worker_pb2.SaveState, _Mapping]] = ..., preemption: _Optional[_Union[_worker_pb2.Preemption, _Mapping]] = ..., keep_copy: _Optional[_Union[KeepCopy, _Mapping]] = ..., drop_copy: _Optional[_Union[DropCopy, _Mapping]] = ..., replicate: _Optional[_Union[Replicate, _Mapping]] = ..., coordinators: _Optional[_Union[Coordinators, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., try_links: _Optional[_Union[TryLinks, _Mapping]] = ..., dump_stacks: _Optional[_Union[DumpStacks, _Mapping]] = ..., save_state: _Optional[_Union[_worker_pb2.SaveState, _Mapping]] = ..., preemption: _Optional[_Union[_worker_pb2.Preemption, _Mapping]] = ..., keep_copy: _Optional[_Union[KeepCopy, _Mapping]] = ..., drop_copy: _Optional[_Union[DropCopy, _Mapping]] = ..., replicate: _Optional[_Union[Replicate, _Mapping]] = ..., coordinators: _Optional[_Union[Coordinators, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("node", "workers", "draining", "drain_reason", "drain_timeout_ns", "protocol_major", "protocol_minor", "reports_due", "copies", "copies_at", "copies_tls_at", "copies_fingerprint", "problems")
@@ -124,6 +128,16 @@ class ProbeAck(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
     def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class LinksTried(_message.Message):
+    __slots__ = ("job_id", "reached", "unreachable")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    reached: _containers.RepeatedScalarFieldContainer[str]
+    unreachable: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job_id: _Optional[str] = ..., reached: _Optional[_Iterable[str]] = ..., unreachable: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LogLines(_message.Message):
     __slots__ = ("follow_id", "worker_id", "text", "end")
@@ -220,6 +234,22 @@ class Probe(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
     def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class TryLinks(_message.Message):
+    __slots__ = ("job_id", "links")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    links: _containers.RepeatedCompositeFieldContainer[Link]
+    def __init__(self, job_id: _Optional[str] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
+
+class Link(_message.Message):
+    __slots__ = ("node_id", "address")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    address: str
+    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class DumpStacks(_message.Message):
     __slots__ = ("worker_id", "reason")

@@ -1,0 +1,153 @@
+"""Links between nodes of a job that are cut while all of them reach the coordinator.
+
+Rule: nothing here happens in a healthy run. When a group gets nowhere, its nodes are asked which
+of the others they reach. As few as possible of those that do not reach each other stay out of the
+next group, with their workers as they are, until the link is there again: both ends are asked
+every few seconds. Else such a group would be formed again and again, and break each time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from elastic.core.config import NS_PER_S
+from elastic.core.events.coordinator import SendAgent
+from elastic.core.link_messages import LINKS_SINCE_MINOR, Link, LinksTried, TryLinks
+from elastic.core.machine import lateness
+from elastic.core.machine.jobs import Cluster, JobState
+from elastic.core.machine.nodes import NodeState
+from elastic.core.policy import links as policy
+from elastic.core.world import NodeId
+
+AFTER_NS = 3 * NS_PER_S
+"""A group that has got nowhere for so long is looked into."""
+EVERY_NS = 2 * NS_PER_S
+DOUBLINGS_MAX = 4
+"""Who waits for something else, maybe for an hour, is asked ever more rarely."""
+AGAIN_NS = 5 * NS_PER_S
+"""Links that are cut are tried so often."""
+NODES_MAX = 128
+"""Each tries all others: in larger groups that would be a storm of its own."""
+
+
+def look_into(cluster: Cluster, job: JobState, since_ns: int) -> None:
+    """Have the nodes of a group that has got nowhere since then try their links."""
+    now_ns, links = cluster.now_ns, job.links
+    if abs(since_ns - links.since_ns) >= AFTER_NS:  # Each word of who waits moves it a little.
+        links.since_ns, links.rounds = since_ns, 0
+        # What failed once an hour ago, and was not tried again, has not failed in a row.
+        links.failed = {p: n for p, n in links.failed.items() if (min(p), max(p)) in links.cut}
+    if now_ns < max(since_ns + AFTER_NS, links.again_ns):
+        return
+    nodes = [*_nodes(job)]
+    if 2 <= len(nodes) <= NODES_MAX:
+        doublings = min(max(0, links.rounds - policy.ROUNDS), DOUBLINGS_MAX)
+        links.again_ns = now_ns + (EVERY_NS << doublings)
+        links.rounds += 1
+        ways = _ways(job)
+        for node_id in nodes:
+            _ask(cluster, job, node_id, [ways[n] for n in nodes if n != node_id and n in ways])
+
+
+def take_tried(cluster: Cluster, state: NodeState, said: LinksTried) -> None:
+    """Take what a node says of its links to others that have to do with the job."""
+    job, asker = cluster.jobs.get(said.job_id), state.node.node_id
+    if job is None or job.has_ended():
+        return
+    known = {w.node_id for w in job.workers.values()}.union(job.links.out)
+    if asker not in known:
+        return
+    failed = job.links.failed
+    for node_id in said.reached:
+        failed.pop((asker, node_id), None)
+        failed.pop((node_id, asker), None)
+    # What was said of a group that has come together meanwhile is not so any more.
+    well = set(_nodes(job)) if _gets_on(cluster, job) else set()
+    for node_id in known.intersection(said.unreachable) - {asker}:
+        if not {asker, node_id} <= well:
+            failed[asker, node_id] = failed.get((asker, node_id), 0) + 1
+    _judge(cluster, job)
+
+
+def settle(cluster: Cluster, job: JobState) -> int | None:
+    """Have links that are cut tried again; return when to do that next."""
+    links = job.links
+    if not links.failed:
+        return None
+    hosts = {w.node_id for w in job.workers.values()}
+    for one, other in list(links.failed):
+        is_known = {one, other} & hosts
+        if not is_known or not _is_live(cluster, one) or not _is_live(cluster, other):
+            del links.failed[one, other]
+    _judge(cluster, job)
+    if not links.cut:
+        return None
+    if cluster.now_ns >= links.again_ns:
+        links.again_ns = cluster.now_ns + AGAIN_NS
+        ways = _ways(job)
+        wanted: dict[NodeId, list[Link]] = {}
+        for one, other in [*links.cut, *((b, a) for a, b in links.cut)]:
+            if other in ways:
+                wanted.setdefault(one, []).append(ways[other])
+        for node_id, targets in wanted.items():
+            _ask(cluster, job, node_id, targets)
+    return links.again_ns
+
+
+def explain(job: JobState, reason: str = "") -> str:
+    """Return a reason, and behind it which nodes stay out of the group and why, if any do."""
+    out = job.links.out.items()
+    said = [f"{node_id} and {other} do not reach each other" for node_id, other in out]
+    return "; ".join([reason] * bool(reason) + said)
+
+
+def _judge(cluster: Cluster, job: JobState) -> None:
+    """Find which links are cut, and who stays out because of that."""
+    links = job.links
+    before, links.cut = links.cut, policy.cut_pairs(links.failed)
+    if links.cut == before:
+        return
+    for one, other in links.cut:
+        if (one, other) not in before:
+            cluster.note("link_cut", job.job_id, nodes=f"{one} {other}")
+    for one, other in before:
+        if (one, other) not in links.cut:
+            cluster.note("link_back", job.job_id, nodes=f"{one} {other}")
+    workers = _nodes(job)
+    links.out = policy.who_stays_out(links.cut, links.out, workers)
+    if job.is_open and not workers.keys().isdisjoint(links.out):
+        job.stuck = job.stuck or explain(job)
+    cluster.replan = True
+    cluster.touch(job)
+
+
+def _nodes(job: JobState) -> dict[NodeId, int]:
+    """Return the nodes of the newest group by rank, and how many of its workers are there."""
+    members = [job.workers[w].node_id for w in job.member_ids() if w in job.workers]
+    return dict(Counter(members))
+
+
+def _gets_on(cluster: Cluster, job: JobState) -> bool:
+    """Return whether its group stands, and nobody waits in it."""
+    is_formed = job.is_open and job.training_since_ns is not None
+    return is_formed and not lateness.does_somebody_wait(cluster, job)
+
+
+def _ways(job: JobState) -> dict[NodeId, Link]:
+    """Return where a worker of the job listens, of each node on which one does."""
+    return {
+        worker.node_id: Link(worker.node_id, worker.report.store_address)
+        for _, worker in sorted(job.workers.items(), reverse=True)
+        if worker.report.store_address and worker.stop_cause is None
+    }
+
+
+def _ask(cluster: Cluster, job: JobState, node_id: NodeId, targets: list[Link]) -> None:
+    state = cluster.book.nodes[node_id]
+    if targets and state.session is not None and state.protocol_minor >= LINKS_SINCE_MINOR:
+        cluster.do(SendAgent(state.session, TryLinks(job.job_id, tuple(targets))))
+
+
+def _is_live(cluster: Cluster, node_id: NodeId) -> bool:
+    state = cluster.book.nodes.get(node_id)
+    return state is not None and state.is_live()

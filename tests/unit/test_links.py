@@ -1,0 +1,220 @@
+"""Nodes of a job that do not reach each other: who stays out of the group, and until when."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core.events.coordinator import SendAgent
+from elastic.core.link_messages import LINKS_SINCE_MINOR, LinksTried, TryLinks
+from elastic.core.messages import LeaveGroup, StopWorker
+from elastic.core.policy.links import cut_pairs, who_stays_out
+from elastic.core.world import JobId, JobPhase, NodeId, WorkerPhase
+from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
+
+A, B, C, D = map(NodeId, "abcd")
+NAMES = st.sampled_from([A, B, C, D])
+
+
+# ---------------------------------------------------------------- who stays out
+
+
+def test_a_link_is_cut_when_both_ends_say_so_again() -> None:
+    assert cut_pairs({(A, B): 2, (B, A): 2}) == ((A, B),)
+    assert cut_pairs({(A, B): 9}) == ()
+    assert cut_pairs({(A, B): 9, (B, A): 1}) == ()
+
+
+def test_of_two_that_do_not_reach_each_other_the_last_one_with_fewest_members_stays_out() -> None:
+    assert who_stays_out([(A, B)], (), {A: 1, B: 1}) == {B: A}
+    assert who_stays_out([(A, B)], (), {B: 1, A: 1}) == {A: B}
+    assert who_stays_out([(A, B)], (), {A: 1, B: 2}) == {A: B}
+
+
+def test_a_node_that_reaches_nobody_stays_out_alone() -> None:
+    assert who_stays_out([(A, B), (A, C), (A, D)], (), {A: 8, B: 1, C: 1, D: 1}) == {A: B}
+
+
+def test_who_is_out_stays_out_while_a_link_of_it_is_cut() -> None:
+    assert who_stays_out([(A, B), (B, C)], (A,), {B: 1, C: 1}) == {A: B, C: B}
+
+
+@given(st.lists(st.tuples(NAMES, NAMES).filter(lambda p: p[0] < p[1]), unique=True))
+def test_all_that_are_left_reach_each_other(cut: list[tuple[NodeId, NodeId]]) -> None:
+    out = who_stays_out(cut, (), {A: 1, B: 1, C: 1, D: 1})
+    assert all(one in out or other in out for one, other in cut)
+    assert all((min(pair), max(pair)) in cut for pair in out.items())
+    assert len(out) < 4
+
+
+# ---------------------------------------------------------------- the coordinator
+
+
+def passes(coordinator: Coordinator, seconds: float, *cut: str) -> list[str]:
+    """Let time pass, in which agents try what they are told to; return who was asked.
+
+    Args:
+        coordinator: with its agents.
+        seconds: how long.
+        cut: links that are cut, as "n1 n2".
+    """
+    parted = [set(link.split()) for link in cut]
+    asked = []
+    for _ in range(round(seconds * 2)):
+        coordinator.advance(0.5)
+        for effect in coordinator.of(SendAgent):
+            agent = coordinator.at(effect.session)
+            if agent is not None and isinstance(order := effect.message, TryLinks):
+                me = agent.node.node_id
+                asked.append(me)
+                names = [link.node_id for link in order.links]
+                lost = tuple(n for n in names if {me, n} in parted)
+                reached = tuple(n for n in names if n not in lost)
+                coordinator.says(me, LinksTried(order.job_id, reached, lost))
+    return asked
+
+
+def forming(nodes: int = 3, low: int = 1) -> Coordinator:
+    """A group whose members never come out of forming."""
+    coordinator = running(nodes=nodes, low=low)
+    coordinator.broken("n1/1")
+    coordinator.advance(CONFIG.broken_grace_s)
+    assert coordinator.members("a").startswith("g2")
+    for number in range(nodes):
+        coordinator.update(f"n{number + 1}/1", WorkerPhase.FORMING)
+    return coordinator
+
+
+def test_nobody_is_asked_while_a_group_forms_as_fast_as_it_should() -> None:
+    coordinator = forming()
+    assert passes(coordinator, 2.5) == []
+    coordinator.training("n1/1", "n2/1", "n3/1")
+    assert passes(coordinator, 60) == []
+
+
+def test_nodes_that_reach_each_other_are_asked_ever_more_rarely() -> None:
+    coordinator = forming()
+    assert passes(coordinator, 10).count("n1") == 4
+    assert passes(coordinator, 8).count("n1") == 1
+    assert coordinator.noted("link_cut") == []
+
+
+def test_a_group_whose_link_is_cut_goes_on_without_one_of_the_two() -> None:
+    coordinator = forming()
+    passes(coordinator, 6, "n2 n3")
+    assert [note["nodes"] for note in coordinator.noted("link_cut")] == ["n2 n3"]
+    assert coordinator.members("a") == "g3: n1/1 n2/1"
+    coordinator.training("n1/1", "n2/1")
+    assert coordinator.job("a").reason == "2 workers; n3 and n2 do not reach each other"
+    assert coordinator.sent(StopWorker) == []
+
+
+def test_what_failed_in_an_earlier_group_does_not_count() -> None:
+    coordinator = forming()
+    passes(coordinator, 3, "n2 n3")
+    coordinator.training("n1/1", "n2/1", "n3/1")
+    coordinator.broken("n1/1")
+    coordinator.advance(CONFIG.broken_grace_s)
+    assert passes(coordinator, 4, "n2 n3").count("n2") == 1
+    assert coordinator.noted("link_cut") == []
+    passes(coordinator, 2, "n2 n3")
+    assert len(coordinator.noted("link_cut")) == 1
+
+
+def test_it_comes_back_when_the_link_does() -> None:
+    coordinator = forming()
+    passes(coordinator, 6, "n2 n3")
+    coordinator.training("n1/1", "n2/1")
+    coordinator.ready("n3/1")
+    assert sorted(set(passes(coordinator, 30, "n2 n3"))) == ["n2", "n3"]
+    assert coordinator.members("a").startswith("g3")
+    passes(coordinator, 6)
+    assert [note["nodes"] for note in coordinator.noted("link_back")] == ["n2 n3"]
+    coordinator.ready("n1/1", "n2/1")
+    assert coordinator.members("a") == "g4: n1/1 n2/1 n3/1"
+    assert passes(coordinator, 2) == []
+
+
+def test_all_wait_with_their_state_when_the_rest_is_too_small() -> None:
+    coordinator = forming(low=3)
+    passes(coordinator, 6, "n2 n3")
+    assert coordinator.job("a").record.phase is JobPhase.PENDING
+    coordinator.ready("n1/1", "n2/1", "n3/1")
+    assert "n3 and n2 do not reach each other" in coordinator.job("a").reason
+    passes(coordinator, 120, "n2 n3")
+    assert coordinator.job("a").record.phase is JobPhase.PENDING
+    assert len(coordinator.job("a").workers) == 3
+    passes(coordinator, 6)
+    assert coordinator.members("a") == "g3: n1/1 n2/1 n3/1"
+
+
+def test_another_node_takes_the_place_of_one_that_stays_out() -> None:
+    coordinator = forming(low=3)
+    coordinator.agent("n4")
+    passes(coordinator, 6, "n2 n3")
+    coordinator.ready("n1/1", "n2/1", "n4/1")
+    assert coordinator.members("a") == "g3: n1/1 n2/1 n4/1"
+    # It held a slot beyond max, which others may want.
+    coordinator.agent("n3")
+    assert [message.worker_id for message in coordinator.sent(StopWorker)] == ["n3/1"]
+
+
+def test_one_that_hears_only_itself_is_not_believed() -> None:
+    coordinator = forming()
+    for _ in range(9):
+        coordinator.says("n3", LinksTried(JobId("a"), (), (NodeId("n1"), NodeId("n2"))))
+    assert coordinator.noted("link_cut") == []
+
+
+@pytest.mark.parametrize("job", ["a", "b", "unknown"])
+def test_who_has_nothing_to_do_with_a_job_says_nothing_of_it(job: str) -> None:
+    coordinator = forming()
+    coordinator.agent("n9")
+    coordinator.submit("b", 2)
+    for _ in range(3):
+        coordinator.says("n9", LinksTried(JobId(job), (), (NodeId("n1"), NodeId("n9"))))
+        coordinator.says("n1", LinksTried(JobId(job), (), (NodeId("n9"), NodeId("n1"))))
+    assert coordinator.noted("link_cut") == []
+
+
+def test_what_is_said_of_a_group_that_has_come_together_meanwhile_is_not_so_any_more() -> None:
+    coordinator = forming()
+    coordinator.training("n1/1", "n2/1", "n3/1")
+    for _ in range(3):
+        coordinator.says("n2", LinksTried(JobId("a"), (), (NodeId("n3"),)))
+        coordinator.says("n3", LinksTried(JobId("a"), (), (NodeId("n2"),)))
+    assert coordinator.noted("link_cut") == []
+    assert coordinator.members("a").startswith("g2")
+
+
+def test_a_link_of_a_node_that_is_lost_is_forgotten() -> None:
+    coordinator = forming()
+    passes(coordinator, 6, "n2 n3")
+    coordinator.training("n1/1", "n2/1")
+    coordinator.ready("n3/1")
+    coordinator.disconnect("n2")
+    coordinator.advance(CONFIG.node_grace_s)
+    assert coordinator.members("a") == "g4: n1/1 n3/1"
+
+
+def test_members_that_wait_are_looked_into_before_their_group_counts_as_stuck() -> None:
+    coordinator = running(nodes=3, low=1)
+    coordinator.advance(20)
+    for second in range(8):
+        for name in ("n1", "n2", "n3"):
+            if coordinator.members("a").startswith("g1"):
+                coordinator.pulse(f"{name}/1", waits=second + 1 - second % 2 / 10)
+        passes(coordinator, 1, "n1 n3")
+    assert coordinator.members("a") == "g2: n1/1 n2/1"
+    assert [message.at_boundary for message in coordinator.sent(LeaveGroup)] == []
+
+
+def test_agents_of_earlier_versions_are_not_asked() -> None:
+    coordinator = Coordinator()
+    for name in ("n1", "n2"):
+        coordinator.agent(name, protocol_minor=LINKS_SINCE_MINOR - 1)
+    coordinator.submit("a", 2)
+    coordinator.ready("n1/1", "n2/1")
+    coordinator.update("n1/1", WorkerPhase.FORMING)
+    assert passes(coordinator, 15) == []
