@@ -166,7 +166,8 @@ class Pen:
             waits_for = writing.send(None)
         except StopIteration:
             self._writing = None
-        except (grpc.RpcError, grpc.aio.BaseError) as error:
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.CancelledError) as error:
+            # Nobody but us would see that it was cancelled: there is no task around it.
             self._writing = None
             log.debug("write_failed peer=%s error=%r", self._session.peer, str(error))
             self._session.cut("the stream ended")

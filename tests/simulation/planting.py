@@ -28,7 +28,8 @@ RARE = {
     "leaves_alone_who_does_not_leave": 1500,
     "lets_drained_nodes_go_with_what_they_hold": 110,
     "obeys_leaders_that_were_replaced": 1352,
-    "says_nothing_again_after_a_reconnect": 253,
+    "says_nothing_again_after_a_reconnect": 534,
+    "takes_a_job_down_before_the_others_can_go_too": 287,
     "takes_the_neighbour_of_a_hung_worker_for_ill": 1775,
 }
 """Bugs that few seeds show, and the first one that does; others are looked for from 0 on."""

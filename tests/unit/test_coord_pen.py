@@ -93,3 +93,13 @@ async def test_a_broken_stream_cuts_its_session_and_not_who_sends() -> None:
     session.send(Release("lost too"))
     assert session.is_cut()
     assert session.reason == "the stream ended"
+
+
+async def test_a_write_that_is_cancelled_ends_the_stream() -> None:
+    session, stream = opened()
+    session.send(Release("0"))
+    assert stream.waiting is not None
+    stream.waiting.cancel()
+    await session.wait_cut()
+    session.send(Release("1"))
+    assert stream.taken == [Release("0")]
