@@ -122,6 +122,29 @@ def test_what_failed_in_an_earlier_group_does_not_count() -> None:
     assert len(coordinator.noted("link_cut")) == 1
 
 
+def test_another_link_is_found_while_one_is_cut() -> None:
+    coordinator = forming(nodes=5)
+    passes(coordinator, 6, "n4 n5")
+    assert coordinator.members("a") == "g3: n1/1 n2/1 n3/1 n4/1"
+    for number in range(1, 5):
+        coordinator.update(f"n{number}/1", WorkerPhase.FORMING)
+    coordinator.ready("n5/1")
+    passes(coordinator, 10, "n4 n5", "n1 n2")
+    assert [note["nodes"] for note in coordinator.noted("link_cut")] == ["n4 n5", "n1 n2"]
+    assert coordinator.members("a") == "g4: n1/1 n3/1 n4/1"
+
+
+def test_a_new_group_is_not_left_alone_for_as_long_as_the_one_before_it() -> None:
+    coordinator = forming()
+    passes(coordinator, 15)
+    coordinator.training("n1/1", "n2/1", "n3/1")
+    coordinator.broken("n1/1")
+    coordinator.advance(CONFIG.broken_grace_s)
+    for number in range(1, 4):
+        coordinator.update(f"n{number}/1", WorkerPhase.FORMING)
+    assert passes(coordinator, 4).count("n1") == 1
+
+
 def test_it_comes_back_when_the_link_does() -> None:
     coordinator = forming()
     passes(coordinator, 6, "n2 n3")

@@ -35,14 +35,15 @@ def look_into(cluster: Cluster, job: JobState, since_ns: int) -> None:
     now_ns, links = cluster.now_ns, job.links
     if abs(since_ns - links.since_ns) >= AFTER_NS:  # Each word of who waits moves it a little.
         links.since_ns, links.rounds = since_ns, 0
+        links.look_ns = min(links.look_ns, now_ns + EVERY_NS)
         # What failed once an hour ago, and was not tried again, has not failed in a row.
         links.failed = {p: n for p, n in links.failed.items() if (min(p), max(p)) in links.cut}
-    if now_ns < max(since_ns + AFTER_NS, links.again_ns):
+    if now_ns < max(since_ns + AFTER_NS, links.look_ns):
         return
     nodes = [*_nodes(job)]
     if 2 <= len(nodes) <= NODES_MAX:
         doublings = min(max(0, links.rounds - policy.ROUNDS), DOUBLINGS_MAX)
-        links.again_ns = now_ns + (EVERY_NS << doublings)
+        links.look_ns = now_ns + (EVERY_NS << doublings)
         links.rounds += 1
         ways = _ways(job)
         for node_id in nodes:
@@ -107,6 +108,8 @@ def _judge(cluster: Cluster, job: JobState) -> None:
     before, links.cut = links.cut, policy.cut_pairs(links.failed)
     if links.cut == before:
         return
+    if not before:
+        links.again_ns = cluster.now_ns + AGAIN_NS
     for one, other in links.cut:
         if (one, other) not in before:
             cluster.note("link_cut", job.job_id, nodes=f"{one} {other}")

@@ -19,8 +19,9 @@ class Links:
         failed: of who tried and whom, how many times in a row that failed.
         cut: links that are cut.
         out: nodes of which no group is formed, and for each one that it does not reach.
-        again_ns: not tried before.
+        again_ns: links that are cut are not tried before.
         since_ns, rounds: the group has got nowhere since then, and was asked so often for that.
+        look_ns: and is not asked before.
     """
 
     failed: dict[Pair, int] = field(default_factory=dict)
@@ -29,3 +30,4 @@ class Links:
     again_ns: int = 0
     since_ns: int = 0
     rounds: int = 0
+    look_ns: int = 0
