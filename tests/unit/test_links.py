@@ -122,6 +122,16 @@ def test_what_failed_in_an_earlier_group_does_not_count() -> None:
     assert len(coordinator.noted("link_cut")) == 1
 
 
+def test_it_is_found_while_others_have_formed_the_group_and_wait_in_it() -> None:
+    coordinator = forming()
+    coordinator.training("n1/1")
+    for second in range(10):
+        coordinator.pulse("n1/1", waits=second + 1)
+        passes(coordinator, 1, "n2 n3")
+    assert coordinator.members("a") == "g3: n1/1 n2/1"
+    assert coordinator.sent(StopWorker) == []
+
+
 def test_another_link_is_found_while_one_is_cut() -> None:
     coordinator = forming(nodes=5)
     passes(coordinator, 6, "n4 n5")

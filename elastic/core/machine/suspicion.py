@@ -185,9 +185,11 @@ def _judge(cluster: Cluster, job: JobState) -> None:
         members.append(Watched(worker_id, trains, worker.sight if worker else None))
     timeout_ns = ns(job.spec.hang_timeout_s)
     decision = hang.judge(job.generation, members, cluster.now_ns, timeout_ns)
-    if decision.value.since_ns:
-        # Also before somebody is accused: who waits out of sight, over a link that is cut, stands.
-        links.look_into(cluster, job, decision.value.since_ns)
+    # Also before somebody is accused: who waits out of sight, over a link that is cut, stands. And
+    # while a group forms: who has reached all others trains, and waits for those two that do not.
+    since_ns = job.announced_ns if _is_forming(job) else decision.value.since_ns
+    if since_ns:
+        links.look_into(cluster, job, since_ns)
     if decision.value.is_stuck:
         _unstick(cluster, job, decision.reason)
     culprits = decision.value.culprits
