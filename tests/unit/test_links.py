@@ -37,7 +37,13 @@ def test_a_node_that_reaches_nobody_stays_out_alone() -> None:
 
 
 def test_who_is_out_stays_out_while_a_link_of_it_is_cut() -> None:
-    assert who_stays_out([(A, B), (B, C)], (A,), {B: 1, C: 1}) == {A: B, C: B}
+    assert who_stays_out([(A, B)], (A,), {B: 1, C: 1}) == {A: B}
+    assert who_stays_out([(A, B), (C, D)], (A,), {B: 1, C: 1, D: 1}) == {A: B, D: C}
+
+
+def test_who_is_out_comes_back_when_fewer_are_out_then_and_the_state_is_not_lost() -> None:
+    assert who_stays_out([(A, B), (B, C)], (A,), {B: 1, C: 1}) == {B: A}
+    assert who_stays_out([(A, B), (B, C)], (A, C), {B: 1}) == {A: B, C: B}
 
 
 @given(st.lists(st.tuples(NAMES, NAMES).filter(lambda p: p[0] < p[1]), unique=True))
@@ -182,6 +188,16 @@ def test_all_wait_with_their_state_when_the_rest_is_too_small() -> None:
     assert coordinator.members("a") == "g3: n1/1 n2/1 n3/1"
 
 
+def test_who_is_out_takes_the_place_of_one_that_reaches_fewer() -> None:
+    coordinator = forming(nodes=4, low=3)
+    passes(coordinator, 6, "n2 n4")
+    for number in range(1, 4):
+        coordinator.update(f"n{number}/1", WorkerPhase.FORMING)
+    coordinator.ready("n4/1")
+    passes(coordinator, 10, "n2 n4", "n2 n3")
+    assert coordinator.members("a") == "g4: n1/1 n3/1 n4/1"
+
+
 def test_another_node_takes_the_place_of_one_that_stays_out() -> None:
     coordinator = forming(low=3)
     coordinator.agent("n4")
@@ -229,6 +245,20 @@ def test_a_link_of_a_node_that_is_lost_is_forgotten() -> None:
     coordinator.disconnect("n2")
     coordinator.advance(CONFIG.node_grace_s)
     assert coordinator.members("a") == "g4: n1/1 n3/1"
+
+
+def test_a_stream_that_breaks_for_a_moment_says_nothing_of_links() -> None:
+    coordinator = forming()
+    passes(coordinator, 6, "n2 n3")
+    coordinator.training("n1/1", "n2/1")
+    coordinator.ready("n3/1")
+    for name in ("n3", "n2"):
+        coordinator.disconnect(name)
+        coordinator.advance(CONFIG.node_grace_s / 2)
+        coordinator.agent(name)
+    passes(coordinator, 10, "n2 n3")
+    assert coordinator.noted("link_back") == coordinator.noted("change_planned") == []
+    assert coordinator.members("a") == "g3: n1/1 n2/1"
 
 
 def test_members_that_wait_are_looked_into_before_their_group_counts_as_stuck() -> None:

@@ -15,7 +15,7 @@ from elastic.core.events.coordinator import SendAgent
 from elastic.core.link_messages import LINKS_SINCE_MINOR, Link, LinksTried, TryLinks
 from elastic.core.machine import lateness
 from elastic.core.machine.jobs import Cluster, JobState
-from elastic.core.machine.nodes import NodeState
+from elastic.core.machine.nodes import PRESENT, NodeState
 from elastic.core.policy import links as policy
 from elastic.core.world import NodeId
 
@@ -78,7 +78,7 @@ def settle(cluster: Cluster, job: JobState) -> int | None:
     hosts = {w.node_id for w in job.workers.values()}
     for one, other in list(links.failed):
         is_known = {one, other} & hosts
-        if not is_known or not _is_live(cluster, one) or not _is_live(cluster, other):
+        if not is_known or not _is_there(cluster, one) or not _is_there(cluster, other):
             del links.failed[one, other]
     _judge(cluster, job)
     if not links.cut:
@@ -151,6 +151,7 @@ def _ask(cluster: Cluster, job: JobState, node_id: NodeId, targets: list[Link]) 
         cluster.do(SendAgent(state.session, TryLinks(job.job_id, tuple(targets))))
 
 
-def _is_live(cluster: Cluster, node_id: NodeId) -> bool:
+def _is_there(cluster: Cluster, node_id: NodeId) -> bool:
+    """Return whether a node is not lost: that its stream broke says nothing of other links."""
     state = cluster.book.nodes.get(node_id)
-    return state is not None and state.is_live()
+    return state is not None and state.phase in PRESENT

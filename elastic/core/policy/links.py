@@ -41,10 +41,20 @@ def who_stays_out(
     Args:
         cut: links that are cut.
         out: nodes that are out already: they stay so while a link of theirs is cut, because each
-            change costs a group.
+            change costs a group; unless fewer are out without them, and one of the group is left,
+            who knows how far it has come.
         workers: how many members of the group are on each of its nodes, by rank: who has fewest
             goes first, of those the last one.
     """
+    found = _greedily(cut, out, workers)
+    fewest = _greedily(cut, (), workers)
+    has_state = not fewest.keys() >= workers.keys()
+    return fewest if len(fewest) < len(found) and has_state else found
+
+
+def _greedily(
+    cut: Sequence[Pair], out: Collection[NodeId], workers: Mapping[NodeId, int]
+) -> dict[NodeId, NodeId]:
     left = list(cut)
     found: dict[NodeId, NodeId] = {}
     places = {node_id: place for place, node_id in enumerate(workers)}
