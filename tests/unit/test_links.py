@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,6 +138,24 @@ def test_it_is_found_while_others_have_formed_the_group_and_wait_in_it() -> None
         passes(coordinator, 1, "n2 n3")
     assert coordinator.members("a") == "g3: n1/1 n2/1"
     assert coordinator.sent(StopWorker) == []
+
+
+def test_it_is_found_where_groups_break_as_soon_as_they_form() -> None:
+    coordinator = running(config=replace(CONFIG, crash_loop_limit=10))
+    coordinator.broken("n1/1")
+    for _ in range(20):
+        passes(coordinator, 0.5, "n2 n3")
+        if coordinator.noted("link_cut"):
+            break
+        for number in range(1, 4):
+            if coordinator.report_of(f"n{number}/1").generation < coordinator.job("a").record.generation:
+                coordinator.update(f"n{number}/1", WorkerPhase.FORMING)
+        coordinator.broken("n2/1")
+    group = coordinator.members("a").partition(" ")
+    coordinator.training("n1/1", "n2/1")
+    assert coordinator.job("a").record.phase is JobPhase.RUNNING
+    assert group[2] == "n1/1 n2/1"
+    assert coordinator.job("a").record.losses < 10
 
 
 def test_another_link_is_found_while_one_is_cut() -> None:

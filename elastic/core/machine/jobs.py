@@ -378,6 +378,7 @@ def restore(record: JobRecord, now_ns: int) -> JobState:
         preempted_by=record.preempted_by,
         submitter=record.submitter,
         is_fresh=not is_open,
+        links=Links(nowhere_ns=now_ns),
     )
 
 

@@ -30,15 +30,17 @@ NODES_MAX = 128
 """Each tries all others: in larger groups that would be a storm of its own."""
 
 
-def look_into(cluster: Cluster, job: JobState, since_ns: int) -> None:
-    """Have the nodes of a group that has got nowhere since then try their links."""
+def look_into(
+    cluster: Cluster, job: JobState, since_ns: int, *, after_ns: int = AFTER_NS
+) -> None:
+    """Have the nodes of a group that has got nowhere since then, for so long, try their links."""
     now_ns, links = cluster.now_ns, job.links
     if abs(since_ns - links.since_ns) >= AFTER_NS:  # Each word of who waits moves it a little.
         links.since_ns, links.rounds = since_ns, 0
         links.look_ns = min(links.look_ns, now_ns + EVERY_NS)
         # What failed once an hour ago, and was not tried again, has not failed in a row.
         links.failed = {p: n for p, n in links.failed.items() if (min(p), max(p)) in links.cut}
-    if now_ns < max(since_ns + AFTER_NS, links.look_ns):
+    if now_ns < max(since_ns + after_ns, links.look_ns):
         return
     nodes = [*_nodes(job)]
     if 2 <= len(nodes) <= NODES_MAX:
@@ -48,6 +50,12 @@ def look_into(cluster: Cluster, job: JobState, since_ns: int) -> None:
         ways = _ways(job)
         for node_id in nodes:
             _ask(cluster, job, node_id, [ways[n] for n in nodes if n != node_id and n in ways])
+
+
+def look_into_broken(cluster: Cluster, job: JobState) -> None:
+    """The same for one that broke while it formed: of such there may be ten within seconds."""
+    if job.training_since_ns is None:
+        look_into(cluster, job, job.links.nowhere_ns, after_ns=0)
 
 
 def take_tried(cluster: Cluster, state: NodeState, said: LinksTried) -> None:

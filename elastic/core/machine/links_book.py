@@ -22,6 +22,7 @@ class Links:
         again_ns: links that are cut are not tried before.
         since_ns, rounds: the group has got nowhere since then, and was asked so often for that.
         look_ns: and is not asked before.
+        nowhere_ns: when the first of those groups was announced that never trained, and broke.
     """
 
     failed: dict[Pair, int] = field(default_factory=dict)
@@ -31,3 +32,4 @@ class Links:
     since_ns: int = 0
     rounds: int = 0
     look_ns: int = 0
+    nowhere_ns: int = 0

@@ -180,6 +180,7 @@ def _fails_by_break(cluster: Cluster, job: JobState) -> bool:
     """
     if leaving.nodes_of(cluster, job) or lateness.is_somebody_behind(job):
         return False
+    links.look_into_broken(cluster, job)
     decision = failure.judge_break(job.history, cluster.config)
     job.history = decision.value.history
     if decision.value.job_fails:
@@ -203,6 +204,8 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     )
     job.seated = job.group, places
     job.is_open, job.asked, job.told_to_save, job.stuck = True, False, False, ""
+    if plan.cause != "broken" or job.training_since_ns is not None:
+        job.links.nowhere_ns = cluster.now_ns
     job.announced_ns, job.training_since_ns = cluster.now_ns, None
     soonest_s = min(cluster.config.form_timeout_s, job.spec.hang_timeout_s or inf)
     wake(job, cluster.now_ns + ns(soonest_s))

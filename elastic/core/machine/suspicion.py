@@ -82,7 +82,7 @@ def look(cluster: Cluster) -> None:
             long_ns = forming_is_long_after_ns(len(job.member_ids()))
             cluster.looks[job_id] = cluster.now_ns + long_ns
             _probe(cluster, job, long_ns, FORMING_PROBES * ns(cluster.config.probe_timeout_s))
-            links.look_into(cluster, job, job.announced_ns)
+            links.look_into(cluster, job, job.links.nowhere_ns)
         else:
             del cluster.looks[job_id]
             if job is not None:
@@ -187,7 +187,7 @@ def _judge(cluster: Cluster, job: JobState) -> None:
     decision = hang.judge(job.generation, members, cluster.now_ns, timeout_ns)
     # Also before somebody is accused: who waits out of sight, over a link that is cut, stands. And
     # while a group forms: who has reached all others trains, and waits for those two that do not.
-    since_ns = job.announced_ns if _is_forming(job) else decision.value.since_ns
+    since_ns = job.links.nowhere_ns if _is_forming(job) else decision.value.since_ns
     if since_ns:
         links.look_into(cluster, job, since_ns)
     if decision.value.is_stuck:
