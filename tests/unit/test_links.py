@@ -13,7 +13,7 @@ from elastic.core.link_messages import LINKS_SINCE_MINOR, LinksTried, TryLinks
 from elastic.core.messages import LeaveGroup, StopWorker
 from elastic.core.policy.links import cut_pairs, who_stays_out
 from elastic.core.world import JobId, JobPhase, NodeId, WorkerPhase
-from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
+from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
 
 A, B, C, D = map(NodeId, "abcd")
 NAMES = st.sampled_from([A, B, C, D])
@@ -147,9 +147,8 @@ def test_it_is_found_where_groups_break_as_soon_as_they_form() -> None:
         passes(coordinator, 0.5, "n2 n3")
         if coordinator.noted("link_cut"):
             break
-        for number in range(1, 4):
-            if coordinator.report_of(f"n{number}/1").generation < coordinator.job("a").record.generation:
-                coordinator.update(f"n{number}/1", WorkerPhase.FORMING)
+        for worker in ("n1/1", "n2/1", "n3/1"):
+            coordinator.update(worker, WorkerPhase.FORMING)
         coordinator.broken("n2/1")
     group = coordinator.members("a").partition(" ")
     coordinator.training("n1/1", "n2/1")
@@ -227,6 +226,40 @@ def test_another_node_takes_the_place_of_one_that_stays_out() -> None:
     # It held a slot beyond max, which others may want.
     coordinator.agent("n3")
     assert [message.worker_id for message in coordinator.sent(StopWorker)] == ["n3/1"]
+
+
+def test_another_node_takes_its_place_while_the_queue_has_several_jobs() -> None:
+    coordinator = forming(low=3)
+    coordinator.agent("n4")
+    coordinator.submit("b", 1)
+    coordinator.ready("n4/1")
+    coordinator.training("n4/1")
+    passes(coordinator, 6, "n2 n3")
+    coordinator.ready("n1/1", "n2/1", "n3/1")
+    assert len(coordinator.job("a").workers) == 3
+    coordinator.agent("n5", slots=2)
+    coordinator.ready("n5/1")
+    assert coordinator.members("a") == "g3: n1/1 n2/1 n5/1"
+    coordinator.exits("n3/1", STOPPED)
+    coordinator.training("n1/1", "n2/1", "n5/1")
+    passes(coordinator, 9, "n2 n3")
+    assert [w.report.worker_id for w in coordinator.job("a").workers] == ["n1/1", "n2/1", "n5/1"]
+
+
+def test_the_queue_starts_none_where_it_stays_out() -> None:
+    coordinator = forming(low=3)
+    coordinator.agent("n4")
+    coordinator.submit("b", 1)
+    coordinator.ready("n4/1")
+    coordinator.training("n4/1")
+    passes(coordinator, 6, "n2 n3")
+    coordinator.ready("n1/1", "n2/1", "n3/1")
+    coordinator.exits("n3/1")
+    coordinator.advance(1)
+    assert len(coordinator.job("a").workers) == 2
+    coordinator.agent("n5")
+    coordinator.ready("n5/1")
+    assert coordinator.members("a") == "g3: n1/1 n2/1 n5/1"
 
 
 def test_one_that_hears_only_itself_is_not_believed() -> None:

@@ -30,9 +30,7 @@ NODES_MAX = 128
 """Each tries all others: in larger groups that would be a storm of its own."""
 
 
-def look_into(
-    cluster: Cluster, job: JobState, since_ns: int, *, after_ns: int = AFTER_NS
-) -> None:
+def look_into(cluster: Cluster, job: JobState, since_ns: int, *, after_ns: int = AFTER_NS) -> None:
     """Have the nodes of a group that has got nowhere since then, for so long, try their links."""
     now_ns, links = cluster.now_ns, job.links
     if abs(since_ns - links.since_ns) >= AFTER_NS:  # Each word of who waits moves it a little.

@@ -132,11 +132,18 @@ def claim_of(cluster: Cluster, job: JobState) -> Claim:
         limits = replace(
             limits, max_workers=max(limits.min_workers, min(whole, limits.max_workers))
         )
+    elif job.links.out:
+        # Who is out keeps its slot, and its state, until another has taken its place.
+        step = limits.workers_per_replica
+        num_out = sum(1 for w in alive.values() if w.node_id in job.links.out)
+        more = -(-num_out // step) * step
+        limits = replace(limits, max_workers=limits.max_workers + more)
     return Claim(
         spec=limits,
         sequence=job.sequence,
         seats=tuple((w, nodes[w].node.node_id) for w in alive if may_host(nodes[w])),
         away=sum(1 for w in alive if not nodes[w].is_live()),
+        out=frozenset(job.links.out),
         trains=job.is_open,
         is_ending=job.is_open and any(_has_finished(job, alive.get(w)) for w in job.member_ids()),
         keeps_state=job.generation > 0,
@@ -153,13 +160,14 @@ def claim_of(cluster: Cluster, job: JobState) -> Claim:
 
 
 def _by_preference(job: JobState) -> list[WorkerId]:
-    """Members by rank, then those who are ready, then those who start."""
+    """Members by rank, then those who are ready, then those who start; last who must stay out."""
     members = [w for w in job.member_ids() if w in job.workers]
     others = sorted(
         set(job.workers) - set(members),
         key=lambda w: (job.workers[w].report.phase is WorkerPhase.STARTING, w),
     )
-    return members + others
+    out = job.links.out
+    return sorted(members + others, key=lambda w: job.workers[w].node_id in out)
 
 
 def _has_finished(job: JobState, worker: WorkerState | None) -> bool:

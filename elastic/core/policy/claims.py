@@ -25,6 +25,7 @@ class Claim:
         sequence: order of submission.
         seats: its workers on nodes that may be used, in the order in which it would keep them.
         away: its workers on nodes that do not answer at the moment.
+        out: nodes on which no more of its workers may start, whatever room they have.
         trains: a group of it is out there.
         is_ending: members of its group have finished: it is left alone.
         keeps_state: its workers hold training state, or had a group at some time.
@@ -37,6 +38,7 @@ class Claim:
     sequence: int
     seats: tuple[Seat, ...] = ()
     away: int = 0
+    out: frozenset[NodeId] = frozenset()
     trains: bool = False
     is_ending: bool = False
     keeps_state: bool = False

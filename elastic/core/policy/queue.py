@@ -312,8 +312,10 @@ class _Plan:
         """Take room for up to `count` new workers; return where."""
         spec = draft.claim.spec
         if draft.dealer is None:
+            claim = draft.claim
+            barred = {**self._barred, **dict.fromkeys(claim.out)} if claim.out else self._barred
             draft.dealer = Dealer(
-                spec, self.space, draft.hosting(), barred=self._barred, pinned=draft.claim.away > 0
+                spec, self.space, draft.hosting(), barred=barred, pinned=claim.away > 0
             )
         chosen: list[NodeId] = []
         while len(chosen) < count:
