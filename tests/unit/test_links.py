@@ -194,6 +194,34 @@ def test_it_comes_back_when_the_link_does() -> None:
     assert passes(coordinator, 2) == []
 
 
+def test_a_link_that_comes_and_goes_does_not_end_the_job() -> None:
+    coordinator = running(nodes=2, config=replace(CONFIG, crash_loop_limit=10))
+
+    def play(seconds: float, *cut: str) -> None:
+        """Workers do what they are told; what is cut breaks their group, and the next hangs."""
+        if cut and "n2/1" in coordinator.members("a"):
+            coordinator.broken("n1/1")
+        for _ in range(round(seconds)):
+            passes(coordinator, 1, *cut)
+            for worker in ("n1/1", "n2/1"):
+                is_member = worker in coordinator.members("a")
+                is_asked = "to join" in coordinator.job("a").reason
+                if not is_member or is_asked:
+                    coordinator.ready(worker)
+                elif cut and "n2/1" in coordinator.members("a"):
+                    coordinator.update(worker, WorkerPhase.FORMING)
+                else:
+                    coordinator.training(worker)
+
+    for _ in range(40):
+        play(10, "n1 n2")
+        play(8)
+    assert coordinator.job("a").record.phase is JobPhase.RUNNING
+    assert len(coordinator.noted("link_cut")) < 6
+    play(60)
+    assert coordinator.members("a").endswith(": n1/1 n2/1")
+
+
 def test_all_wait_with_their_state_when_the_rest_is_too_small() -> None:
     coordinator = forming(low=3)
     passes(coordinator, 6, "n2 n3")

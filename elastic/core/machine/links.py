@@ -37,7 +37,7 @@ def look_into(cluster: Cluster, job: JobState, since_ns: int, *, after_ns: int =
         links.since_ns, links.rounds = since_ns, 0
         links.look_ns = min(links.look_ns, now_ns + EVERY_NS)
         # What failed once an hour ago, and was not tried again, has not failed in a row.
-        links.failed = {p: n for p, n in links.failed.items() if (min(p), max(p)) in links.cut}
+        links.failed = {p: n for p, n in links.failed.items() if _pair(*p) in links.cut}
     if now_ns < max(since_ns + after_ns, links.look_ns):
         return
     nodes = [*_nodes(job)]
@@ -66,11 +66,13 @@ def take_tried(cluster: Cluster, state: NodeState, said: LinksTried) -> None:
         return
     failed = job.links.failed
     for node_id in said.reached:
-        failed.pop((asker, node_id), None)
-        failed.pop((node_id, asker), None)
+        if not _is_on_trial(cluster, job, asker, node_id):
+            failed.pop((asker, node_id), None)
+            failed.pop((node_id, asker), None)
     # What was said of a group that has come together meanwhile is not so any more.
     well = set(_nodes(job)) if _gets_on(cluster, job) else set()
     for node_id in known.intersection(said.unreachable) - {asker}:
+        job.links.whole_ns.pop(_pair(asker, node_id), None)
         if not {asker, node_id} <= well:
             failed[asker, node_id] = failed.get((asker, node_id), 0) + 1
     _judge(cluster, job)
@@ -108,6 +110,19 @@ def explain(job: JobState, reason: str = "") -> str:
     return "; ".join([reason] * bool(reason) + said)
 
 
+def _is_on_trial(cluster: Cluster, job: JobState, asker: NodeId, node_id: NodeId) -> bool:
+    """Return whether a link that is there again has been cut too often to be believed yet."""
+    links, pair = job.links, _pair(asker, node_id)
+    if pair not in links.cut:
+        return False
+    since_ns = links.whole_ns.setdefault(pair, cluster.now_ns)
+    return cluster.now_ns - since_ns < policy.trial_ns(links.cuts[pair][0])
+
+
+def _pair(one: NodeId, other: NodeId) -> policy.Pair:
+    return min(one, other), max(one, other)
+
+
 def _judge(cluster: Cluster, job: JobState) -> None:
     """Find which links are cut, and who stays out because of that."""
     links = job.links
@@ -118,9 +133,13 @@ def _judge(cluster: Cluster, job: JobState) -> None:
         links.again_ns = cluster.now_ns + AGAIN_NS
     for one, other in links.cut:
         if (one, other) not in before:
+            times, last_ns = links.cuts.get((one, other), (0, 0))
+            is_old = cluster.now_ns - last_ns >= policy.FORGET_NS
+            links.cuts[one, other] = 1 if is_old else times + 1, cluster.now_ns
             cluster.note("link_cut", job.job_id, nodes=f"{one} {other}")
     for one, other in before:
         if (one, other) not in links.cut:
+            links.whole_ns.pop((one, other), None)
             cluster.note("link_back", job.job_id, nodes=f"{one} {other}")
     workers = _nodes(job)
     links.out = policy.who_stays_out(links.cut, links.out, workers)

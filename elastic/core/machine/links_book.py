@@ -20,6 +20,8 @@ class Links:
         cut: links that are cut.
         out: nodes of which no group is formed, and for each one that it does not reach.
         again_ns: links that are cut are not tried before.
+        cuts: of each link that was, how many times it was found cut, and when last.
+        whole_ns: of those that are cut, since when they were reached at each try.
         since_ns, rounds: the group has got nowhere since then, and was asked so often for that.
         look_ns: and is not asked before.
         nowhere_ns: when the first of those groups was announced that never trained, and broke.
@@ -29,6 +31,8 @@ class Links:
     cut: tuple[Pair, ...] = ()
     out: dict[NodeId, NodeId] = field(default_factory=dict)
     again_ns: int = 0
+    cuts: dict[Pair, tuple[int, int]] = field(default_factory=dict)
+    whole_ns: dict[Pair, int] = field(default_factory=dict)
     since_ns: int = 0
     rounds: int = 0
     look_ns: int = 0

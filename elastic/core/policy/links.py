@@ -10,10 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from elastic.core.config import NS_PER_S
 from elastic.core.world import NodeId
 
 ROUNDS = 2
 """So many times in a row each end could not reach the other: what is lost once may be chance."""
+
+TRIAL_NS = 5 * NS_PER_S
+"""A link that was cut twice is there again when it has been for so long, and for twice as long each
+further time: that costs two groups, and each group that gets nowhere counts against the job."""
+TRIAL_NS_MAX = 8 * TRIAL_NS
+"""Longer than a group trains until what it counted against its job is forgiven."""
+FORGET_NS = 600 * NS_PER_S
+"""Of a link that has not been cut for so long the earlier times do not count."""
 
 Pair = tuple[NodeId, NodeId]
 
@@ -31,6 +40,11 @@ def cut_pairs(failed: Mapping[Pair, int]) -> tuple[Pair, ...]:
             if one < other and times >= ROUNDS and failed.get((other, one), 0) >= ROUNDS
         )
     )
+
+
+def trial_ns(cuts: int) -> int:
+    """Return for how long a link must be there until it counts, that was found cut so often."""
+    return min(TRIAL_NS << min(cuts - 2, 8), TRIAL_NS_MAX) if cuts >= 2 else 0
 
 
 def who_stays_out(
