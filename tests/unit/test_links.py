@@ -328,6 +328,24 @@ def test_a_link_of_a_node_that_is_lost_is_forgotten() -> None:
     assert coordinator.members("a") == "g4: n1/1 n3/1"
 
 
+def test_who_is_out_takes_the_place_of_the_other_one_when_that_is_lost() -> None:
+    coordinator = forming(low=2)
+    passes(coordinator, 6, "n2 n3")
+    coordinator.training("n1/1", "n2/1")
+    coordinator.ready("n3/1")
+    coordinator.cordon("n2")
+    coordinator.exits("n2/1")
+    assert coordinator.members("a") == "g4: n1/1 n3/1"
+    coordinator.training("n1/1", "n3/1")
+    coordinator.cordon("n2", cordoned=False)
+    passes(coordinator, 9, "n2 n3")
+    assert coordinator.agents["n2"].workers == {}
+    passes(coordinator, 6)
+    coordinator.ready("n2/2")
+    coordinator.ready("n1/1", "n3/1")
+    assert coordinator.members("a") == "g5: n1/1 n3/1 n2/2"
+
+
 def test_a_stream_that_breaks_for_a_moment_says_nothing_of_links() -> None:
     coordinator = forming()
     passes(coordinator, 6, "n2 n3")

@@ -89,6 +89,7 @@ def settle(cluster: Cluster, job: JobState) -> int | None:
         if not is_known or not _is_there(cluster, one) or not _is_there(cluster, other):
             del links.failed[one, other]
     _judge(cluster, job)
+    _keep_out(cluster, job)
     if not links.cut:
         return None
     if cluster.now_ns >= links.again_ns:
@@ -141,8 +142,21 @@ def _judge(cluster: Cluster, job: JobState) -> None:
         if (one, other) not in links.cut:
             links.whole_ns.pop((one, other), None)
             cluster.note("link_back", job.job_id, nodes=f"{one} {other}")
-    workers = _nodes(job)
-    links.out = policy.who_stays_out(links.cut, links.out, workers)
+    _keep_out(cluster, job)
+
+
+def _keep_out(cluster: Cluster, job: JobState) -> None:
+    """Find who stays out: a node on which nothing runs for the job before one that others need."""
+    links, workers = job.links, _nodes(job)
+    hosts = {worker.node_id for worker in job.workers.values()}
+    between = [pair for pair in links.cut if hosts.issuperset(pair)]
+    out = policy.who_stays_out(between, links.out, workers)
+    for one, other in links.cut:
+        if not hosts.issuperset((one, other)):
+            out.update({one: other} if one not in hosts else {other: one})
+    if out == links.out:
+        return
+    links.out = out
     if job.is_open and not workers.keys().isdisjoint(links.out):
         job.stuck = job.stuck or explain(job)
     cluster.replan = True
