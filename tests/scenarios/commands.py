@@ -33,8 +33,9 @@ from typing import Any
 
 from elastic.core.config import NS_PER_S
 from elastic.core.events.shared import Tick
+from elastic.core.link_messages import LinksTried
 from elastic.core.messages import ProbeAck
-from elastic.core.world import FIRST_AUTOMATIC, ExitCause, ExitKind, WorkerPhase
+from elastic.core.world import FIRST_AUTOMATIC, ExitCause, ExitKind, JobId, NodeId, WorkerPhase
 from tests.scenarios.transcript import lines_of, status_lines
 from tests.unit.coordinator_under_test import Coordinator
 
@@ -222,6 +223,16 @@ def answer(play: Play, rest: list[str], options: dict[str, Any]) -> None:
     play.show()
 
 
+def tries(play: Play, rest: list[str], options: dict[str, Any]) -> None:
+    (name,) = rest
+    reached, missed = (
+        tuple(NodeId(n) for n in options[how].split(",") if n) for how in ("reaches", "misses")
+    )
+    play.coordinator.effects = ()
+    play.coordinator.says(name, LinksTried(JobId(options["job"]), reached, missed))
+    play.show()
+
+
 def tick(play: Play, rest: list[str], options: dict[str, Any]) -> None:
     (duration,) = rest
     coordinator = play.coordinator
@@ -260,7 +271,7 @@ COMMANDS: dict[str, Command] = {
     "agent": agent, "disconnect": disconnect, "submit": submit, "stop": stop, "drain": drain,
     "notice": notice, "ready": ready, "exit": leave, "raise": raise_, "report": report,
     "waits": pulsing("waits"), "stands": pulsing("stands"), "moves": pulsing(""),
-    "answer": answer, "tick": tick, "restart": restart, "status": status,
+    "answer": answer, "tries": tries, "tick": tick, "restart": restart, "status": status,
     "checkpoint": checkpoint, "saved": saved, "pause": pause, "resume": resume, "scale": scale,
     "cordon": cordon, "uncordon": uncordon,
     **{name: entering(phase) for name, phase in PHASES.items()},

@@ -19,6 +19,7 @@ from elastic.core.events.coordinator import (
     Reply,
     SendAgent,
 )
+from elastic.core.link_messages import TryLinks
 from elastic.core.messages import (
     Announce,
     CoordinatorMessage,
@@ -118,6 +119,8 @@ def message_line(message: CoordinatorMessage) -> str:
         return f"report {message.index} of {message.worker_id} g{message.generation} {answer}"
     if isinstance(message, Probe):
         return f"probe {message.number}"
+    if isinstance(message, TryLinks):
+        return f"try links of {message.job_id}: {' '.join(k.node_id for k in message.links)}"
     if isinstance(message, DumpStacks):
         return f"stacks of {message.worker_id}: {message.reason}"
     if isinstance(message, Drain):
