@@ -25,7 +25,6 @@ from elastic.client.show import print_cluster, status_as_dict
 from elastic.coord.backup import Copied, back_up, restore
 from elastic.coord.cli_locks import certs, tokens
 from elastic.coord.collector import stop_collector
-from elastic.coord.loop import Loop
 from elastic.coord.serve import PREFIX, ServeOptions, parse_listen, serve
 from elastic.coord.server_probe import fetch_health, first_answer
 from elastic.coord.store_access import StoreFiles
@@ -295,8 +294,7 @@ def serve_command(log_level: str, **settings: Any) -> None:
             ),
         )
         stop_collector()
-        say = functools.partial(print, flush=True)
-        anyio.run(serve, options, say, backend_options={"loop_factory": Loop})
+        anyio.run(serve, options, functools.partial(print, flush=True))
     except ElasticError as error:
         fail(error)
 
