@@ -34,6 +34,7 @@ from elastic.runtime.access import find_access
 from elastic.wire.codec_jobs import TimedNote
 
 PATIENCE_S = 60.0
+PATIENCE_S_MAX = 600.0
 POLL_S = 0.01
 
 COORDINATOR = "coordinator"
@@ -262,7 +263,8 @@ class LocalCluster:
         """Wait until the job is as wanted.
 
         Raises:
-            Unavailable: it did not come so within a minute; says how the job stands.
+            Unavailable: it did not come so, and nothing of it moved for a minute, or it was on its
+                way for ten; says how the job stands.
         """
         found: list[JobView] = []
 
@@ -277,7 +279,13 @@ class LocalCluster:
             view = found[-1] if found else None
             return f"{view.record.phase.value}: {view.reason}" if view else "never seen"
 
-        self._until(holds, f"{what} of job {job_id}", story)
+        def moved() -> object:
+            if not found:
+                return None
+            record, steps = found[-1].record, [worker.steps for worker in found[-1].workers]
+            return record.phase, record.generation, steps
+
+        self._until(holds, f"{what} of job {job_id}", story, moved)
         return found[-1]
 
     def wait_nodes(self, count: int, *, restart: bool = False) -> None:
@@ -341,12 +349,21 @@ class LocalCluster:
                         self._changed.notify_all()
 
     def _until(
-        self, holds: Callable[[], bool], what: str, story: Callable[[], str] = lambda: ""
+        self,
+        holds: Callable[[], bool],
+        what: str,
+        story: Callable[[], str] = lambda: "",
+        moved: Callable[[], object] = lambda: None,
     ) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        """Wait until it holds; on a slow machine longer, while what `moved` returns changes."""
+        began = since = time.monotonic()
+        last = moved()
         while not holds():
-            if time.monotonic() > deadline:
-                raise Unavailable(f"waited {PATIENCE_S:g} s for {what} {story()}".strip())
+            now, seen = time.monotonic(), moved()
+            if seen != last:
+                since, last = now, seen
+            if now - since > PATIENCE_S or now - began > PATIENCE_S_MAX:
+                raise Unavailable(f"waited {now - began:.0f} s for {what} {story()}".strip())
             time.sleep(POLL_S)
 
 

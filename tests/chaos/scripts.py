@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("drivers.py")
 RESUMING = Path(__file__).with_name("resuming.py")
 MARK = "ELASTIC_TEST_SCRIPT"
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 GOODBYE_S = 10.0
 
 

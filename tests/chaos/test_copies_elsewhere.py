@@ -20,7 +20,7 @@ from tests.chaos import dying_holder
 from tests.chaos.scripts import until
 from tests.chaos.test_sharded_copies import COPY_EVERY, OPTIONS, Story, assert_same_bits
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 FIRST, SECOND, HOLDER, NEXT = "n1", "n2", "n3", "n4"
 

@@ -22,7 +22,7 @@ from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.shared import assert_nothing_done_twice, diaries, with_diary
 from tests.metadata_server import Cloud, serving
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 
 def take(cloud: Cloud, within_s: float) -> None:

@@ -26,7 +26,7 @@ from tests.chaos.three_nodes import NEVER, NODES, STOPPED_S, cluster, members, r
 
 __all__ = ["cluster", "running"]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 SCRIPT = JOBS / "sharded_job.py"
 EPOCHS = 8

@@ -19,7 +19,7 @@ from elastic.core.world import JobId
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.test_sharded_runs import WORKERS, Job, end_of, saved, trains
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 HANG_TIMEOUT_S = 3.0
 EPOCHS = 3

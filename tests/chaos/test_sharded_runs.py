@@ -28,7 +28,7 @@ from elastic.storage.verify import verify
 from elastic.testing.chaos_jobs import ENDLESS, JOBS
 from elastic.testing.local_cluster import LocalCluster
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 SCRIPT = JOBS / "sharded_job.py"
 EPOCHS = 4

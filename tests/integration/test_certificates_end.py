@@ -163,7 +163,7 @@ async def test_a_certificate_that_expires_ends_the_stream_that_it_opened(mutual:
     assert (await call(mutual.address, LIST, access=brief)).code == "UNAVAILABLE"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_an_agent_whose_certificate_is_revoked_trains_on_and_comes_back_with_a_new_one(
     tmp_path: Path,
 ) -> None:

@@ -23,7 +23,7 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(300)  # The first time the compiler has to be fetched.
+@pytest.mark.timeout(500)  # The first time the compiler has to be fetched.
 def test_generated_stubs_are_fresh(tmp_path: Path) -> None:
     if not PROTOS:
         pytest.skip("no protos yet")
