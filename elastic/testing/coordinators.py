@@ -22,7 +22,7 @@ from elastic.core.world import SessionId
 from elastic.testing.disk import Disk
 from elastic.testing.network import Network
 from elastic.testing.terms import Candidate
-from elastic.testing.world import MS, Timeline
+from elastic.testing.world import MS, Alarm, Timeline
 
 WRITES = (events.Persist, events.PersistNodes)
 
@@ -67,7 +67,7 @@ class CoordinatorHost:
         self._inbox: deque[events.CoordinatorEvent] = deque()
         self._effects: deque[events.CoordinatorEffect] = deque()
         self._is_busy = False
-        self._deadline: int | None = None
+        self._alarm = Alarm(timeline, lambda: self.post(Tick()))
 
     def start(self) -> None:
         """A new process begins: leads with what the disk holds, or waits until it may."""
@@ -87,7 +87,7 @@ class CoordinatorHost:
         self._unread.clear()
         self._effects.clear()
         self._is_busy = False
-        self._deadline = None
+        self._alarm.reset()
         self.timeline.tell(self.name, f"starts, life {self.life}")
         records = tuple(self.disk.records.values())
         self.post(events.Recovered(records, self.life, "one store", self.disk.nodes))
@@ -230,15 +230,4 @@ class CoordinatorHost:
 
     def _arm(self) -> None:
         """Wake the machine at its next deadline."""
-        deadline = self.machine.next_deadline_ns() if self.machine else None
-        if deadline is None or deadline == self._deadline:
-            return
-        self._deadline = deadline
-        life = self.life
-
-        def ring() -> None:
-            if life == self.life and self._deadline == deadline:
-                self._deadline = None
-                self.post(Tick())
-
-        self.timeline.at(max(deadline, self.timeline.now_ns + 1), ring)
+        self._alarm.set(self.machine.next_deadline_ns() if self.machine else None)

@@ -22,7 +22,7 @@ from elastic.testing.copying import CopyDesk
 from elastic.testing.network import Network, Stream
 from elastic.testing.process import SimProcess
 from elastic.testing.training import DataPlane
-from elastic.testing.world import MS, Timeline
+from elastic.testing.world import MS, Alarm, Timeline
 
 
 class AgentHost:
@@ -52,7 +52,7 @@ class AgentHost:
         self.is_frozen = False
         self._frozen_events: list[agent_events.AgentEvent] = []
         self._terms: dict[SessionId, int] = {}
-        self._deadline: int | None = None
+        self._alarm = Alarm(timeline, lambda: self.post(Tick()))
         self._next_pid = 0
         self._pipe_free: dict[tuple[int, str], int] = {}
         self.copies = CopyDesk(
@@ -85,7 +85,7 @@ class AgentHost:
         self.copies.life = self.life
         self.machine = AgentMachine(self.node, self.config, (), doors=self.copies.doors)
         self.exit_code = None
-        self._deadline = None
+        self._alarm.reset()
         self.timeline.tell(self.node_id, f"agent starts, life {self.life}")
         self.post(Tick())
 
@@ -262,15 +262,4 @@ class AgentHost:
         self.network.host_died(self.node_id)
 
     def _arm(self) -> None:
-        deadline = self.machine.next_deadline_ns() if self.machine else None
-        if deadline is None or deadline == self._deadline:
-            return
-        self._deadline = deadline
-        life = self.life
-
-        def ring() -> None:
-            if life == self.life and self._deadline == deadline:
-                self._deadline = None
-                self.post(Tick())
-
-        self.timeline.at(max(deadline, self.timeline.now_ns + 1), ring)
+        self._alarm.set(self.machine.next_deadline_ns() if self.machine else None)

@@ -69,3 +69,31 @@ class Timeline:
         """Write a line into the transcript."""
         if self._keep_log:
             self.log.append(f"{self.now_ns / S:10.4f} {who:<12} {what}")
+
+
+class Alarm:
+    """Rings at the next deadline of a machine, never for one that is gone."""
+
+    def __init__(self, timeline: Timeline, ring: Callable[[], None]) -> None:
+        """Begin silent."""
+        self._timeline = timeline
+        self._ring = ring
+        self._due_ns: int | None = None
+        self._life = 0
+
+    def set(self, due_ns: int | None) -> None:
+        """Ring then, and not at the moment before it; None leaves that as it is."""
+        if due_ns is None or due_ns == self._due_ns:
+            return
+        self._due_ns = due_ns
+        self._timeline.at(max(due_ns, self._timeline.now_ns + 1), self._come, self._life, due_ns)
+
+    def reset(self) -> None:
+        """Another machine begins: what was set for the one before does not ring."""
+        self._due_ns = None
+        self._life += 1
+
+    def _come(self, life: int, due_ns: int) -> None:
+        if life == self._life and self._due_ns == due_ns:
+            self._due_ns = None
+            self._ring()
