@@ -53,6 +53,7 @@ from elastic.core.messages import (
 )
 from elastic.core.view import JobView, NodeView
 from elastic.core.world import (
+    Begun,
     ExitCause,
     ExitKind,
     Failure,
@@ -304,10 +305,17 @@ class Coordinator:
         generation = self.report_of(worker).generation
         self.says(worker.partition("/")[0], Progress(WorkerId(worker), generation, steps, first_ns))
 
-    def pulse(self, worker: str, *, waits: float = 0, stands: float = 0, step: int = 0) -> None:
+    def pulse(
+        self,
+        worker: str,
+        *begun: Begun,
+        waits: float = 0,
+        stands: float = 0,
+        step: int = 0,
+    ) -> None:
         """Let a worker say for how many seconds it waits or stands still; for none, it moves."""
         generation = self.report_of(worker).generation
-        pulse = Pulse(WorkerId(worker), generation, ns(waits), ns(stands), 0, step)
+        pulse = Pulse(WorkerId(worker), generation, ns(waits), ns(stands), 0, step, begun)
         self.says(worker.partition("/")[0], pulse)
 
     # ------------------------------------------------------------ users

@@ -10,7 +10,7 @@ from elastic.core.config import ns
 from elastic.core.events.coordinator import CloseSession
 from elastic.core.events.shared import Tick
 from elastic.core.messages import Announce, DumpStacks, Probe, ProbeAck, Pulse, StopWorker
-from elastic.core.world import JobId, JobPhase, NodePhase, WorkerId, WorkerPhase
+from elastic.core.world import Begun, JobId, JobPhase, NodePhase, WorkerId, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, MS, Coordinator, running
 
 
@@ -193,6 +193,20 @@ def test_a_slow_worker_is_never_killed() -> None:
         coordinator.advance(0.1)
     assert coordinator.noted("worker_hung") == []
     assert coordinator.members("a") == "g1: n1/1 n2/1 n3/1"
+
+
+def test_two_that_hang_and_hide_those_who_wait_for_them_are_killed_in_the_end() -> None:
+    coordinator = quiet(nodes=4, hang_timeout_s=5)
+    coordinator.answers_probes = True
+    for tenth in range(10, 106):
+        for rank in range(4):
+            pair = tuple(sorted((rank, rank ^ 1)))
+            begun = Begun("pair", pair, 8 if rank in (0, 3) else 7)
+            coordinator.pulse(f"n{rank + 1}/1", begun, stands=tenth / 10)
+        assert (coordinator.noted("worker_hung") == []) == (tenth < 100)
+        coordinator.advance(0.1)
+    assert [note["worker"] for note in coordinator.noted("worker_hung")] == ["n2/1", "n3/1"]
+    assert coordinator.members("a") == "g2: n1/1 n4/1"
 
 
 def test_with_a_timeout_of_zero_nobody_is_killed() -> None:

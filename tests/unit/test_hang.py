@@ -249,6 +249,24 @@ def test_who_waits_for_nobody_that_can_be_told_waits_for_all() -> None:
     ) == ["n0/1", "n1/1"]
 
 
+def test_two_that_hang_and_hide_those_who_wait_for_them_are_accused_in_the_end() -> None:
+    def pairs(one: Sight) -> list[str]:
+        return accused(
+            in_parts(one, 0, shard=13, replica=4),
+            in_parts(one, 1, shard=12, replica=4),
+            in_parts(one, 2, shard=12, replica=4),
+            in_parts(one, 3, shard=13, replica=4),
+        )
+
+    assert not pairs(sight(stands=59.9))
+    assert pairs(sight(stands=60)) == ["n1/1", "n2/1"]
+
+
+def test_of_those_who_all_stand_and_have_begun_the_same_nobody_is_accused() -> None:
+    one = sight(stands=600)
+    assert not accused(*[in_parts(one, rank, shard=13, replica=4) for rank in range(4)])
+
+
 COUNTS = st.tuples(*[st.tuples(st.integers(0, 3), st.integers(0, 3)) for _ in range(4)])
 
 

@@ -118,6 +118,15 @@ def test_a_group_whose_link_is_cut_goes_on_without_one_of_the_two() -> None:
     assert coordinator.sent(StopWorker) == []
 
 
+def test_a_coordinator_that_starts_anew_while_all_form_finds_it_too() -> None:
+    coordinator = forming()
+    coordinator.restart()
+    for name in ("n1", "n2", "n3"):
+        coordinator.agent(name)
+    passes(coordinator, 6, "n2 n3")
+    assert coordinator.members("a") == "g3: n1/1 n2/1"
+
+
 def test_what_failed_in_an_earlier_group_does_not_count() -> None:
     coordinator = forming()
     passes(coordinator, 3, "n2 n3")

@@ -107,7 +107,7 @@ class AgentMachine:
             books.check_books()
         except InvariantViolation as violation:
             raise InvariantViolation(str(violation), self._story.lines()) from violation
-        self._due_ns = self.next_deadline_ns()
+        self._due_ns = self._find_deadline_ns()
         return tuple(books.out)
 
     @property
@@ -117,6 +117,9 @@ class AgentMachine:
 
     def next_deadline_ns(self) -> int | None:
         """Return when to call `step(Tick)` at the latest, None if nothing waits for time."""
+        return self._find_deadline_ns() if self._due_ns is None else self._due_ns
+
+    def _find_deadline_ns(self) -> int | None:
         if self._is_over:
             return None
         books = self._books

@@ -188,21 +188,21 @@ class AgentBooks:
         Raises:
             InvariantViolation: they disagree.
         """
+        # The text of a report costs more than the check: it is made for one that fails.
         for process in self.processes.working():
             worker = self.workers.get(process.worker_id)
-            agrees = worker is not None and worker.process_id == process.process_id
-            check(agrees, f"process {process.process_id}: {process.worker_id} does not know it")
+            if worker is None or worker.process_id != process.process_id:
+                text = f"{process.worker_id} does not know it"
+                check(False, f"process {process.process_id}: {text}")
         taken = 0
         for worker in self.workers.all():
-            who = f"worker {worker.worker_id}"
-            is_bare = worker.process_id is None
-            is_served = self.processes.get(worker.process_id) is not None
-            check(is_bare or is_served, f"{who}: process {worker.process_id} is gone")
-            has_cause = worker.report.exit is not None
-            check(worker.has_exited() == has_cause, f"{who}: {worker.report}")
+            if worker.process_id is not None and self.processes.get(worker.process_id) is None:
+                text = f"process {worker.process_id} is gone"
+                check(False, f"worker {worker.worker_id}: {text}")
+            if worker.has_exited() != (worker.report.exit is not None):
+                check(False, f"worker {worker.worker_id}: {worker.report}")
             taken += len(worker.devices) * worker.device_milli
         free = self.workers.devices.free_milli()
-        check(
-            sum(free) + taken == MILLI * len(free) and all(0 <= each <= MILLI for each in free),
-            f"devices: {free} thousandths free and {taken} taken of {len(free)} devices",
-        )
+        if sum(free) + taken != MILLI * len(free) or not all(0 <= each <= MILLI for each in free):
+            text = f"{free} thousandths free and {taken} taken of {len(free)} devices"
+            check(False, f"devices: {text}")

@@ -7,6 +7,7 @@ sent to a process that has not started or is gone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from elastic.core.config import AgentConfig, ns
 from elastic.core.events.agent import AgentEffect, Kill, OpenLog, SendProcess, Spawn
@@ -23,6 +24,14 @@ _P = ProcessPhase
 UNASSIGNED = (_P.SPAWNING, _P.WARMING, _P.WARM)
 TELLABLE = (_P.ASSIGNED, _P.STOPPING)
 KILLABLE = (_P.WARMING, _P.WARM, _P.ASSIGNED, _P.STOPPING)
+
+
+class Overdue(Enum):
+    """What a process has not done in time: to get warm or to end, to run on, to answer."""
+
+    END = auto()
+    STOPPED = auto()
+    SILENT = auto()
 
 
 @dataclass
@@ -205,30 +214,33 @@ class Processes:
             moments.extend(moment for moment, _ in self._limits(process))
         return min(moments, default=None)
 
-    def _limits(self, process: Process) -> list[tuple[int, ExitCause]]:
+    def _limits(self, process: Process) -> list[tuple[int, Overdue]]:
         """Return when the process is to be killed, and for what, in order of precedence."""
         if process.phase not in KILLABLE:
             return []
         limits = []
         if process.kill_at_ns is not None:
-            why = "did not get warm in time"
-            if process.end is not None:
-                why = f"did not end within its grace period: {process.end.detail}"
-            limits.append((process.kill_at_ns, ExitCause(ExitKind.HUNG, detail=why)))
+            limits.append((process.kill_at_ns, Overdue.END))
         if process.stopped_since_ns is not None:
-            why = f"stopped (SIGSTOP) for {self._stopped_ns / 1e9:g} s"
-            limit_ns = process.stopped_since_ns + self._stopped_ns
-            limits.append((limit_ns, ExitCause(ExitKind.HUNG, detail=why)))
+            limits.append((process.stopped_since_ns + self._stopped_ns, Overdue.STOPPED))
         if process.silent_since_ns is not None and process.phase is ProcessPhase.ASSIGNED:
-            why = f"its control thread did not answer for {self._hang_ns / 1e9:g} s"
-            limit_ns = process.silent_since_ns + self._hang_ns
-            limits.append((limit_ns, ExitCause(ExitKind.HUNG, detail=why)))
+            limits.append((process.silent_since_ns + self._hang_ns, Overdue.SILENT))
         return limits
 
+    def _why(self, process: Process, overdue: Overdue) -> str:
+        if overdue is Overdue.STOPPED:
+            return f"stopped (SIGSTOP) for {self._stopped_ns / 1e9:g} s"
+        if overdue is Overdue.SILENT:
+            return f"its control thread did not answer for {self._hang_ns / 1e9:g} s"
+        if process.end is not None:
+            return f"did not end within its grace period: {process.end.detail}"
+        return "did not get warm in time"
+
     def _end_overdue(self, process: Process, now_ns: int) -> None:
-        for limit_ns, cause in self._limits(process):
+        for limit_ns, overdue in self._limits(process):
             if now_ns < limit_ns:
                 continue
+            cause = ExitCause(ExitKind.HUNG, detail=self._why(process, overdue))
             if process.phase is ProcessPhase.WARMING and process.stopped_since_ns is None:
                 self.failed(process, cause.detail, now_ns)
             worker = process.worker_id or ""

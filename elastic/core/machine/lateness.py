@@ -27,9 +27,20 @@ def is_forming_stuck(job: JobState) -> bool:
 
 
 def does_somebody_wait(cluster: Cluster, job: JobState) -> bool:
-    """Return whether a member of the newest group says that it waits for its peers."""
-    now_ns = cluster.now_ns
-    return any(w.sight and w.sight.waits(job.generation, now_ns) for w in _members(job))
+    """Return whether a member of the newest group says that it waits for its peers, or may."""
+    return any(may_wait(cluster, job, worker) for worker in _members(job))
+
+
+def may_wait(cluster: Cluster, job: JobState, worker: WorkerState) -> bool:
+    """Return whether a member says that it waits, or stands for long where nobody can tell.
+
+    That is said of who has begun something in a group within its group, which takes others.
+    """
+    sight = worker.sight
+    if sight is None or sight.generation != job.generation:
+        return False
+    hides = bool(sight.begun) and stands(cluster, job, worker)
+    return hides or sight.waits(job.generation, cluster.now_ns)
 
 
 def _members(job: JobState) -> list[WorkerState]:

@@ -64,7 +64,7 @@ def take_pulse(cluster: Cluster, state: NodeState, pulse: Pulse) -> None:
     if pulse.generation < job.generation:
         # Others wait for it in forming the next group, and do not say so.
         cluster.touch(job)
-    elif pulse.waiting_ns > 0 and job.is_open:
+    elif job.is_open and lateness.may_wait(cluster, job, worker):
         due_ns = cluster.looks.get(job.job_id)
         if due_ns is None or due_ns > now_ns + LOOK_NS:
             cluster.looks[job.job_id] = now_ns

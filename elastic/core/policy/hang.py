@@ -9,6 +9,8 @@ Not all waiting can be seen from outside: a rank that waits in a collective of t
 seem to stand. Where a group has groups within it (shards and their replicas), what was begun in
 them tells who waits for whom: accused is who stands at the end of such a chain. Of those who wait
 for each other in a circle nobody can tell, and all that stand are accused, as without such groups.
+Where all stand, and have for longer, who has begun what others have not is taken to wait for them:
+two ranks that hang may each hide the only one that waits for the other.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from elastic.core.world import Begun, Generation, WorkerId
 FRESH_NS = 3 * NS_PER_S
 """What was not said again for so long is not believed; a worker repeats it every second."""
 STUCK_TIMES = 2
-"""All wait for so many times as long as one may stand still. Where bytes still come in, a worker
-counts its wait from the last of them (`worker.activity.Flow`): a slow network is no cut one."""
+"""All wait, or all stand, for so many times as long as one may stand still. Where bytes still come
+in, a worker counts its wait from the last of them (`worker.activity.Flow`): a slow network is no
+cut one."""
 STANDING_MAX = 256
 """When more stand still, they are not told from each other."""
 
@@ -117,16 +120,18 @@ def judge(
             standing[member.worker_id] = sight.still_since_ns or 0
         else:
             return Decision(Hang(), f"{member.worker_id} moves")
-    if not waiting:
-        return Decision(Hang(), "nobody waits")
-    if not standing:
+    if waiting and not standing:
         return _judge_all(max(waiting.values()), now_ns, timeout_ns)
+    queue = Queue({m.worker_id: m.sight.begun for m in members if m.sight is not None})
+    hidden = [] if waiting else [w for w in standing if queue.is_ahead(w)]
+    if not waiting and not hidden:
+        return Decision(Hang(), "nobody waits")
     since_ns = max(*waiting.values(), *standing.values())
-    if not timeout_ns or now_ns - since_ns < timeout_ns:
+    if not timeout_ns or now_ns - since_ns < timeout_ns * (STUCK_TIMES if hidden else 1):
         return Decision(Hang(since_ns=since_ns), f"waiting for {', '.join(standing)}")
-    begun = {m.worker_id: m.sight.begun for m in members if m.sight is not None}
-    names = _at_the_end([*waiting], [*standing], Queue(begun))
-    return Decision(Hang(names, since_ns), f"{len(waiting)} members wait for {', '.join(names)}")
+    waiters = [*waiting] or hidden
+    names = _at_the_end(waiters, [*standing], queue)
+    return Decision(Hang(names, since_ns), f"{len(waiters)} members wait for {', '.join(names)}")
 
 
 def _judge_all(since_ns: int, now_ns: int, timeout_ns: int) -> Decision[Hang]:
@@ -157,6 +162,11 @@ class Queue:
                 self._groups.setdefault((one.name, one.ranks), []).append((one.count, worker_id))
         for group in self._groups.values():
             group.sort()
+
+    def is_ahead(self, worker_id: WorkerId) -> bool:
+        """Return whether it has begun what another member of the same group has not."""
+        begun = self._begun.get(worker_id, ())
+        return any(self._groups[one.name, one.ranks][0][0] < one.count for one in begun)
 
     def before(self, worker_id: WorkerId) -> dict[WorkerId, None]:
         """Return whom a member waits for: those who have begun less, and whom they wait for."""
