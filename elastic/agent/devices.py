@@ -16,6 +16,7 @@ from pathlib import Path
 from elastic.core.config import KNOWN_ACCELERATORS
 from elastic.core.world import Resources
 from elastic.errors import ConfigError
+from elastic.runtime import cgroup
 
 GIB = 1024**3
 VENDOR_WORDS = ("NVIDIA", "TESLA", "GEFORCE", "QUADRO", "GRAPHICS", "DEVICE")
@@ -151,15 +152,11 @@ def num_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def memory_gb(cgroup_file: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
+def memory_gb(cgroups: Path = cgroup.ROOT) -> float:
     """Return the memory that may be used, in GiB with one digit: the machine's, or the cgroup's."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = cgroup_file.read_text().strip()
-        total = min(total, int(limit))
-    except (OSError, ValueError):
-        pass  # No such limit ("max"), or no cgroups.
-    return round(total / GIB, 1)
+    limit = cgroup.memory_limit(cgroups)
+    return round((total if limit is None else min(total, limit)) / GIB, 1)
 
 
 def node_resources(devices: Devices, asked: Mapping[str, float]) -> Resources:

@@ -13,7 +13,6 @@ looks at the marks before and after: if they are the same, so was what lies betw
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import struct
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elastic.core.policy.replication import Bringing
+from elastic.runtime import cgroup
 
 HEADER = 16_384
 MARK = struct.Struct("<QQQQQQQQ")
@@ -117,11 +117,8 @@ def available_memory() -> int | None:
         left = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
-    with contextlib.suppress(OSError, ValueError):  # Other numbers of a container of cgroup v2.
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        left = min(left, max(0, limit - used))
-    return left
+    in_group = cgroup.memory_left()
+    return left if in_group is None else min(left, in_group)
 
 
 def check_room(num_bytes: int, what: str, share: float = MEMORY_SHARE) -> None:

@@ -23,6 +23,7 @@ from elastic.agent.devices import (
 )
 from elastic.core.config import KNOWN_ACCELERATORS
 from elastic.errors import ConfigError
+from elastic.runtime import cgroup
 
 H100S = tuple(Gpu(i, f"GPU-{i}aaa-bbbb", "NVIDIA H100 80GB HBM3") for i in range(4))
 FOUR = Devices(("0", "1", "2", "3"), "H100", "4 found by NVML")
@@ -121,16 +122,43 @@ def test_more_gpus_than_there_are_cannot_be_offered() -> None:
         node_resources(NONE, {"GPU": 1})
 
 
+UNLIMITED_V1 = 9223372036854771712
+
+
 @pytest.mark.parametrize(
-    ("content", "limit_gb"), [("1073741824\n", 1.0), ("max\n", None), ("", None), (None, None)]
+    ("name", "content", "limit_gb"),
+    [
+        ("memory.max", "1073741824\n", 1.0),
+        ("memory.max", "max\n", None),
+        ("memory.max", "", None),
+        ("memory/memory.limit_in_bytes", "1073741824\n", 1.0),
+        ("memory/memory.limit_in_bytes", f"{UNLIMITED_V1}\n", None),
+    ],
 )
 def test_memory_is_what_the_container_may_use(
-    tmp_path: Path, content: str | None, limit_gb: float | None
+    tmp_path: Path, name: str, content: str, limit_gb: float | None
 ) -> None:
-    file = tmp_path / "memory.max"
-    if content is not None:
-        file.write_text(content)
-    assert memory_gb(file) == (limit_gb or memory_gb(tmp_path / "absent"))
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(content)
+    assert memory_gb(tmp_path) == (limit_gb or memory_gb(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "used"),
+    [
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ],
+)
+def test_what_is_left_of_a_containers_memory(tmp_path: Path, limit: str, used: str) -> None:
+    assert cgroup.memory_left(tmp_path) is None
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    (tmp_path / limit).write_text("1000\n")
+    (tmp_path / used).write_text("300\n")
+    assert cgroup.memory_left(tmp_path) == 700
+    (tmp_path / used).write_text("1300\n")
+    assert cgroup.memory_left(tmp_path) == 0
 
 
 @pytest.mark.parametrize(
