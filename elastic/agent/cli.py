@@ -53,7 +53,8 @@ from elastic.core.world import Node, NodeId
 from elastic.errors import CoordinatorUnreachable, ElasticError, Refused, UsageError
 from elastic.runtime.access import find_access
 from elastic.runtime.clock import Clock, SystemClock
-from elastic.runtime.eventlog import quoted, set_up_logging
+from elastic.runtime.eventlog import quoted
+from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.rpc import parse_endpoints
 
 log = logging.getLogger("elastic.agent")
@@ -233,10 +234,11 @@ def main(context: click.Context, /, **flags: object) -> None:
         return
     if not given.coord:
         raise click.UsageError("Missing option '--coord'.")
-    set_up_logging("elastic-agent", level=given.log_level)
+    lines = set_up_logging("elastic-agent", level=given.log_level)
     try:
         code = run_agent(given, os.environ)
     except ElasticError as error:
+        lines.drain()
         click.echo(f"elastic-agent: {error}", err=True)
         code = exit_code(error)
     sys.exit(code)

@@ -76,7 +76,10 @@ def init_authority(
     Raises:
         UsageError: there is an authority already, or the folder cannot be written.
     """
-    for file in (CA_KEY_FILE, CA_FILE):  # The key may have been put away, into a safe place.
+    # The key may have been put away, into a safe place. One that is alone, and has issued nothing,
+    # is what an interrupted `init` left.
+    has_issued = (folder / ISSUED).exists()
+    for file in (CA_KEY_FILE, CA_FILE) if has_issued else (CA_FILE,):
         if (folder / file).exists():
             raise UsageError(
                 f"{folder / file} exists: a new authority would lock out all that was issued; "
@@ -98,8 +101,9 @@ def init_authority(
         .sign(key, hashes.SHA256())
     )
     _make_folder(folder)
-    _write(folder / CA_FILE, _pem(cert), 0o644)
+    # The certificate last: what was interrupted before has made no authority, and is begun anew.
     _write(folder / CA_KEY_FILE, _pem_key(key), 0o600)
+    _write(folder / CA_FILE, _pem(cert), 0o644)
     return _sign(folder, wanted, sans, now)
 
 

@@ -38,7 +38,7 @@ from elastic.errors import (
 )
 from elastic.runtime.access import Access, find_access, find_tls, read_token_file
 from elastic.runtime.clock import SystemClock
-from elastic.runtime.eventlog import set_up_logging
+from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.rpc import (
     SILENCE_S,
     SILENCE_S_MAX,
@@ -265,7 +265,7 @@ def serve_command(log_level: str, **settings: Any) -> None:
     requests. Others on the same etcd are standbys: they show what the store holds, tell who
     leads, and take over.
     """
-    set_up_logging("elastic-coord", level=log_level)
+    lines = set_up_logging("elastic-coord", level=log_level)
     advertise = settings["advertise"]
     try:
         options = ServeOptions(
@@ -296,6 +296,7 @@ def serve_command(log_level: str, **settings: Any) -> None:
         stop_collector()
         anyio.run(serve, options, functools.partial(print, flush=True))
     except ElasticError as error:
+        lines.drain()
         fail(error)
 
 

@@ -36,6 +36,7 @@ from elastic.coord.server_limits import raise_file_limit
 from elastic.coord.server_tls import ServerTls
 from elastic.coord.store_access import StoreAccess, StoreFiles
 from elastic.coord.tokens import TokenList
+from elastic.coord.watchdog import Watchdog
 from elastic.core.config import CoordinatorConfig
 from elastic.core.machine.coordinator import CoordinatorMachine
 from elastic.errors import ConfigError, ElasticError, Fenced
@@ -248,7 +249,7 @@ class _Life:
             *more,
         ]
         if self._shared:
-            parts.append(self._roster.keep)
+            parts += [self._roster.keep, Watchdog().keep]
         if self._options.tether_fd >= 0:
             parts.append(self._end_with_tether)
         try:
@@ -310,7 +311,11 @@ class _Life:
             except OSError as error:
                 # A disk that is full for a moment must not end the one who leads.
                 log.error("ready_file_unwritable error=%r", str(error))
-        announce(line)
+        try:
+            announce(line)
+        except (OSError, ValueError) as error:  # ValueError: it was closed.
+            # Who read the first line may have gone, or stdout may be a file on a full disk.
+            log.error("ready_line_unwritable error=%r", str(error))
 
     async def _end_on_signal(self) -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:

@@ -67,6 +67,9 @@ class AgentsDoor:
         now = str(time.time_ns())
         await context.send_initial_metadata(((TIME_KEY, now), (SILENCE_KEY, self._silence_ms)))
         driver = tenure.driver
+        if not self._office.leads(driver):
+            # The term ended meanwhile: nobody would answer over this stream, nor end it.
+            raise self._office.refusal()
         session = driver.sessions.open(context.peer())
         context.add_done_callback(lambda *_: session.cut("the stream ended"))  # type: ignore[arg-type]
         refusal: ElasticError | None = None

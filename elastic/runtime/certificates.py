@@ -110,8 +110,13 @@ class RevokedList:
         except ConfigError as error:
             self._complain(f"{error}; what was revoked stays so")
             return []
-        before, self._revoked = self._revoked, found
+        before, self._revoked = self._revoked, {**self._revoked, **found}
         self._complaint, self._seen = "", seen
+        if missing := len(before.keys() - found.keys()):
+            # An older list was put back: whoever was locked out would be in again.
+            self._complain(
+                f"{self._path} lacks {missing} that were revoked; they stay so until the restart"
+            )
         return [serial for issuer, serial in found if (issuer, serial) not in before]
 
     def why_over(self, shown: Shown, now_ns: int) -> str:

@@ -1,4 +1,4 @@
-"""What happened, for people and programs: a JSON Lines event log, and the set-up of logging.
+"""What happened, for people and programs: a JSON Lines event log.
 
 Rule: nobody waits for the event log. Lines go through a bounded queue to one thread; what does
 not fit, or cannot be written, is dropped and counted, and the count is written when lines get
@@ -15,13 +15,11 @@ import json
 import logging
 import os
 import queue
-import sys
 import threading
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO
 
 from elastic.core.events.shared import Note
 from elastic.runtime.clock import Clock
@@ -212,27 +210,3 @@ def note_text(note: Note) -> str:
     """Return the line that a note becomes in a log: name, job, fields."""
     job = (("job", note.job_id),) if note.job_id else ()
     return f"{note.name} {fields_text((*job, *note.fields))}".rstrip()
-
-
-def line_formatter(process: str) -> logging.Formatter:
-    """Return what formats `2026-11-21T05:00:00.123Z INFO elastic-agent event key=value`, in UTC."""
-    formatter = logging.Formatter(f"%(asctime)s %(levelname)s {process} %(message)s")
-    formatter.converter = time.gmtime
-    formatter.default_time_format = "%Y-%m-%dT%H:%M:%S"
-    formatter.default_msec_format = "%s.%03dZ"
-    return formatter
-
-
-def set_up_logging(process: str, *, level: str = "info", stream: TextIO | None = None) -> None:
-    """Send this process's log lines to `stream` (stderr by default), replacing what was set.
-
-    Args:
-        process: the word that names it in each line, such as "elastic-agent".
-        level: debug, info, warning or error.
-        stream: where to.
-    """
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(line_formatter(process))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())

@@ -107,7 +107,7 @@ def set_up_logs() -> None:
     What a script prints goes to the same place, and people read it: so warnings only, unless
     ELASTIC_LOG_LEVEL says otherwise.
     """
-    from elastic.runtime.eventlog import line_formatter
+    from elastic.runtime.logging_thread import line_formatter
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(line_formatter("elastic-worker"))

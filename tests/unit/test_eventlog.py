@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,7 @@ from elastic.core.events.shared import Note
 from elastic.runtime.eventlog import (
     EventLog,
     EventLogLimits,
-    line_formatter,
     note_text,
-    set_up_logging,
     shift_files,
 )
 
@@ -164,30 +160,3 @@ def test_shifting_keeps_the_given_number_of_old_files(tmp_path: Path) -> None:
 )
 def test_a_note_becomes_one_line_that_splits_well(note: Note, text: str) -> None:
     assert note_text(note) == text
-
-
-def test_a_log_line_says_when_how_bad_and_who() -> None:
-    record = logging.LogRecord("x", logging.WARNING, "f", 1, "node_lost node=%s", ("n1",), None)
-    record.created, record.msecs = 1_000_000_000.25, 250.0
-    line = line_formatter("elastic-agent").format(record)
-    assert line == "2001-09-09T01:46:40.250Z WARNING elastic-agent node_lost node=n1"
-
-
-@pytest.fixture
-def _root_logger() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
-@pytest.mark.usefixtures("_root_logger")
-def test_logging_is_set_up_once_at_the_level_asked_for() -> None:
-    stream = io.StringIO()
-    set_up_logging("first", stream=io.StringIO())
-    set_up_logging("elastic-coord", level="warning", stream=stream)
-    logging.getLogger("a.b").info("quiet")
-    logging.getLogger("a.b").warning("loud key=%d", 1)
-    assert stream.getvalue().endswith("WARNING elastic-coord loud key=1\n")
-    assert stream.getvalue().count("\n") == 1

@@ -1,0 +1,92 @@
+"""The set-up of logging: lines go to stderr from a thread of their own.
+
+Rule: nobody waits for the log. Whoever reads stderr may stall for minutes (a journal, a container's
+log driver, `tee`), and an event loop that waits for it answers nobody, while gRPC's own threads
+still answer pings: its peers would believe that all is well. What does not fit is dropped and
+counted, and the count is written when lines get through again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import logging.handlers
+import queue
+import sys
+import time
+from typing import TextIO
+
+LINES_MAX = 10_000
+LAST_WORDS_S = 1.0
+"""At the end of the process lines that wait have so long to go out."""
+
+
+class Front(logging.handlers.QueueHandler):
+    """Takes lines for the thread that writes them, and never waits.
+
+    Attributes:
+        lines: those that wait.
+    """
+
+    def __init__(self, handler: logging.Handler, lines_max: int = LINES_MAX) -> None:
+        """Start the thread; `handler` writes what comes."""
+        self.lines: queue.Queue[logging.LogRecord] = queue.Queue(lines_max)
+        super().__init__(self.lines)
+        self._dropped = 0
+        self._writer = logging.handlers.QueueListener(self.lines, handler)
+        self._writer.start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Queue a line, and before it how many were dropped."""
+        try:
+            if self._dropped:
+                self.lines.put_nowait(_dropped_line(self._dropped))
+                self._dropped = 0
+            self.lines.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+
+    def drain(self, timeout_s: float = LAST_WORDS_S) -> None:
+        """Wait until all that waits is written, but not longer than this."""
+        until_s = time.monotonic() + timeout_s
+        with self.lines.all_tasks_done:
+            while self.lines.unfinished_tasks and (left_s := until_s - time.monotonic()) > 0:
+                self.lines.all_tasks_done.wait(left_s)
+
+
+def set_up_logging(process: str, *, level: str = "info", stream: TextIO | None = None) -> Front:
+    """Send this process's log lines to `stream` (stderr by default), replacing what was set.
+
+    Args:
+        process: the word that names it in each line, such as "elastic-agent".
+        level: debug, info, warning or error.
+        stream: where to.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(line_formatter(process))
+    front = Front(handler)
+    root = logging.getLogger()
+    root.handlers[:] = [front]
+    root.setLevel(level.upper())
+    atexit.register(front.drain)
+    return front
+
+
+def line_formatter(process: str) -> logging.Formatter:
+    """Return what formats `2026-11-21T05:00:00.123Z INFO elastic-agent event key=value`, in UTC."""
+    formatter = logging.Formatter(f"%(asctime)s %(levelname)s {process} %(message)s")
+    formatter.converter = time.gmtime
+    formatter.default_time_format = "%Y-%m-%dT%H:%M:%S"
+    formatter.default_msec_format = "%s.%03dZ"
+    return formatter
+
+
+def _dropped_line(count: int) -> logging.LogRecord:
+    return logging.makeLogRecord(
+        {
+            "name": __name__,
+            "levelno": logging.WARNING,
+            "levelname": "WARNING",
+            "msg": f"log_lines_dropped count={count}",
+        }
+    )
