@@ -15,8 +15,10 @@ import inspect
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import cloudpickle
 
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
+from elastic.worker import loose_ends
 
 RUN_NAME = "__main__"
 
@@ -59,10 +62,15 @@ def pack(function: Callable[..., Any], config: Any, options: Mapping[str, Any]) 
         ) from error
 
 
-def load(entry: Entry) -> Callable[[], Call]:
+def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], Call]:
     """Prepare this process for an entry point, and check that it can be called.
 
     Changes the working directory and `sys.path`.
+
+    Args:
+        entry: of the job.
+        imports_ahead: packages that a script needs first may be imported before it has a group,
+            so before the environment names its rank.
 
     Returns:
         A function that prepares one call; it is to be used anew for each.
@@ -84,12 +92,37 @@ def load(entry: Entry) -> Callable[[], Call]:
     if entry.kind is EntryKind.FUNCTION:
         _function_call(entry)  # An import error is known before the group forms.
         return lambda: _function_call(entry)
+    folders = [os.getcwd(), *entry.python_path]
+    run: Callable[[], None]
     if entry.kind is EntryKind.SCRIPT:
         path = _script_path(entry)
-        _import_ahead(path)
-        return lambda: Call(lambda: _run_script(path, entry.args))
-    _check_module(entry)
-    return lambda: Call(lambda: _run_module(entry))
+        folders.append(str(Path(path).parent))
+        if imports_ahead:
+            _import_ahead(path, folders)
+        run = partial(_run_script, path, entry.args)
+    else:
+        _check_module(entry)
+        run = partial(_run_module, entry)
+    call = partial(_run_afresh, run, frozenset(sys.modules), folders)
+    return lambda: Call(call)
+
+
+def _run_afresh(run: Callable[[], None], known: frozenset[str], folders: list[str]) -> None:
+    """Run a script as in a process of its own, from its imports to its last thread.
+
+    Args:
+        run: runs it.
+        known: modules that were there before its first run.
+        folders: where its own modules are.
+    """
+    loose_ends.forget_modules(known, folders)
+    threads = threading.enumerate()
+    try:
+        run()
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    loose_ends.end_script(threads)
 
 
 def _put_first(directory: str) -> None:
@@ -151,26 +184,41 @@ def _script_path(entry: Entry) -> str:
     return str(path)
 
 
-def _import_ahead(path: str) -> None:
+def _import_ahead(path: str, folders: list[str]) -> None:
     """Import what the script imports first, while this worker's group still trains without it.
 
     Otherwise a newcomer's imports, which take seconds, are a pause for all members. The script
     runs its import statements all the same, and meets the errors that are passed over here.
+    Only installed packages, and only up to the first statement that does something: modules of the
+    script's own may look at their rank, at `sys.argv`, or at what is done before they are imported.
     """
+    _put_first(str(Path(path).parent))
+    for name in _imported_first(path):
+        with contextlib.suppress(Exception, SystemExit):
+            spec = importlib.util.find_spec(name.partition(".")[0])
+            if spec is None:
+                continue
+            places = [spec.origin] if spec.has_location else spec.submodule_search_locations or []
+            if not loose_ends.is_of_script(name, places, folders):
+                importlib.import_module(name)
+
+
+def _imported_first(path: str) -> list[str]:
+    """Return the modules that a script imports before it does anything else."""
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return
+        return []
     names: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.append(node.module)
-    _put_first(str(Path(path).parent))
-    for name in names:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+        elif isinstance(node, ast.ImportFrom):
+            if node.module and not node.level:
+                names.append(node.module)
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            break  # No text about the script.
+    return names
 
 
 def _run_script(path: str, args: tuple[str, ...]) -> None:
@@ -180,9 +228,10 @@ def _run_script(path: str, args: tuple[str, ...]) -> None:
 
 
 def _check_module(entry: Entry) -> None:
+    # Only its first part: to find others, packages are run, which may look at their rank.
     try:
-        found = importlib.util.find_spec(entry.target) is not None
-    except ModuleNotFoundError:
+        found = importlib.util.find_spec(entry.target.partition(".")[0]) is not None
+    except (ModuleNotFoundError, ValueError):
         found = False
     if not found:
         raise UsageError(

@@ -136,7 +136,7 @@ class Runner:
             self._saver = Saver(assign.snapshots, self._writer(assign))
             if self._run_directory is not None:
                 self._validator = Validator(self._run_directory, spec, self._exchange)
-            self._prepare = entry.load(spec.entry)
+            self._prepare = entry.load(spec.entry, imports_ahead=not spec.own_steps)
         except BaseException as error:
             # Also what a module of the user's does while it is imported, such as sys.exit.
             failure = outcome.failure_of(error, "set-up")

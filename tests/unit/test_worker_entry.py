@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
-from elastic.worker import entry
+from elastic.worker import entry, loose_ends
 
 
 @pytest.fixture(autouse=True)
-def _process_as_before() -> Iterator[None]:
+def _process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # A script ends as a process does, and the process of these tests is not at its end.
+    monkeypatch.setattr(loose_ends.atexit, "_run_exitfuncs", lambda: None)
     path, argv, directory = list(sys.path), list(sys.argv), os.getcwd()
     yield
     sys.path[:], sys.argv[:] = path, argv
@@ -127,3 +130,123 @@ def test_a_module_runs_as_main(tmp_path: Path) -> None:
 def test_what_is_not_on_this_node_is_refused_by_name(job: Entry, names: str) -> None:
     with pytest.raises(UsageError, match=names):
         entry.load(job)
+
+
+# ---------------------------------------------------------------- as in a process of its own
+
+
+def script_of(folder: Path, text: str, **modules: str) -> Path:
+    for name, content in modules.items():
+        (folder / f"{name}.py").write_text(content)
+    script = folder / "train.py"
+    script.write_text(text)
+    return script
+
+
+def test_modules_of_a_script_see_the_place_that_it_runs_at_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    out = tmp_path / "out"
+    script = script_of(
+        tmp_path,
+        f"import os, pathlib, place_seen\npathlib.Path({str(out)!r}).write_text(place_seen.RANK)\n",
+        place_seen="import os\nRANK = os.environ.get('RANK', 'none')\n",
+    )
+    prepare = entry.load(Entry(EntryKind.SCRIPT, str(script)))
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        prepare().run()
+        assert out.read_text() == rank
+
+
+def test_what_a_script_imports_is_run_after_what_comes_before_it(tmp_path: Path) -> None:
+    (tmp_path / "vendored").mkdir()
+    script = script_of(
+        tmp_path,
+        "import sys\n"
+        f"sys.path.insert(0, {str(tmp_path / 'vendored')!r})\n"
+        "from chosen_of_two import NAME\n"
+        "assert NAME == 'vendored', NAME\n",
+        chosen_of_two="NAME = 'beside'\n",
+    )
+    (tmp_path / "vendored" / "chosen_of_two.py").write_text("NAME = 'vendored'\n")
+    entry.load(Entry(EntryKind.SCRIPT, str(script)))().run()
+
+
+def test_a_module_that_reads_the_command_line_reads_the_scripts(tmp_path: Path) -> None:
+    script = script_of(
+        tmp_path,
+        "import options_at_import\nassert options_at_import.FOUND == ['--lr', '3']\n",
+        options_at_import="import sys\nFOUND = sys.argv[1:]\n",
+    )
+    entry.load(Entry(EntryKind.SCRIPT, str(script), args=("--lr", "3")))().run()
+
+
+def test_a_package_is_not_run_to_find_a_module_in_it(tmp_path: Path) -> None:
+    package = tmp_path / "package_with_place"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os\nRANK = os.environ['RANK_OF_THIS_TEST']\n")
+    (package / "main.py").write_text("")
+    entry.load(Entry(EntryKind.MODULE, "package_with_place.main", python_path=(str(tmp_path),)))
+
+
+def test_installed_packages_are_imported_ahead_unless_that_is_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "slow_to_import.py").write_text("")
+    monkeypatch.syspath_prepend(str(installed))
+    script = script_of(tmp_path, '"""Text."""\nimport slow_to_import\n')
+    job = Entry(EntryKind.SCRIPT, str(script))
+    entry.load(job, imports_ahead=False)
+    assert "slow_to_import" not in sys.modules
+    entry.load(job)
+    assert sys.modules.pop("slow_to_import")
+
+
+ENDS = """
+import atexit, pathlib, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+
+gate, folder = threading.Event(), pathlib.Path(sys.argv[1])
+
+def late(name):
+    gate.wait(60)
+    (folder / name).write_text("")
+
+executor = ThreadPoolExecutor(1)
+executor.submit(late, "first")
+executor.submit(late, "second")
+threading.Thread(target=late, args=("thread",)).start()
+atexit.register((folder / "atexit").write_text, "")
+threading.Timer(0.1, gate.set).start()
+sys.exit(0)
+"""
+RUNS = """
+import sys
+from elastic.core.world import Entry, EntryKind
+from elastic.worker import entry
+script, out = sys.argv[1:]
+entry.load(Entry(EntryKind.SCRIPT, script, args=(out,)))().run()
+import os, pathlib
+print(*sorted(one.name for one in pathlib.Path(out).iterdir()), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_script_has_ended_when_its_threads_and_what_it_registered_have(tmp_path: Path) -> None:
+    script, out = script_of(tmp_path, ENDS), tmp_path / "out"
+    out.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", RUNS, str(script), str(out)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["atexit", "first", "second", "thread"], done.stderr
+
+
+def test_a_script_that_exits_with_a_code_has_failed(tmp_path: Path) -> None:
+    script = script_of(tmp_path, "raise SystemExit(3)\n")
+    with pytest.raises(SystemExit, match="3"):
+        entry.load(Entry(EntryKind.SCRIPT, str(script)))().run()
