@@ -381,12 +381,15 @@ class Faults:
         self._noticed.add(life)
         within_ns = self.timeline.between(NOTICE_NS_MIN, 60 * S)
         self.timeline.tell(agent.node_id, f"notice: gone within {within_ns / S:.1f} s")
+        is_heard = agent.machine.is_registered
         agent.post(DrainSignalled("spot notice", within_ns))
         gone_ns = within_ns
         if self.timeline.chance(0.5):
             # Before the time that was promised; also before workers can have come to a boundary.
             longest_ns = self.timeline.rng.choice([2 * HEARD_NS, within_ns])
-            gone_ns = self.timeline.between(HEARD_NS, longest_ns)
+            early_ns = self.timeline.between(HEARD_NS, longest_ns)
+            # Nobody has heard of it from an agent that is still on its way in.
+            gone_ns = early_ns if is_heard else within_ns
         self.timeline.after(gone_ns, self._take, agent, agent.life)
 
     def _take(self, agent: AgentHost, life: int) -> None:

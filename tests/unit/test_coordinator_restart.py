@@ -369,3 +369,57 @@ def test_a_worker_that_never_leaves_its_old_group_is_ended_though_new_groups_for
 
 def stopped(coordinator: Coordinator) -> list[str]:
     return [message.worker_id for message in coordinator.sent(StopWorker)]
+
+
+def test_before_there_is_a_plan_no_group_grows_into_what_another_job_has_begun_with() -> None:
+    shares = (ProjectShare(project="vision", max_workers=3),)
+    coordinator = Coordinator(replace(CONFIG, projects=shares))
+    coordinator.agent("a")
+    coordinator.agent("b")
+    coordinator.submit("j", 1, 2, project="vision")
+    coordinator.ready("a/1", "b/1")
+    coordinator.training("a/1", "b/1")
+    coordinator.agent("c")
+    coordinator.submit("k", 1, 1, project="vision")
+    coordinator.ready("c/1")
+    coordinator.training("c/1")
+    coordinator.disconnect("b")
+    coordinator.advance(1)
+    coordinator.update("a/1", WorkerPhase.READY)
+    coordinator.training("a/1")
+    assert coordinator.members("j") == "g2: a/1"
+    coordinator.submit("m", 1, 1, project="vision", priority=1)
+    coordinator.agent("d")
+    coordinator.restart()
+    for name in ("a", "b", "c", "d"):
+        coordinator.agent(name)
+    coordinator.ready("b/1")
+    coordinator.ready("d/1")
+    coordinator.advance(1)
+    groups = [coordinator.members(job) for job in ("j", "k", "m")]
+    assert groups == ["g2: a/1", "g1: c/1", "g1: d/1"]
+
+
+def test_before_there_is_a_plan_no_group_forms_that_its_project_has_no_room_for() -> None:
+    shares = (ProjectShare(project="vision", max_workers=1),)
+    coordinator = Coordinator(replace(CONFIG, projects=shares))
+    coordinator.agent("a")
+    coordinator.submit("j", 1, 1, project="vision")
+    coordinator.ready("a/1")
+    coordinator.training("a/1")
+    coordinator.submit("k", 1, 1, project="vision", priority=1)
+    coordinator.disconnect("a")
+    coordinator.advance(1)
+    coordinator.agent("b")
+    coordinator.ready("b/1")
+    coordinator.training("b/1")
+    assert coordinator.members("k") == "g1: b/1"
+    coordinator.restart()
+    coordinator.agent("b")
+    coordinator.agent("a")
+    coordinator.ready("a/1")
+    coordinator.advance(HOLD_AFTER_RESTART_S / 2)
+    assert "may be at its limit" in coordinator.job("j").reason
+    assert not coordinator.members("j").startswith("g2")
+    coordinator.advance(10)
+    assert not coordinator.members("j").startswith("g2")

@@ -115,6 +115,11 @@ class AgentMachine:
         """Return when this node is to be gone, None while it stays."""
         return self._books.departure.deadline_ns
 
+    @property
+    def is_registered(self) -> bool:
+        """Return whether a coordinator has this node in its books, and hears of it."""
+        return self._books.connection.is_registered()
+
     def next_deadline_ns(self) -> int | None:
         """Return when to call `step(Tick)` at the latest, None if nothing waits for time."""
         return self._find_deadline_ns() if self._due_ns is None else self._due_ns

@@ -275,23 +275,39 @@ def limits_now(cluster: Cluster, job: JobState) -> JobSpec:
     """Return the bounds that a group may have at this moment.
 
     After a restart no plan is made before agents had time to come back. Workers are adopted
-    meanwhile that had been given up and replaced: the project's limits hold all the same.
+    meanwhile that had been given up and replaced: the project's limits hold all the same. So a
+    group does not grow then, and one that waits has what the others have left.
     """
-    limits = job.limits
+    limits, left = job.limits, _left_now(cluster, job)
+    if left is None:
+        return limits
+    have = min(limits.max_workers, len(job.workers))
+    if job.is_open:
+        have = min(have, len(job.member_ids()))
+    fit = min(have, left) // limits.workers_per_replica * limits.workers_per_replica
+    return replace(limits, max_workers=min(limits.max_workers, max(limits.min_workers, fit)))
+
+
+def may_form_now(cluster: Cluster, job: JobState) -> bool:
+    """Return whether a job that has no group may have one: else it waits for the first plan."""
+    left = None if job.is_open else _left_now(cluster, job)
+    return left is None or left >= min(len(job.workers), job.limits.min_workers)
+
+
+def _left_now(cluster: Cluster, job: JobState) -> int | None:
+    """Return how many workers the groups of others leave a job; None once there is a plan."""
     share = _share_of(cluster, job) if cluster.now_ns < cluster.hold_until_ns else None
     if share is None:
-        return limits
+        return None
     taken = [
         (other.spec.resources_per_worker, len(other.member_ids()))
         for other in cluster.active()
         if other is not job and other.is_open and other.spec.project == job.spec.project
     ]
-    need, step = limits.resources_per_worker, limits.workers_per_replica
-    have = min(limits.max_workers, len(job.workers)) // step * step
-    fit = have
-    while fit > limits.min_workers and _exceeds(share, [*taken, (need, fit)]):
-        fit -= step
-    return limits if fit == have else replace(limits, max_workers=fit)
+    need, count = job.spec.resources_per_worker, min(job.limits.max_workers, len(job.workers))
+    while count and _exceeds(share, [*taken, (need, count)]):
+        count -= 1
+    return count
 
 
 def _share_of(cluster: Cluster, job: JobState) -> ProjectShare | None:
