@@ -267,12 +267,30 @@ def run_agent(flags: Flags, env: Mapping[str, str]) -> int:
     node = settings.node
     with hold_node(choose_run_dir(flags), node.node_id, clock.unix_ns()) as incarnation:
         node = dataclasses.replace(node, incarnation=incarnation)
+        check_log_dir(settings.log_dir)
         path = choose_run_dir(flags) / f"agent-{node.node_id}.coordinators"
         book = AddressBook(path, settings.endpoints)
         settings = dataclasses.replace(settings, node=node, book=book)
         ended = asyncio.run(live(settings, clock, flags.tether_fd, read_sources(flags, env)))
     log.info("agent_ended code=%d reason=%s", ended.code, quoted(ended.reason))
     return ended.code
+
+
+def check_log_dir(log_dir: Path) -> None:
+    """Make the directory for logs, and try it: later nobody would see what workers print.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=log_dir):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--log-dir {log_dir} cannot be written ({error.strerror}); the output of workers goes "
+            f"there: pass another one"
+        ) from error
 
 
 def choose_run_dir(flags: Flags) -> Path:

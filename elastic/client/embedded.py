@@ -7,6 +7,7 @@ closes, however the process ended, they end themselves and all workers.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -23,8 +24,18 @@ from elastic.runtime.access import Access
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.01
-NO_TLS = tuple(word for name in ("dir", "cert", "key", "ca") for word in (f"--tls-{name}", ""))
-"""What the environment says about another cluster's certificates is not for this one."""
+FIRST_FD = 3
+"""Those below are standard streams, also where one is closed: a child's are put there."""
+NOT_FOR_US = frozenset({
+    "ELASTIC_ACCELERATOR_TYPE", "ELASTIC_ADVERTISE", "ELASTIC_DRAIN_TIMEOUT", "ELASTIC_EVENT_LOG",
+    "ELASTIC_HOST", "ELASTIC_LABELS", "ELASTIC_LISTEN", "ELASTIC_LOG_DIR", "ELASTIC_NODE_ID",
+    "ELASTIC_NOTICES", "ELASTIC_NOTICE_FILE", "ELASTIC_RESOURCES", "ELASTIC_RUN_DIR",
+    "ELASTIC_SPARES", "ELASTIC_STORE", "ELASTIC_STORE_CA", "ELASTIC_STORE_CERT",
+    "ELASTIC_STORE_KEY", "ELASTIC_STORE_USER", "ELASTIC_TETHER_FD", "ELASTIC_TLS_CA",
+    "ELASTIC_TLS_CERT", "ELASTIC_TLS_DIR", "ELASTIC_TLS_KEY", "ELASTIC_TOKENS",
+    "ELASTIC_TOKEN_FILE", "ELASTIC_VERSION", "ELASTIC_WORKERS",
+})  # fmt: skip
+"""Variables of the two commands: what they say of another cluster's daemons is not for these."""
 
 
 @dataclass
@@ -69,7 +80,7 @@ def start_cluster(num_workers: int | None) -> Cluster:
     token_file.touch(mode=0o600)
     token = secrets.token_urlsafe(24)
     token_file.write_text(token)
-    theirs, ours = os.pipe()
+    theirs, ours = _pipe()
     cluster = Cluster("", Access(token), directory=directory, tether_fd=ours)
     cluster.num_workers = num_workers or 0
     ready = directory / "coordinator.ready"
@@ -77,7 +88,7 @@ def start_cluster(num_workers: int | None) -> Cluster:
         _spawn(
             cluster, theirs, "coordinator", "elastic.coord.cli", "serve",
             "--listen", "127.0.0.1:0", "--store", "memory:", "--ready-file", str(ready),
-            "--token-file", str(token_file), "--tokens", "", *NO_TLS,
+            "--token-file", str(token_file),
         )  # fmt: skip
         cluster.address = _wait_ready(cluster, ready)
         workers = "auto" if num_workers is None else str(num_workers)
@@ -85,7 +96,6 @@ def start_cluster(num_workers: int | None) -> Cluster:
             cluster, theirs, "agent", "elastic.agent.cli", "--coord", cluster.address,
             "--workers", workers, "--token-file", str(token_file), "--node-id", "local",
             "--run-dir", str(directory), "--log-dir", str(directory / "logs"),
-            *NO_TLS,
         )  # fmt: skip
         _wait_node(cluster)
     except BaseException:
@@ -96,11 +106,23 @@ def start_cluster(num_workers: int | None) -> Cluster:
     return cluster
 
 
+def _pipe() -> tuple[int, int]:
+    """Return a pipe for reading and writing."""
+    low = os.pipe()
+    try:
+        first, second = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD) for fd in low)
+    finally:
+        for fd in low:
+            os.close(fd)
+    return first, second
+
+
 def _spawn(cluster: Cluster, tether_fd: int, name: str, module: str, *args: str) -> None:
     directory = cluster.directory or Path()
     with (directory / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *args, "--tether-fd", str(tether_fd)],
+            env={name: value for name, value in os.environ.items() if name not in NOT_FOR_US},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

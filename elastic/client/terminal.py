@@ -6,6 +6,7 @@ text and an exit code that a scheduler can act on.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import shlex
@@ -125,6 +126,12 @@ def reporting_errors(command: Command) -> Command:
             fail(str(error), EXIT_TIMEOUT)
         except KeyboardInterrupt:
             sys.exit(EXIT_INTERRUPTED)
+        except BrokenPipeError:
+            raise  # Who read this has enough: click ends it without a word.
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            fail(f"output cannot be written: {error.strerror}", EXIT_FAILED)
 
     return run  # type: ignore[return-value]
 

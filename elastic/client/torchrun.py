@@ -38,7 +38,7 @@ IGNORED: Mapping[str, str] = {
     "local-addr": "where others reach a node is told to its agent: elastic-agent --host",
     "logs-specs": "--tee, --redirects and --local-ranks-filter say where output goes",
     "numa-binding": "workers are bound to no CPU; start the agent under numactl for that",
-    "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job, no other is passed on",
+    "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job, and call no handler of a script",
     "shutdown-timeout": "a worker that is told to end is killed after 5 s",
     "virtual-local-rank": "a worker with a GPU sees only that one, and LOCAL_RANK is 0, always",
 }

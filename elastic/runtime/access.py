@@ -189,7 +189,11 @@ def read_token_file(path: str | Path) -> str:
         with open(path, encoding="utf-8") as file:
             token = file.read(FILE_BYTES_MAX).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"token file {path}: {error}; expected a readable text file") from error
+        make = f"; make one: (umask 077; openssl rand -hex 32 >{path})"
+        raise UsageError(
+            f"token file {path}: {error}; expected a readable text file"
+            f"{make if isinstance(error, FileNotFoundError) else ''}"
+        ) from error
     if not token:
         raise UsageError(f"token file {path} is empty; write a long random word into it")
     if not token.isascii() or not token.isprintable() or any(c.isspace() for c in token):

@@ -16,6 +16,7 @@ from elastic.storage.files import Files
 from elastic.storage.marker import MARKER, METADATA, UNKNOWN, Marker, StoredFile
 from elastic.storage.patience import PATIENCE_S
 from elastic.storage.run_directory import CHECKPOINTS
+from elastic.storage.run_record import RUN_FILE
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -106,7 +107,7 @@ def checkpoints_at(path: str, *, patience_s: float = PATIENCE_S) -> tuple[str, .
     files = Files(path, patience_s=patience_s)
     if files.exists(MARKER):
         return (files.path,)
-    if files.exists(CHECKPOINTS):
+    if files.exists(CHECKPOINTS) or files.exists(RUN_FILE):
         return tuple(f"{files.path}/{name}" for name in files.list(f"{CHECKPOINTS}/*"))
     if files.exists(""):
         raise NotFound(

@@ -60,6 +60,7 @@ class Coordinator:
     listen: str = "127.0.0.1:0"
     args: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    stdout: Path | None = None
     process: subprocess.Popen[bytes] | None = None
     address: str = ""
 
@@ -88,9 +89,10 @@ class Coordinator:
             *(sys.executable, "-m", "elastic.coord.cli", "serve", "--listen", self.listen),
             *("--store", self.store, "--ready-file", str(self.ready_file), *self.args),
         ]
-        with (self.folder / "log").open("ab") as log:
+        path = self.folder / "log"
+        with path.open("ab") as log, (self.stdout or path).open("ab") as out:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT,
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=log, cwd=ROOT,
                 env={**os.environ, **self.env},
             )  # fmt: skip
 

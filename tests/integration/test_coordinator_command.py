@@ -64,6 +64,13 @@ def test_a_wrong_setting_is_refused_with_what_to_do(args: list[str], code: int, 
     assert "Traceback" not in done.stderr
 
 
+def test_a_first_line_that_nobody_reads_ends_nobody(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, stdout=Path("/dev/full")) as coordinator:
+        coordinator.wait_logged("ready_line_unwritable")
+        done = elastic_coord("health", "--coord", coordinator.address)
+        assert done.returncode == 0, done.stderr
+
+
 def test_status_and_health_say_what_there_is(coordinator: Coordinator) -> None:
     table = elastic_coord("status", "--coord", coordinator.address)
     assert table.returncode == 0, table.stderr

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.client.embedded import Cluster, stop_cluster
+from elastic.agent.cli import main as agent
+from elastic.client.embedded import NOT_FOR_US, Cluster, stop_cluster
+from elastic.coord.cli import main as coordinator
 from elastic.testing.local_cluster import is_running
 from tests.integration.played_jobs import wait_until
 
@@ -79,3 +81,34 @@ def test_whoever_presses_ctrl_c_again_leaves_nothing_behind_either(tmp_path: Pat
         presser.join()
     assert deaf.returncode == -signal.SIGKILL
     assert not directory.exists()
+
+
+CLOSED = "import os; os.close(0); os.close(1); "
+FOREIGN = {
+    "ELASTIC_STORE": "etcd://10.255.0.1:2379",
+    "ELASTIC_STORE_CA": "/not/there.crt",
+    "ELASTIC_HOST": "10.255.0.1",
+    "ELASTIC_LABELS": "rack=7",
+    "ELASTIC_TLS_DIR": "/not/there",
+    "ELASTIC_TOKENS": "/not/there.json",
+}
+
+
+def test_neither_settings_of_another_cluster_nor_closed_streams_keep_one_from_starting() -> None:
+    text = (
+        f"{CLOSED}from elastic.client.embedded import start_cluster, stop_cluster; "
+        "stop_cluster(start_cluster(1))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text], stderr=subprocess.PIPE, text=True, timeout=100, check=False,
+        env={**os.environ, **FOREIGN},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_variable_of_the_two_commands_is_forgotten() -> None:
+    serve = coordinator.commands["serve"]
+    named = {one.envvar for one in serve.params if one.envvar}
+    named |= {f"ELASTIC_{one.name}".upper() for one in agent.params if one.name}
+    # They are passed on the command line, or are meant for this one, too.
+    assert named - NOT_FOR_US == {"ELASTIC_COORD", "ELASTIC_LOG_LEVEL"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from elastic.client.cli import main
@@ -46,8 +47,9 @@ def test_what_is_not_there_exits_2(tmp_path: Path) -> None:
     assert elastic("verify", tmp_path).exit_code == 2
 
 
-def test_a_run_without_checkpoints_has_nothing_damaged(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
+@pytest.mark.parametrize("there", ["checkpoints", "run.json"])
+def test_a_run_without_checkpoints_has_nothing_damaged(tmp_path: Path, there: str) -> None:
+    (tmp_path / there).mkdir()
     done = elastic("verify", tmp_path)
     assert done.exit_code == 0
     assert "has no checkpoints" in done.stdout

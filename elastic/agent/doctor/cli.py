@@ -28,6 +28,8 @@ from elastic.errors import ElasticError
 from elastic.runtime.access import find_access
 from elastic.runtime.rpc import parse_endpoints
 
+PIPED_WIDTH = 500
+"""Columns where nobody looks: a line that is folded is lost to `grep`."""
 COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 
@@ -66,7 +68,8 @@ def doctor(context: click.Context, /, output: str, **own: str) -> None:
     if output == "json":
         click.echo(json.dumps([as_dict(check) for check in checks], indent=2))
     else:
-        print_checks(checks, Console())
+        width = None if sys.stdout.isatty() else PIPED_WIDTH
+        print_checks(checks, Console(width=width))
     sys.exit(any(check.level is Level.FAIL for check in checks))
 
 
