@@ -54,7 +54,19 @@ timeout_option = click.option(
 # ------------------------------------------------------------------------------------------ submit
 
 
-@click.command(context_settings={"show_default": True})
+class SubmitCommand(click.Command):
+    """`elastic submit`, which says where a script's own options stand."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as every command; torchrun's users put a script's options right behind it."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            hint = f"what is for the script stands behind --: submit SCRIPT -- {error.option_name}"
+            raise click.UsageError(f"{error.format_message()} ({hint})", ctx) from error
+
+
+@click.command(cls=SubmitCommand, context_settings={"show_default": True})
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
