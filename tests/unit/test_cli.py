@@ -241,9 +241,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         parse_duration(context, option, text)
 
 
-def test_whoever_gives_a_scripts_options_as_torchrun_takes_them_is_told_where_they_stand() -> (
-    None
-):
+def test_whoever_gives_a_scripts_options_as_torchrun_takes_them_is_told_where_they_stand() -> None:
     done = elastic("submit", "train.py", "--epochs", "10")
     assert done.exit_code == 2
     assert "behind --: submit SCRIPT -- --epochs" in done.stderr
