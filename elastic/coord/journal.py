@@ -28,7 +28,7 @@ from elastic.coord.leadership import Leadership
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord, NodesRecord
 from elastic.core.world import JobId
-from elastic.errors import CorruptRecord, Fenced, StoreUnavailable
+from elastic.errors import CorruptRecord, Fenced, NotAuthorized, StoreUnavailable
 from elastic.store.interface import CommitResult, Compare, Delete, Entry, Put, Store, Write
 from elastic.wire.codec_records import decode_nodes, decode_record, encode_record, unknown_of
 
@@ -212,7 +212,7 @@ class Journal:
             keys += [key for label in kept.labels.values() for key in label]
             try:
                 await self._delete(keys)
-            except StoreUnavailable as error:
+            except (StoreUnavailable, NotAuthorized) as error:
                 log.warning("forget_postponed job=%s error=%r", job_id, str(error))
                 return
             self._kept.pop(job_id, None)
@@ -272,7 +272,7 @@ class Journal:
                 continue
             try:
                 await self._delete(kept.labels[label])
-            except StoreUnavailable as error:
+            except (StoreUnavailable, NotAuthorized) as error:
                 log.warning("pieces_left job=%s error=%r", job_id, str(error))
                 return
             del kept.labels[label]

@@ -26,7 +26,14 @@ from typing import TypeVar
 
 import anyio
 
-from elastic.errors import CorruptRecord, ElasticError, Fenced, StoreUnavailable, check
+from elastic.errors import (
+    CorruptRecord,
+    ElasticError,
+    Fenced,
+    NotAuthorized,
+    StoreUnavailable,
+    check,
+)
 from elastic.runtime.clock import Clock
 from elastic.store.interface import Compare, Entry, Lease, Put, Store
 
@@ -41,6 +48,8 @@ STANDBY_POLL_S = 0.5
 """A standby looks so often, although it is told of changes: this is how it knows that it would be
 told, and how old what it knows may be."""
 RETRY_S = 0.2
+DENIED_RETRY_S = 1.0
+"""etcd takes its time over a password, on purpose: whoever waits for another one asks rarely."""
 SLOW_S = 1.0
 """A store that takes longer is said to be waited for."""
 
@@ -104,15 +113,27 @@ def term_of(entry: Entry) -> int:
 
 
 async def patiently(
-    what: str, attempt: Callable[[], Awaitable[Answer]], clock: Clock, *, pause_s: float = RETRY_S
+    what: str,
+    attempt: Callable[[], Awaitable[Answer]],
+    clock: Clock,
+    *,
+    pause_s: float = RETRY_S,
+    was_let_in: bool = True,
 ) -> Answer:
     """Call `attempt` until the store answers, and say so when that takes long.
 
+    A store that let this process in before, and does not now, has been given another password, or
+    will be: the two sides are never renewed at the same moment.
+
     Args:
         what: what waits, for the log line.
-        attempt: one try; repeated after StoreUnavailable only.
+        attempt: one try; repeated after StoreUnavailable and NotAuthorized only.
         clock: for the age of the wait.
         pause_s: between two tries.
+        was_let_in: the store has answered this process before.
+
+    Raises:
+        NotAuthorized: the store never let this process in.
     """
     since_ns, said = clock.monotonic_ns(), ""
 
@@ -132,6 +153,12 @@ async def patiently(
             except StoreUnavailable as error:
                 say(str(error))
                 await anyio.sleep(pause_s)
+                continue
+            except NotAuthorized as error:
+                if not was_let_in:
+                    raise
+                say(str(error))
+                await anyio.sleep(max(pause_s, DENIED_RETRY_S))
                 continue
             if said:
                 waited_s = (clock.monotonic_ns() - since_ns) / 1e9
@@ -194,6 +221,7 @@ class Leadership:
         self._valid_until_ns = 0
         self._revision = 0
         self._said = ""
+        self._was_let_in = False
         self._why_over = "another one has led since"
         self.term = 0
         self.history = ""
@@ -249,7 +277,13 @@ class Leadership:
     async def _take_over(self, saw: Callable[[Holder | None], None]) -> bool:
         """Look who leads, and claim if nobody does; False if somebody else leads."""
         while True:
-            seen = await patiently("leadership", partial(self._read, self._key), self._clock)
+            seen = await patiently(
+                "leadership",
+                partial(self._read, self._key),
+                self._clock,
+                was_let_in=self._was_let_in,
+            )
+            self._was_let_in = True
             leader = Holder.decode(seen.value) if seen is not None else None
             if self._shared:
                 saw(leader)
@@ -316,15 +350,18 @@ class Leadership:
             return
         try:
             await in_time(self._store.revoke_lease(lease.lease_id), self._ttl_s)
-        except StoreUnavailable as error:
+        except (StoreUnavailable, NotAuthorized) as error:
             log.warning("resign_failed error=%r", str(error))
 
     async def _renew(self, lease: Lease) -> bool:
-        """Renew until the store answers; cancelled by whoever waits too long for it."""
+        """Renew until the store answers; cancelled by whoever waits too long for it.
+
+        Who is not let in any more waits, too: another password may come before the lease ends.
+        """
         while True:
             try:
                 return await self._store.renew_lease(lease.lease_id)
-            except StoreUnavailable as error:
+            except (StoreUnavailable, NotAuthorized) as error:
                 log.warning("lease_renewal_postponed error=%r", str(error))
                 await anyio.sleep(RETRY_S)
 

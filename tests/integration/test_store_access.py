@@ -6,6 +6,7 @@ import base64
 import json
 import shutil
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -239,3 +240,48 @@ def test_a_coordinator_shows_the_user_that_its_file_names(
     finally:
         refused.kill()
     assert "guessed" not in refused.log()
+
+
+def renew_password(server: EtcdServer, user: str, password: str) -> None:
+    """Change a user's password, as root does it."""
+
+    def ask(path: str, token: str = "", **body: str) -> dict[str, str]:
+        request = urllib.request.Request(f"{server.member.url}{path}", json.dumps(body).encode())
+        if token:
+            request.add_header("Authorization", token)
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            return dict(json.loads(answer.read()))
+
+    token = ask("/v3/auth/authenticate", name="root", password="r")["token"]
+    ask("/v3/auth/user/changepw", token, name=user, password=password)
+
+
+@pytest.mark.parametrize("first", ["server", "file"])
+async def test_a_coordinator_goes_on_when_its_password_was_renewed_on_both_sides(
+    guarded: EtcdServer, tmp_path: Path, first: str
+) -> None:
+    user_file = tmp_path / "user"
+    replace_file(user_file, b"worker:secret\n", 0o600)
+    args = ("--store-user", str(user_file))
+
+    def renew_server() -> None:
+        renew_password(guarded, "worker", "fresh")
+
+    def renew_file() -> None:
+        replace_file(user_file, b"worker:fresh\n", 0o600)
+
+    steps = [renew_server, renew_file] if first == "server" else [renew_file, renew_server]
+    try:
+        with Coordinator(tmp_path / "c", store=guarded.url(ROOT), args=args) as running:
+            steps[0]()
+            # Not only for a moment: the lease of the leader ends meanwhile.
+            running.wait_logged("leads_no_more")
+            running.wait_logged("waiting_for_store what='leadership'")
+            assert "etcd refuses user 'worker'" in running.log()
+            steps[1]()
+            running.wait_logged("leader name=", times=2)
+            with anyio.fail_after(WAIT_S):
+                async with User(running.address) as user:
+                    await wait_stopped(user, await user.submit(spec("after", workers=(50, 50))))
+    finally:
+        renew_password(guarded, "worker", "secret")
