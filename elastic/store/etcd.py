@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,13 +16,13 @@ import grpc.aio
 from elastic.errors import ConfigError, StoreError, UsageError
 from elastic.store.etcd_commit import Committer, is_granted_already, new_lease_id
 from elastic.store.etcd_link import TOTAL_S, EtcdAccess, EtcdLink, Refusal, Unanswered
+from elastic.store.etcd_read import read_range
 from elastic.store.etcd_watch import watch_prefix
 from elastic.store.etcd_wire import (
     COMPACT,
     DEFAULT_ROOT,
     GRANT,
     KEEP_ALIVE,
-    RANGE,
     REVOKE,
     KeySpace,
 )
@@ -80,12 +79,15 @@ class EtcdStore:
         self._committer = Committer(self._link, self._keys)
 
     async def read(self, prefix: str) -> Snapshot:
-        """Return all entries whose key starts with `prefix`, as a majority knows them."""
-        key, end = self._keys.range(prefix)
-        request = pb.RangeRequest(key=key, range_end=end)
-        answer = await self._repeat(RANGE, request, "read")
-        entries = tuple(self._keys.entry(kv) for kv in answer.kvs)
-        return Snapshot(entries, answer.header.revision)
+        """Return all entries whose key starts with `prefix`, as a majority knows them.
+
+        However much that is: it comes in pages, each of which has its own time.
+        """
+        try:
+            kvs, revision = await read_range(self._link, *self._keys.range(prefix))
+        except Refusal as refusal:
+            raise _unexpected("read", refusal) from None
+        return Snapshot(tuple(self._keys.entry(kv) for kv in kvs), revision)
 
     async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
         """Apply all writes if all comparisons hold; at most once."""
@@ -150,12 +152,6 @@ class EtcdStore:
         """Remove this client's marker and close all connections."""
         await self._committer.close()
         await self._link.close()
-
-    async def _repeat(self, method: Any, request: Any, what: str) -> Any:
-        try:
-            return await self._link.repeat(method, request, what)
-        except Refusal as refusal:
-            raise _unexpected(what, refusal) from None
 
     async def _renew_once(self, lease_id: int, timeout_s: float) -> bool:
         """Renew on a stream of its own, so that nothing has to be put together after a failure."""
