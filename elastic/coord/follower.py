@@ -7,6 +7,7 @@ asks the store, and what was read last is shown only while the store does not an
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 
 import anyio
@@ -20,6 +21,8 @@ from elastic.errors import ElasticError
 from elastic.runtime.clock import Clock
 from elastic.store.interface import Store
 from elastic.wire.codec_jobs import without_payload
+
+log = logging.getLogger(__name__)
 
 READ_S_MAX = 2.0
 """A store that takes longer is answered for by what it said last."""
@@ -54,6 +57,8 @@ class Follower:
         self._office = office
         self._clock = clock
         self._last: Glimpse | None = None
+        # When the last try that failed was over.
+        self._failed_ns: int | None = None
         self._reading = anyio.Lock()
 
     async def look(self) -> tuple[ClusterView, str]:
@@ -86,20 +91,35 @@ class Follower:
             await anyio.sleep(REFRESH_S)
 
     async def _read(self) -> Glimpse:
+        """Return what the store holds, or held last; nobody waits for more than two tries.
+
+        Those who come while the store is asked wait for their turn. A try that fails is the answer
+        to all of them, and one that brings what was read after they came is, too.
+        """
+        came_ns = self._clock.monotonic_ns()
         async with self._reading:
             began_ns = self._clock.monotonic_ns()
             last = self._last
-            if last is not None and began_ns - last.read_ns < KEPT_S * 1e9:
-                return last
-            try:
-                found = await in_time(self._ask(began_ns), READ_S_MAX)
-                self._last = found or self._last
-            except ElasticError as error:
-                if self._last is None:
-                    raise self._office.refusal() from error
+            if last is not None:
+                is_young = began_ns - last.read_ns < KEPT_S * 1e9
+                if is_young or last.read_ns >= came_ns:
+                    return last
+            if self._failed_ns is None or self._failed_ns <= came_ns:
+                await self._try(began_ns)
             if self._last is None:
                 raise self._office.refusal()
             return self._last
+
+    async def _try(self, began_ns: int) -> None:
+        """Ask the store; what it does not answer in time, it said last."""
+        try:
+            found = await in_time(self._ask(began_ns), READ_S_MAX)
+        except ElasticError as error:
+            log.debug("store_not_read error=%r", str(error))
+            found = None
+        if found is None:
+            self._failed_ns = self._clock.monotonic_ns()
+        self._last = found or self._last
 
     async def _ask(self, began_ns: int) -> Glimpse:
         records = await read_records(self._store, self._prefix)

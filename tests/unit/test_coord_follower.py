@@ -1,0 +1,131 @@
+"""The follower when many ask a standby at once, and its store is slow or silent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from elastic.coord import follower
+from elastic.coord.follower import Follower
+from elastic.coord.office import Office
+from elastic.core.view import ClusterView
+from elastic.errors import NotLeading, StoreUnavailable
+from elastic.runtime.clock import Clock, SystemClock
+from elastic.store.interface import Snapshot
+from tests.unit.test_coord_journal import PREFIX
+from tests.unit.test_coord_office import StoppedClock
+
+pytestmark = pytest.mark.anyio
+DEADLINE_S = 10.0
+READERS = 6
+
+
+class Asked:
+    """A store that counts who asks for the jobs, and answers nobody."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+        self.called = anyio.Event()
+
+    async def read(self, prefix: str) -> Snapshot:
+        if prefix.endswith("/jobs/"):
+            self.tries += 1
+            self.called.set()
+            await self.answer()
+        return Snapshot((), 1)
+
+    async def answer(self) -> None:
+        await anyio.sleep_forever()
+
+
+class Refusing(Asked):
+    """It answers at once that it cannot."""
+
+    async def answer(self) -> None:
+        await anyio.lowlevel.checkpoint()
+        raise StoreUnavailable("no answer")
+
+
+class Slow(Asked):
+    """It answers when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = anyio.Event()
+
+    async def answer(self) -> None:
+        await self.answers.wait()
+
+
+def standby(store: Asked, clock: Clock) -> Follower:
+    office = Office("b", clock)
+    office.saw(None)
+    store_: Any = store
+    return Follower(store_, PREFIX, office, clock)
+
+
+async def test_a_silent_store_keeps_all_who_wait_for_one_try_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follower, "READ_S_MAX", 0.2)
+    store, clock = Asked(), SystemClock()
+    follows = standby(store, clock)
+    follows.remember(ClusterView(clock.monotonic_ns() - 1_000_000_000, (), ()))
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(READERS):
+                tasks.start_soon(follows.look)
+        assert store.tries == 1
+        # It may be back by now: who asks later has another look.
+        _, said = await follows.look()
+    assert store.tries == 2
+    assert "from the store" in said
+
+
+async def test_a_try_that_failed_is_an_answer_to_all_who_waited_for_it() -> None:
+    store = Refusing()
+    follows = standby(store, SystemClock())
+    refused = 0
+
+    async def ask() -> None:
+        nonlocal refused
+        with pytest.raises(NotLeading):
+            await follows.look()
+        refused += 1
+
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(READERS):
+                tasks.start_soon(ask)
+    assert (refused, store.tries) == (READERS, 1)
+
+
+async def test_a_slow_store_is_asked_once_more_for_all_who_came_after_it_was_asked() -> None:
+    store, clock = Slow(), StoppedClock()
+    follows = standby(store, clock)
+    ages: list[str] = []
+
+    async def ask() -> None:
+        ages.append((await follows.look())[1].partition(",")[0])
+
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await store.called.wait()
+            clock.advance(1.0)
+            for _ in range(READERS):
+                tasks.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            clock.advance(0.5)
+            first, store.answers, store.called = store.answers, anyio.Event(), anyio.Event()
+            first.set()
+            await store.called.wait()
+            clock.advance(1.0)
+            store.answers.set()
+    assert store.tries == 2
+    # Nobody is shown what was read before it asked.
+    assert ages[0] == "as of 1.5 s ago"
+    assert ages[1:] == ["as of 1.0 s ago"] * READERS
