@@ -58,6 +58,12 @@ UNANSWERED = {
 SIGNS_OF_TLS = ("Socket closed", "TSI_", "SSL_ERROR", "WRONG_VERSION_NUMBER")
 """How gRPC puts it that one side spoke TLS and the other did not, or trusted somebody else."""
 NO_SPACE = "database space exceeded"
+FULL = (
+    "etcd has no space left for writes (its NOSPACE alarm): run 'etcdctl compaction --physical N' "
+    "with the revision N that 'etcdctl endpoint status -w json' shows, 'etcdctl defrag' for each "
+    "member, then 'etcdctl alarm disarm'; start the members with --auto-compaction-mode periodic "
+    "--auto-compaction-retention 1h, and raise --quota-backend-bytes if that is not enough"
+)
 # etcd reports these as invalid arguments.
 LOGIN_NEEDED = ("user name is empty", "authentication failed", "user name not found")
 STALE_LOGIN = ("invalid auth token", "revision of auth store is old")
@@ -249,10 +255,7 @@ class EtcdLink:
         if any(words in details for words in STALE_LOGIN) and self._access.username:
             return self.login_again(details)
         if NO_SPACE in details:
-            return StoreUnavailable(
-                "etcd has no space left for writes (its NOSPACE alarm); compact and defragment "
-                "it, or raise its quota, then disarm the alarm"
-            )
+            return StoreUnavailable(FULL)
         if code in UNANSWERED:
             return self.unanswered(index, f"{code.name} {details}")
         return self._denied(code, details) or Refusal(code, details)

@@ -89,6 +89,9 @@ def test_three_members_of_etcd_know_each_other_and_both_coordinators_know_them()
         assert variables["ETCD_ADVERTISE_CLIENT_URLS"] == f"https://{name}:2379"
         assert re.search(r":v\d+\.\d+\.\d+$", SERVICES[name]["image"])
         assert SERVICES[name]["healthcheck"]
+        # Else its history fills its quota, and it refuses even leases from then on.
+        assert variables["ETCD_AUTO_COMPACTION_MODE"] == "periodic"
+        assert variables["ETCD_AUTO_COMPACTION_RETENTION"] == "1h"
     for name in COORDINATORS:
         assert flag_of(name, "--store") == "etcd://" + ",".join(f"{e}:2379" for e in ETCDS)
     known = ",".join(f"{name}:7070" for name in COORDINATORS)
