@@ -115,6 +115,8 @@ class EtcdStore:
                 return await self._renew_once(lease_id, min(RENEW_TRY_S, patience.try_s()))
             except Unanswered as error:
                 await patience.pause(error)
+            except Refusal as refusal:
+                raise _unexpected("lease renewal", refusal) from None
 
     async def revoke_lease(self, lease_id: int) -> None:
         """End the lease now and delete its keys."""
@@ -155,16 +157,12 @@ class EtcdStore:
 
     async def _renew_once(self, lease_id: int, timeout_s: float) -> bool:
         """Renew on a stream of its own, so that nothing has to be put together after a failure."""
-        call, index = await self._link.stream(KEEP_ALIVE, timeout_s)
-        with self._link.running():
+        async with self._link.stream(KEEP_ALIVE, timeout_s) as (call, index):
             try:
                 await call.write(pb.LeaseKeepAliveRequest(ID=lease_id))
                 answer = await call.read()
             except grpc.aio.AioRpcError as error:
-                judged = self._link.judged(error, index)
-                if isinstance(judged, Refusal):
-                    judged = _unexpected("lease renewal", judged)
-                raise judged from None
+                raise self._link.judged(error, index) from None
             except asyncio.InvalidStateError as error:
                 raise self._link.unanswered(index, repr(error)) from None
             finally:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -184,11 +184,12 @@ class EtcdLink:
         self._current = access
         self._access = access()
         self._channels: dict[int, grpc.aio.Channel] = {}
-        # Of credentials that were renewed; what still runs on them may end in its own time.
+        # Of credentials that were renewed; closed once nothing runs on them any more.
         self._retired: list[grpc.aio.Channel] = []
+        # Calls and streams under way on each channel, retired ones too.
+        self._running: dict[grpc.aio.Channel, int] = {}
         self._asked = 0
         self._token = ""
-        self._running = 0
         self._ended = asyncio.Event()
         self.closing = asyncio.Event()
 
@@ -205,10 +206,10 @@ class EtcdLink:
             NotAuthorized: wrong or missing user.
         """
         index = self._index()
-        call: Any = self._channel(index).unary_unary(
-            method.path, request_serializer=_serialize, response_deserializer=method.parse
-        )
-        with self.running():
+        async with self._held(index) as channel:
+            call: Any = channel.unary_unary(
+                method.path, request_serializer=_serialize, response_deserializer=method.parse
+            )
             try:
                 metadata = await self._metadata(timeout_s)
                 answer: Answer = await call(request, timeout=timeout_s, metadata=metadata)
@@ -231,23 +232,25 @@ class EtcdLink:
             except Unanswered as error:
                 await patience.pause(error)
 
+    @asynccontextmanager
     async def stream(
         self, method: Method[Answer], timeout_s: float | None
-    ) -> tuple[grpc.aio.StreamStreamCall[Any, Answer], int]:
-        """Open a stream; returns it with the number of its endpoint, for `judged`.
+    ) -> AsyncIterator[tuple[grpc.aio.StreamStreamCall[Any, Answer], int]]:
+        """Open a stream, with the number of its endpoint, for `judged`; the caller ends it.
 
         Raises:
-            Unanswered, NotAuthorized: logging in failed.
+            Unanswered, Refusal, NotAuthorized: logging in failed.
         """
         index = self._index()
-        opened: Any = self._channel(index).stream_stream(
-            method.path, request_serializer=_serialize, response_deserializer=method.parse
-        )
-        try:
-            metadata = await self._metadata(TRY_S)
-        except grpc.aio.AioRpcError as error:
-            raise self.judged(error, index) from None
-        return opened(timeout=timeout_s, metadata=metadata), index
+        async with self._held(index) as channel:
+            opened: Any = channel.stream_stream(
+                method.path, request_serializer=_serialize, response_deserializer=method.parse
+            )
+            try:
+                metadata = await self._metadata(TRY_S)
+            except grpc.aio.AioRpcError as error:
+                raise self.judged(error, index) from None
+            yield opened(timeout=timeout_s, metadata=metadata), index
 
     def judged(self, error: grpc.aio.AioRpcError, index: int) -> Exception:
         """Return what a failed call means, and ask another endpoint from now on if it helps."""
@@ -270,16 +273,6 @@ class EtcdLink:
         if self._asked == index:
             self._asked = (index + 1) % len(self.endpoints)
         return Unanswered(f"{self.endpoints[index]}: {said}")
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Keep the channels open while a call or a stream is under way."""
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            self._ended.set()
 
     async def close(self) -> None:
         """Close all channels once the calls under way have ended, which have their deadlines.
@@ -306,6 +299,27 @@ class EtcdLink:
             raise closed()
         return self._asked
 
+    @asynccontextmanager
+    async def _held(self, index: int) -> AsyncIterator[grpc.aio.Channel]:
+        """Keep the channel to an endpoint open while a call or a stream is under way on it."""
+        channel = self._channel(index)
+        self._running[channel] = self._running.get(channel, 0) + 1
+        try:
+            yield channel
+        finally:
+            self._running[channel] -= 1
+            if not self._running[channel]:
+                del self._running[channel]
+            self._ended.set()
+            await self._close_idle()
+
+    async def _close_idle(self) -> None:
+        """Close the channels of earlier credentials on which nothing runs any more."""
+        idle = [channel for channel in self._retired if channel not in self._running]
+        self._retired = [channel for channel in self._retired if channel in self._running]
+        for channel in idle:
+            await channel.close()
+
     def _channel(self, index: int) -> grpc.aio.Channel:
         if (now := self._current()) is not self._access:
             self._access, self._token = now, ""
@@ -328,15 +342,16 @@ class EtcdLink:
         if not self._access.username:
             return (HAS_LEADER,)
         if not self._token:
-            login: Any = self._channel(self._asked).unary_unary(
-                AUTHENTICATE.path,
-                request_serializer=pb.AuthenticateRequest.SerializeToString,
-                response_deserializer=AUTHENTICATE.parse,
-            )
-            request = pb.AuthenticateRequest(
-                name=self._access.username, password=self._access.password
-            )
-            answer = await login(request, timeout=timeout_s, metadata=(HAS_LEADER,))
+            async with self._held(self._asked) as channel:
+                login: Any = channel.unary_unary(
+                    AUTHENTICATE.path,
+                    request_serializer=pb.AuthenticateRequest.SerializeToString,
+                    response_deserializer=AUTHENTICATE.parse,
+                )
+                request = pb.AuthenticateRequest(
+                    name=self._access.username, password=self._access.password
+                )
+                answer = await login(request, timeout=timeout_s, metadata=(HAS_LEADER,))
             self._token = answer.token
         return (HAS_LEADER, ("token", self._token))
 

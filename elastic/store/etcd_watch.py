@@ -188,8 +188,7 @@ async def _opened(link: EtcdLink, request: pb.WatchRequest) -> AsyncIterator[_St
     Raises:
         Unanswered: no server confirmed the watch in time.
     """
-    call, index = await link.stream(WATCH, None)
-    with link.running():
+    async with link.stream(WATCH, None) as (call, index):
         stream = _Stream(link, call, index)
         try:
             await stream.write(request)

@@ -7,9 +7,10 @@ import json
 import shutil
 import subprocess
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 import grpc
@@ -17,11 +18,11 @@ import grpc.aio
 import pytest
 
 from elastic.coord.roles import Role
-from elastic.errors import NotAuthorized, StoreUnavailable
+from elastic.errors import NotAuthorized, StoreError, StoreUnavailable
 from elastic.runtime.access import replace_file
 from elastic.store.etcd import EtcdStore
 from elastic.store.etcd_link import EtcdAccess
-from elastic.store.interface import Compare, Put
+from elastic.store.interface import Compare, Delete, Put
 from tests.etcd_server import Certificates, EtcdServer, find_etcd
 from tests.integration.coordinator import Coordinator, User, elastic_coord, spec
 from tests.integration.locked import authority, certificate
@@ -31,6 +32,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.etcd]
 WAIT_S = 15.0
 Code = grpc.StatusCode
 ROOT = "team"
+Answer = TypeVar("Answer")
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,58 @@ async def test_who_is_not_let_in_is_told_so_by_every_call(
             await store.read("")
         assert "secret" not in str(refused.value)
         assert "wrong" not in str(refused.value)
+    await store.close()
+
+
+# ---------------------------------------------------------------------------- renewed credentials
+
+
+def is_open(channel: grpc.aio.Channel) -> bool:
+    return channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
+
+
+async def test_connections_of_earlier_credentials_are_closed_once_nothing_runs_on_them(
+    guarded: EtcdServer,
+) -> None:
+    shown = EtcdAccess("worker", "secret")
+    store = EtcdStore([guarded.endpoint], root=ROOT, access=lambda: shown)
+    channels: list[grpc.aio.Channel] = []
+    with anyio.fail_after(WAIT_S):
+        for _ in range(5):
+            await store.read("")
+            channels += store._link._channels.values()
+            shown = EtcdAccess("worker", "secret")
+        await store.read("")
+    assert len(set(channels)) == 5
+    assert not any(map(is_open, channels))
+    await store.close()
+
+
+async def test_a_watch_outlives_the_credentials_that_it_began_with(guarded: EtcdServer) -> None:
+    shown = EtcdAccess("worker", "secret")
+    store = EtcdStore([guarded.endpoint], root=ROOT, access=lambda: shown)
+    with anyio.fail_after(WAIT_S):
+        lease = await store.grant_lease(30.0)
+        first = await store.commit([Compare("w", 0)], [Put("w", b"1", lease.lease_id)])
+        async with aclosing(store.watch("w", first.revision)) as watch:
+            assert (await anext(watch)).entry.value == b"1"
+            (channel,) = store._link._channels.values()
+            shown = EtcdAccess("worker", "secret")
+            await store.commit([Compare("w", first.revision)], [Put("w", b"2")])
+            assert is_open(channel)
+            assert (await anext(watch)).entry.value == b"2"
+        assert not is_open(channel)
+        (entry,) = (await store.read("w")).entries
+        await store.commit([Compare("w", entry.mod_revision)], [Delete("w")])
+    await store.close()
+
+
+async def test_a_renewal_by_a_user_of_a_server_without_users_is_refused_with_the_reason(
+    etcd: EtcdServer,
+) -> None:
+    store = EtcdStore([etcd.endpoint], access=EtcdAccess("worker", "secret"))
+    with anyio.fail_after(WAIT_S), pytest.raises(StoreError, match=r"lease renewal.*not enabled"):
+        await store.renew_lease(7)
     await store.close()
 
 
@@ -183,20 +237,18 @@ async def test_a_coordinator_leads_over_tls_and_follows_certificates_that_are_re
                 server.member.certificates = of_folder(theirs / "coordinator")
                 server.member.start()
                 server.member.wait_ready()
-                await wait_stopped(user, job)
+                await wait_answered(lambda: user.stop(job))
 
 
-async def wait_stopped(user: User, job: str) -> None:
-    """Stop a job, as soon as the store is back; the caller has a deadline."""
+async def wait_answered(ask: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Ask until somebody leads and has read the store; the caller has a deadline."""
     while True:
         try:
-            await user.stop(job)
+            return await ask()
         except grpc.aio.AioRpcError as error:
             if error.code() not in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED):
                 raise
             await anyio.sleep(0.1)
-        else:
-            return
 
 
 @pytest.mark.parametrize(
@@ -282,6 +334,7 @@ async def test_a_coordinator_goes_on_when_its_password_was_renewed_on_both_sides
             running.wait_logged("leader name=", times=2)
             with anyio.fail_after(WAIT_S):
                 async with User(running.address) as user:
-                    await wait_stopped(user, await user.submit(spec("after", workers=(50, 50))))
+                    job = await wait_answered(lambda: user.submit(spec("after", workers=(50, 50))))
+                    await user.stop(job)
     finally:
         renew_password(guarded, "worker", "secret")
