@@ -5,8 +5,9 @@ Where Ray's behaviour is a known trap, the difference is said in the field's lin
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,25 @@ from typing import Any
 from elastic.core.config import PRIORITY_MAX, check_name
 from elastic.core.world import Resources, Strategy
 from elastic.errors import ConfigError
+from elastic.train.expecting import (
+    expect,
+    expect_bool,
+    expect_environment,
+    expect_names,
+    is_number,
+    is_whole,
+    refuse,
+    take_callbacks,
+    take_default,
+    take_int,
+    take_seconds,
+)
 
 RECOVERIES = ("auto", "in_place", "reenter", "restart")
 NumWorkers = int | tuple[int, int]
 STEPS_MAX = 2**31 - 1
+AMOUNTS = "a dict of numbers, such as {'CPU': 2, 'GPU': 1}, or None"
+LABELS = "a dict of str, such as {'zone': 'a'}, or None"
 
 
 @dataclass(frozen=True)
@@ -45,35 +61,40 @@ class ScalingConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        bounds = self.num_workers if isinstance(self.num_workers, tuple) else (self.num_workers,)
-        are_ints = all(isinstance(b, int) and not isinstance(b, bool) for b in bounds)
-        if not are_ints or len(bounds) != (2 if isinstance(self.num_workers, tuple) else 1):
-            raise ConfigError(
-                f"ScalingConfig: num_workers={self.num_workers!r}: expected an int, or (min, max)"
-            )
-        low, high = self.min_workers, self.max_workers
-        if low < 0 or high < low or (low == 0 and high != 0):
-            raise ConfigError(
-                f"ScalingConfig: num_workers={self.num_workers!r}: expected 1 <= min <= max, or 0 "
-                f"to train in this process"
-            )
+        self._check_number()
+        expect_bool(self, "use_gpu")
+        amounts = expect_names(self, "resources_per_worker", AMOUNTS)
+        if not all(is_number(amount) for amount in amounts.values()):
+            refuse(self, "resources_per_worker", AMOUNTS)
         names = [strategy.value for strategy in Strategy]
         if self.placement_strategy not in names:
-            raise ConfigError(
-                f"ScalingConfig: placement_strategy={self.placement_strategy!r}: expected one of "
-                f"{', '.join(names)}"
-            )
-        replica = self.workers_per_replica
-        if replica < 1 or low % replica or high % replica:
-            raise ConfigError(
-                f"ScalingConfig: workers_per_replica={replica}: expected a number that divides "
-                f"num_workers={self.num_workers!r}"
-            )
+            refuse(self, "placement_strategy", f"one of {', '.join(names)}")
+        expect(self, "accelerator_type", str, "a str such as 'H100', or None", none=True)
+        labels = expect_names(self, "label_selector", LABELS)
+        if not all(isinstance(label, str) for label in labels.values()):
+            refuse(self, "label_selector", LABELS)
+        what = f"a number that divides num_workers={self.num_workers!r}"
+        take_int(self, "workers_per_replica", what, low=1)
+        if self.min_workers % self.workers_per_replica or (
+            self.max_workers % self.workers_per_replica
+        ):
+            refuse(self, "workers_per_replica", what)
         if not self.resources().amount("GPU") and self.use_gpu:
             raise ConfigError(
                 f"ScalingConfig: use_gpu=True, but resources_per_worker="
                 f"{dict(self.resources_per_worker or {})} has no GPU: add 'GPU': 1"
             )
+
+    def _check_number(self) -> None:
+        number = self.num_workers
+        bounds = number if isinstance(number, tuple) else (number, number)
+        if len(bounds) != 2 or not all(is_whole(bound) for bound in bounds):
+            refuse(self, "num_workers", "an int, or (min, max)")
+        low, high = int(bounds[0]), int(bounds[1])
+        if low < 0 or high < low or (low == 0 and high != 0):
+            refuse(self, "num_workers", "1 <= min <= max, or 0 to train in this process")
+        plain = (low, high) if isinstance(number, tuple) else low
+        object.__setattr__(self, "num_workers", plain)
 
     @property
     def min_workers(self) -> int:
@@ -93,7 +114,7 @@ class ScalingConfig:
     def resources(self) -> Resources:
         """Return what each worker takes from its node; a slot is taken in any case."""
         if self.resources_per_worker is not None:
-            return Resources.of(self.resources_per_worker)
+            return Resources.of({k: float(v) for k, v in self.resources_per_worker.items()})
         return Resources.of({"GPU": 1}) if self.use_gpu else Resources()
 
 
@@ -122,26 +143,11 @@ class FailureConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if not isinstance(self.max_failures, int) or self.max_failures < -1:
-            raise ConfigError(
-                f"FailureConfig: max_failures={self.max_failures!r}: expected an int, "
-                f"-1 (for ever) or more"
-            )
-        if not isinstance(self.max_preemptions, int) or self.max_preemptions < -1:
-            raise ConfigError(
-                f"FailureConfig: max_preemptions={self.max_preemptions!r}: expected an int, "
-                f"-1 (for ever) or more"
-            )
-        if not 0 <= self.hang_timeout_s < float("inf"):
-            raise ConfigError(
-                f"FailureConfig: hang_timeout_s={self.hang_timeout_s!r}: expected seconds, or 0 "
-                f"for never"
-            )
+        for budget in ("max_failures", "max_preemptions"):
+            take_int(self, budget, "an int, -1 (for ever) or more", low=-1)
+        take_seconds(self, "hang_timeout_s", "seconds, or 0 for never", zero=True)
         if self.recovery not in RECOVERIES:
-            raise ConfigError(
-                f"FailureConfig: recovery={self.recovery!r}: expected one of "
-                f"{', '.join(RECOVERIES)}"
-            )
+            refuse(self, "recovery", f"one of {', '.join(RECOVERIES)}")
 
 
 @dataclass(frozen=True)
@@ -163,11 +169,7 @@ class PeerReplication:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        n = self.every_n_steps
-        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= STEPS_MAX:
-            raise ConfigError(
-                f"PeerReplication: every_n_steps={n!r}: expected an int from 1 to {STEPS_MAX}"
-            )
+        take_int(self, "every_n_steps", f"an int from 1 to {STEPS_MAX}", low=1, high=STEPS_MAX)
 
 
 @dataclass(frozen=True)
@@ -197,33 +199,16 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        kept = self.num_to_keep
-        if kept is not None and (not isinstance(kept, int) or kept < 1):
-            raise ConfigError(
-                f"CheckpointConfig: num_to_keep={kept!r}: expected None (all) or an int >= 1"
-            )
-        n = self.every_n_steps
-        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
-            raise ConfigError(
-                f"CheckpointConfig: every_n_steps={n!r}: expected None (never) or an int >= 1"
-            )
-        s = self.every_s
-        is_number = isinstance(s, (int, float)) and not isinstance(s, bool)
-        if s is not None and not (is_number and 0 < s < float("inf")):
-            raise ConfigError(
-                f"CheckpointConfig: every_s={self.every_s!r}: expected None (never) or seconds > 0"
-            )
-        peers = self.peer_replication
-        if peers is not None and not isinstance(peers, PeerReplication):
-            raise ConfigError(
-                f"CheckpointConfig: peer_replication={peers!r}: expected None, or "
-                f"PeerReplication(every_n_steps=...)"
-            )
+        take_int(self, "num_to_keep", "None (all) or an int >= 1", low=1, none=True)
+        take_int(self, "every_n_steps", "None (never) or an int >= 1", low=1, none=True)
+        take_seconds(self, "every_s", "None (never) or seconds > 0", none=True)
+        expect_bool(self, "async_save")
+        peers = "None, or PeerReplication(every_n_steps=...)"
+        expect(self, "peer_replication", PeerReplication, peers, none=True)
+        metric = "the name of a metric, or None"
+        expect(self, "checkpoint_score_attribute", str, metric, none=True)
         if self.checkpoint_score_order not in ("max", "min"):
-            raise ConfigError(
-                f"CheckpointConfig: checkpoint_score_order={self.checkpoint_score_order!r}: "
-                f"expected max or min"
-            )
+            refuse(self, "checkpoint_score_order", "max or min")
 
 
 @dataclass(frozen=True)
@@ -236,8 +221,8 @@ class RunConfig:
             one whose run succeeded, or still runs, is refused.
         storage_path: parent of the run directory, a path or any fsspec URL; default
             "~/elastic_results".
-        failure_config, checkpoint_config: see there.
-        callbacks: called in the driver: objects with `after_report(metrics)` and
+        failure_config, checkpoint_config: see there; None for the default ones.
+        callbacks: called in the driver: a list of objects with `after_report(metrics)` and
             `after_event(name, fields)`, either of them.
         worker_env: environment variables for the workers.
         priority: on a cluster with several jobs, those with a greater one go first; -1000 to 1000.
@@ -249,7 +234,7 @@ class RunConfig:
     storage_path: str | Path | None = None
     failure_config: FailureConfig = field(default_factory=FailureConfig)
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
-    callbacks: tuple[Any, ...] = ()
+    callbacks: Sequence[Any] = ()
     worker_env: Mapping[str, str] | None = None
     priority: int = 0
     project: str = ""
@@ -257,26 +242,23 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        expect(self, "name", str, "a str, or None for one that is made from the script", none=True)
         if self.name is not None:
             check_name("run", self.name)
-        is_int = isinstance(self.priority, int) and not isinstance(self.priority, bool)
-        if not is_int or abs(self.priority) > PRIORITY_MAX:
-            raise ConfigError(
-                f"RunConfig: priority={self.priority!r}: expected an int, -{PRIORITY_MAX} to "
-                f"{PRIORITY_MAX}"
-            )
-        if not isinstance(self.project, str):
-            raise ConfigError(f"RunConfig: project={self.project!r}: expected a str")
+        expect(self, "storage_path", (str, os.PathLike), "a str, a Path or None", none=True)
+        take_default(self, "failure_config", FailureConfig)
+        take_default(self, "checkpoint_config", CheckpointConfig)
+        take_callbacks(self, "callbacks")
+        expect_environment(self, "worker_env")
+        what = f"an int, -{PRIORITY_MAX} to {PRIORITY_MAX}"
+        take_int(self, "priority", what, low=-PRIORITY_MAX, high=PRIORITY_MAX)
+        expect(self, "project", str, "a str")
+        expect_bool(self, "preemptible")
         if isinstance(self.storage_path, Path) and re.match(r"\w+:/", str(self.storage_path)):
             raise ConfigError(
                 f"RunConfig: storage_path={self.storage_path!r}: pathlib takes a slash out of a "
                 f"URL; pass it as a str"
             )
-        for key, value in (self.worker_env or {}).items():
-            if not isinstance(key, str) or not isinstance(value, str):
-                raise ConfigError(
-                    f"RunConfig: worker_env[{key!r}]={value!r}: expected a str for a str"
-                )
 
 
 @dataclass(frozen=True)
@@ -298,12 +280,7 @@ class TorchConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         if self.backend not in (None, "gloo", "nccl"):
-            raise ConfigError(f"TorchConfig: backend={self.backend!r}: expected gloo or nccl")
+            refuse(self, "backend", "gloo or nccl")
         if self.consistency not in ("bitwise", "samples"):
-            raise ConfigError(
-                f"TorchConfig: consistency={self.consistency!r}: expected bitwise or samples"
-            )
-        if not 0 < self.timeout_s < float("inf"):
-            raise ConfigError(
-                f"TorchConfig: timeout_s={self.timeout_s}: expected a finite number > 0"
-            )
+            refuse(self, "consistency", "bitwise or samples")
+        take_seconds(self, "timeout_s", "seconds, a finite number > 0")

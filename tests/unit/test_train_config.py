@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy
 import pytest
 
 from elastic.errors import ConfigError, StorageError, UsageError
@@ -13,6 +15,7 @@ from elastic.train import (
     Checkpoint,
     CheckpointConfig,
     FailureConfig,
+    PeerReplication,
     Result,
     RunConfig,
     ScalingConfig,
@@ -60,6 +63,130 @@ from elastic.train.config import TorchConfig
 def test_a_value_that_cannot_work_is_refused_by_name(make: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "says"),
+    [
+        (FailureConfig, "hang_timeout_s", None, "hang_timeout_s=None: expected seconds"),
+        (FailureConfig, "hang_timeout_s", "30", "hang_timeout_s='30': expected seconds"),
+        (FailureConfig, "max_failures", True, "max_failures=True: expected an int"),
+        (FailureConfig, "max_preemptions", 0.5, "max_preemptions=0.5: expected an int"),
+        (FailureConfig, "recovery", ["auto"], r"recovery=\['auto'\]: expected one of"),
+        (TorchConfig, "timeout_s", None, "timeout_s=None: expected seconds"),
+        (TorchConfig, "timeout_s", datetime.timedelta(seconds=3), "timedelta.*expected seconds"),
+        (ScalingConfig, "workers_per_replica", "2", "workers_per_replica='2'.*divides"),
+        (ScalingConfig, "resources_per_worker", {"CPU": "2"}, "'2'}: expected a dict of numbers"),
+        (ScalingConfig, "resources_per_worker", {"CPU": True}, "True}: expected a dict of num"),
+        (ScalingConfig, "resources_per_worker", {2: 2}, "{2: 2}: expected a dict of numbers"),
+        (ScalingConfig, "resources_per_worker", ["CPU"], r"\['CPU'\]: expected a dict of num"),
+        (ScalingConfig, "label_selector", "a=1", "'a=1': expected a dict of str"),
+        (ScalingConfig, "label_selector", {"a": 1}, "{'a': 1}: expected a dict of str"),
+        (ScalingConfig, "accelerator_type", 5, "accelerator_type=5: expected a str"),
+        (ScalingConfig, "use_gpu", "no", "use_gpu='no': expected True or False"),
+        (CheckpointConfig, "async_save", "no", "async_save='no': expected True or False"),
+        (CheckpointConfig, "num_to_keep", True, "num_to_keep=True: expected None"),
+        (CheckpointConfig, "checkpoint_score_attribute", 3, "attribute=3: expected the name"),
+        (RunConfig, "failure_config", {"max_failures": 3}, "3}: expected a FailureConfig"),
+        (RunConfig, "checkpoint_config", FailureConfig(), "expected a CheckpointConfig"),
+        (RunConfig, "name", 3, "name=3: expected a str"),
+        (RunConfig, "storage_path", 3, "storage_path=3: expected a str"),
+        (RunConfig, "preemptible", "no", "preemptible='no': expected True or False"),
+        (RunConfig, "worker_env", ["A=1"], r"\['A=1'\]: expected a dict of environment"),
+        (RunConfig, "worker_env", {"A=B": "1"}, r"worker_env\['A=B'\]='1': .* no '='"),
+        (RunConfig, "worker_env", {"": "1"}, r"worker_env\[''\]='1': .*at least one char"),
+        (RunConfig, "worker_env", {"A": "1\0"}, r"worker_env\['A'\].* NUL"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_where_it_is_written(
+    kind: Any, field: str, value: Any, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{kind.__name__}: .*{says}"):
+        kind(**{field: value})
+
+
+def test_numbers_of_numpy_are_taken_as_plain_ones() -> None:
+    two, half = numpy.int64(2), numpy.float32(0.5)
+    scaling = ScalingConfig(
+        num_workers=(two, two),  # type: ignore[arg-type]
+        workers_per_replica=two,  # type: ignore[arg-type]
+        resources_per_worker={"CPU": two, "GPU": half},  # type: ignore[dict-item]
+    )
+    assert scaling.resources().as_dict() == {"CPU": 2.0, "GPU": 0.5}
+    failures = FailureConfig(max_failures=two, hang_timeout_s=half)  # type: ignore[arg-type]
+    times = TorchConfig(timeout_s=two).timeout_s  # type: ignore[arg-type]
+    plain = (*scaling.num_workers, failures.max_failures, failures.hang_timeout_s, times)  # type: ignore[misc]
+    assert [(type(value), value) for value in plain] == [
+        (int, 2), (int, 2), (int, 2), (float, 0.5), (int, 2),
+    ]  # fmt: skip
+    assert PeerReplication(every_n_steps=two).every_n_steps == 2  # type: ignore[arg-type]
+
+
+def test_none_stands_for_the_default_of_a_nested_configuration() -> None:
+    config = RunConfig(failure_config=None, checkpoint_config=None, callbacks=None)  # type: ignore[arg-type]
+    assert config == RunConfig()
+
+
+# ------------------------------------------------------------------------------------ callbacks
+
+
+class Reports:
+    """Told of reports only; how its argument is called is its own business."""
+
+    def after_report(self, what: dict[str, Any]) -> None:
+        """Take it."""
+
+
+class Events:
+    """Told of events only, and has the other method switched off."""
+
+    after_report = None
+
+    def after_event(self, name: str, fields: dict[str, str], *more: Any) -> None:
+        """Take it."""
+
+
+class RayStyle:
+    """As a callback of Ray's is."""
+
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+        """Take what nobody gives here."""
+
+
+class EventsOfOneArgument:
+    """Takes too little."""
+
+    def after_event(self, event: Any) -> None:
+        """Take one thing where there are two."""
+
+
+class NotCallable:
+    """Has the name for something else."""
+
+    after_report = "yes"
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "says"),
+    [
+        ([print], r"callbacks\[0\]=<built-in function print>: expected .*after_report\(metrics\)"),
+        (print, "callbacks=<built-in function print>: expected a list"),
+        (Reports(), "callbacks=.*Reports.*: expected a list"),
+        ([Reports(), RayStyle()], r"callbacks\[1\]=.*RayStyle.*after_report\(metrics\)"),
+        ([Reports], r"callbacks\[0\]=<class .*Reports"),
+        ([EventsOfOneArgument()], r"callbacks.*EventsOfOne.*after_event\(name, fields\)"),
+        ([NotCallable()], r"callbacks\[0\]=.*NotCallable"),
+    ],
+)
+def test_a_callback_that_cannot_be_told_is_refused(callbacks: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^RunConfig: {says}"):
+        RunConfig(callbacks=callbacks)
+
+
+def test_callbacks_are_kept_in_their_order() -> None:
+    reports, events = Reports(), Events()
+    assert RunConfig(callbacks=[reports, events]).callbacks == (reports, events)
+    assert RunConfig(callbacks=(events,)).callbacks == (events,)
 
 
 def test_a_range_of_workers_is_elastic_and_a_number_is_not() -> None:

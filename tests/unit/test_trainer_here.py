@@ -199,13 +199,23 @@ def count_on(config: dict[str, Any]) -> int:
     return first
 
 
+class Unpicklable:
+    """A callback that cannot be stored."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def after_report(self, metrics: dict[str, Any]) -> None:
+        """Take it."""
+
+
 def failing_once(tmp_path: Path) -> TorchTrainer:
     once = str(tmp_path / "once")
     run_config = train.RunConfig(
         name="r",
         storage_path=tmp_path,
         checkpoint_config=train.CheckpointConfig(num_to_keep=2),
-        callbacks=(open(__file__),),  # noqa: SIM115 - something that cannot be pickled
+        callbacks=(Unpicklable(),),
     )
     return TorchTrainer(
         count_on,
@@ -234,7 +244,6 @@ def test_a_run_that_failed_is_resumed_under_its_name(
     assert (again.checkpoint, again.error) == (result.checkpoint, None)
     with pytest.raises(NameTaken, match="has succeeded"):
         failing.fit()
-    failing.run_config.callbacks[0].close()
 
 
 def test_a_trainer_is_restored_from_its_run(tmp_path: Path) -> None:
@@ -244,7 +253,6 @@ def test_a_trainer_is_restored_from_its_run(tmp_path: Path) -> None:
         TorchTrainer.restore(tmp_path / "r")
     with pytest.raises(TrainingFailed):
         failing.fit()
-    failing.run_config.callbacks[0].close()
     assert TorchTrainer.can_restore(tmp_path / "r")
     moved = tmp_path / "moved"
     (tmp_path / "r").rename(moved)
@@ -262,7 +270,6 @@ def test_restoring_with_a_function_unpickles_nothing(tmp_path: Path) -> None:
     failing = failing_once(tmp_path)
     with pytest.raises(TrainingFailed):
         failing.fit()
-    failing.run_config.callbacks[0].close()
     (tmp_path / "r" / "trainer.pkl").write_bytes(b"cos\nsystem\n(S'touch /dev/full'\ntR.")
     scaling = train.ScalingConfig(num_workers=0)
     config = {"epochs": 4}

@@ -1,0 +1,214 @@
+"""What a field of a configuration may be; whatever is something else is refused by its name.
+
+Rule: a wrong type is known where it is written, and not on the way to the cluster or on a worker.
+A number is kept as a plain one, whatever library it comes from.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any, NoReturn
+
+from elastic.errors import ConfigError
+
+CALLBACK_METHODS = {"after_report": ("metrics",), "after_event": ("name", "fields")}
+"""What is called of a callback, each with what it is called with."""
+
+
+def refuse(config: object, field: str, what: str) -> NoReturn:
+    """Raise what a wrong value raises.
+
+    Args:
+        config: the configuration.
+        field: its name there.
+        what: what was expected in its place.
+
+    Raises:
+        ConfigError: always.
+    """
+    value = getattr(config, field)
+    raise ConfigError(f"{type(config).__name__}: {field}={value!r}: expected {what}")
+
+
+def expect(
+    config: object, field: str, kind: type | tuple[type, ...], what: str, *, none: bool = False
+) -> None:
+    """Refuse a value of another class.
+
+    Args:
+        config: the configuration.
+        field: its name there.
+        kind: the class, or several.
+        what: the same in words.
+        none: None will do, too.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    value = getattr(config, field)
+    if not (isinstance(value, kind) or (none and value is None)):
+        refuse(config, field, what)
+
+
+def expect_bool(config: object, field: str) -> None:
+    """Refuse what is only true or false by itself, such as "no".
+
+    Raises:
+        ConfigError: it is no bool.
+    """
+    expect(config, field, bool, "True or False")
+
+
+def take_int(
+    config: object,
+    field: str,
+    what: str,
+    *,
+    low: int,
+    high: float = math.inf,
+    none: bool = False,
+) -> None:
+    """Keep a whole number as an int.
+
+    Args:
+        config: the configuration.
+        field: its name there.
+        what: what is expected, in words.
+        low: the least that will do.
+        high: the most.
+        none: None will do, too.
+
+    Raises:
+        ConfigError: it is something else, or beyond the bounds.
+    """
+    value = getattr(config, field)
+    if none and value is None:
+        return
+    if not is_whole(value) or not low <= value <= high:
+        refuse(config, field, what)
+    _put(config, field, int(value))
+
+
+def take_seconds(
+    config: object, field: str, what: str, *, zero: bool = False, none: bool = False
+) -> None:
+    """Keep a finite number of seconds as a plain one.
+
+    Args:
+        config: the configuration.
+        field: its name there.
+        what: what is expected, in words.
+        zero: 0 will do, too.
+        none: None will do, too.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    value = getattr(config, field)
+    if none and value is None:
+        return
+    if not is_number(value) or not math.isfinite(value) or not (value > 0 or (zero and value == 0)):
+        refuse(config, field, what)
+    _put(config, field, int(value) if is_whole(value) else float(value))
+
+
+def take_default(config: object, field: str, kind: type) -> None:
+    """Put the default configuration in place of None.
+
+    Raises:
+        ConfigError: it is of another class, such as a dict.
+    """
+    if getattr(config, field) is None:
+        _put(config, field, kind())
+    expect(config, field, kind, f"a {kind.__name__}, such as {kind.__name__}(...), or None")
+
+
+def is_whole(value: object) -> bool:
+    """Return whether a value is a whole number, NumPy's among them; True is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a real number, NumPy's among them; True is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def expect_names(config: object, field: str, what: str) -> Mapping[str, Any]:
+    """Return a mapping whose keys are strings, an empty one for None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    expect(config, field, Mapping, what, none=True)
+    names: Mapping[str, Any] = getattr(config, field) or {}
+    if not all(isinstance(name, str) for name in names):
+        refuse(config, field, what)
+    return names
+
+
+def expect_environment(config: object, field: str) -> None:
+    """Refuse what no process can have as its environment variables.
+
+    Raises:
+        ConfigError: it is no mapping, or naming the variable.
+    """
+    what = "a dict of environment variables, such as {'NAME': 'value'}"
+    expect(config, field, Mapping, what, none=True)
+    for key, value in (getattr(config, field) or {}).items():
+        said = f"{type(config).__name__}: {field}[{key!r}]={value!r}"
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ConfigError(f"{said}: expected a str for a str")
+        if not key or "=" in key or "\0" in key + value:
+            raise ConfigError(
+                f"{said}: expected the name of an environment variable (at least one character, "
+                f"no '='), and neither in it nor in its value the character NUL"
+            )
+
+
+def take_callbacks(config: object, field: str) -> None:
+    """Keep callbacks as a tuple, once each of them can be called as it will be.
+
+    Raises:
+        ConfigError: it is no list, or naming the one that cannot.
+    """
+    callbacks = getattr(config, field)
+    if callbacks is None:
+        callbacks = ()
+    if not isinstance(callbacks, (list, tuple)):
+        refuse(config, field, "a list of callbacks, also of a single one: [callback]")
+    for number, callback in enumerate(callbacks):
+        if not _can_be_told(callback):
+            raise ConfigError(
+                f"{type(config).__name__}: {field}[{number}]={callback!r}: expected an object with "
+                f"after_report(metrics) and/or after_event(name, fields)"
+            )
+    _put(config, field, tuple(callbacks))
+
+
+def _can_be_told(callback: object) -> bool:
+    """Return whether a callback has methods of ours, and each takes what it will be given."""
+    found = {name: getattr(callback, name, None) for name in CALLBACK_METHODS}
+    methods = {name: method for name, method in found.items() if method is not None}
+    return bool(methods) and all(
+        callable(method) and _takes(method, CALLBACK_METHODS[name])
+        for name, method in methods.items()
+    )
+
+
+def _takes(method: Any, arguments: tuple[str, ...]) -> bool:
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):
+        return True  # Some functions in C do not say.
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _put(config: object, field: str, value: object) -> None:
+    object.__setattr__(config, field, value)  # It is frozen once it is made; here it is not yet.
