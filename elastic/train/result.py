@@ -17,6 +17,7 @@ from elastic.storage.metrics import has_metrics
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunPhase, read_run
 from elastic.train.checkpoint import Checkpoint
+from elastic.train.metrics import as_reported, from_json
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def read_history(run_path: str) -> list[dict[str, Any]]:
         StorageError: the file is there and cannot be read.
     """
     rows = RunDirectory(run_path).read_metrics()
+    rows = [{**row, "metrics": as_reported(row["metrics"])} for row in rows]
     newest = {row["at"]: number for number, row in enumerate(rows) if "at" in row}
     return [row for n, row in enumerate(rows) if "at" not in row or newest[row["at"]] == n]
 
@@ -186,7 +188,7 @@ def result_of(
         error: why the run failed.
     """
     history = read_history(run_path) if run_path else []
-    kept = [(Checkpoint(c.path), json.loads(c.metrics)) for c in checkpoints if not c.automatic]
+    kept = [(Checkpoint(c.path), from_json(c.metrics)) for c in checkpoints if not c.automatic]
     metrics = history[-1]["metrics"] if history else None
     reported = [record for record in checkpoints if not record.automatic]
     if metrics is not None and reported and _came_with(history[-1], reported[-1]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import time
@@ -22,6 +21,7 @@ from elastic.train.checkpoint import (
     ReportedCheckpoint,
     ReportedCheckpointStatus,
 )
+from elastic.train.metrics import checked, from_json, to_json
 from elastic.train.uploading import UploadFunction, bring
 from elastic.worker import context as worker_context
 from elastic.worker.context import WorkerContext
@@ -118,7 +118,8 @@ def report(
 
     Args:
         metrics: names to numbers, strings, or anything JSON can say; 0-dimensional tensors and
-            NumPy scalars are turned into numbers.
+            NumPy scalars are turned into numbers. NaN and infinite numbers are kept; the files in
+            the run directory say them as text, such as "nan".
         checkpoint: this rank's files, None if this rank has none. With SYNC they are copied: the
             directory may be deleted afterwards.
         checkpoint_dir_name: name of its directory; by default one that is never used twice.
@@ -149,7 +150,7 @@ def report(
     if engine is not None and engine.has_begun:
         if not engine.has_stepped():
             return
-        metrics = {**engine.logbook.take_averages(), **_checked(metrics)}
+        metrics = {**engine.logbook.take_averages(), **checked(metrics)}
     text = to_json(metrics)
     wish = _wished(context, checkpoint, validation)
     if checkpoint is None:
@@ -190,39 +191,6 @@ def _wished(
             "TorchTrainer(..., validation_config=train.ValidationConfig(fn=...))"
         )
     return wish_of(validation)
-
-
-def to_json(metrics: Mapping[str, Any]) -> str:
-    """Return metrics as a JSON object.
-
-    Raises:
-        UsageError: naming the metric that JSON cannot say.
-    """
-    plain = {}
-    for name, value in _checked(metrics).items():
-        if hasattr(value, "item") and getattr(value, "size", None) is not None:
-            count = value.numel() if hasattr(value, "numel") else value.size
-            value = value.item() if count == 1 else value
-        if isinstance(value, float) and not math.isfinite(value):
-            value = str(value)
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"train.report: metric {name!r} is a {type(value).__name__}, which JSON cannot say "
-                f"({error}); report a number, e.g. tensor.mean().item()"
-            ) from error
-        plain[str(name)] = value
-    return json.dumps(plain)
-
-
-def _checked(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(metrics, Mapping):
-        raise UsageError(
-            f"train.report: metrics is a {type(metrics).__name__}, expected a dict such as "
-            f'{{"loss": 0.5}}'
-        )
-    return metrics
 
 
 _begins_from: Checkpoint | None = None
@@ -298,7 +266,7 @@ def get_all_reported_checkpoints(
     while True:
         found = [
             ReportedCheckpoint(
-                Checkpoint(run.checkpoint_path(name)), json.loads(marker.metrics), marker.status
+                Checkpoint(run.checkpoint_path(name)), from_json(marker.metrics), marker.status
             )
             for name, marker in _counting(context, run)
         ]

@@ -34,6 +34,7 @@ from elastic.train.beginning import (
 )
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
+from elastic.train.metrics import as_reported
 from elastic.train.result import Result, committed_in, kept_of, result_of
 from elastic.train.session import beginning_from
 from elastic.train.stored import pack_trainer, read_trainer
@@ -318,6 +319,7 @@ class TorchTrainer:
         raise error
 
     def _on_report(self, metrics: dict[str, Any]) -> None:
+        metrics = as_reported(metrics)
         for callback in self.run_config.callbacks:
             after_report = getattr(callback, "after_report", None)
             if after_report is not None:

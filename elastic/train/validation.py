@@ -14,7 +14,7 @@ from typing import Any
 from elastic.errors import ConfigError, UsageError
 from elastic.storage.validation import Wish
 from elastic.train.checkpoint import Checkpoint
-from elastic.train.session import to_json
+from elastic.train.metrics import to_json
 from elastic.worker.validating import ValidationPlan
 
 ValidationFunction = Callable[..., Mapping[str, Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_a_run_leaves_metrics_checkpoints_and_a_value(tmp_path: Path) -> None:
     assert result.metrics == {"epoch": -1}
     assert result.return_value == {"epochs": 4}
     assert [row["metrics"]["epoch"] for row in result.history] == [0, 1, 2, 3, -1] == told
-    assert result.history[0]["metrics"]["odd"] == "nan"
+    assert math.isnan(result.history[0]["metrics"]["odd"])
     assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [2, 3]
     assert result.checkpoint == result.best_checkpoints[-1][0]
     assert len(list((tmp_path / "here" / "checkpoints").iterdir())) == 2
@@ -65,6 +66,42 @@ def test_a_run_leaves_metrics_checkpoints_and_a_value(tmp_path: Path) -> None:
     assert result.error is None
     assert train.is_driver()
     assert not dist.is_initialized()
+
+
+def test_numbers_that_json_lacks_come_back_as_numbers_from_files_that_lack_them(
+    tmp_path: Path,
+) -> None:
+    heard: list[dict[str, Any]] = []
+    listed: list[dict[str, Any]] = []
+
+    class Callback:
+        def after_report(self, metrics: dict[str, Any]) -> None:
+            heard.append(metrics)
+
+    def diverge() -> None:
+        metrics = {"loss": float("nan"), "best": torch.tensor(-math.inf), "deep": {"x": [math.inf]}}
+        train.report({**metrics, "said": "nano"}, checkpoint=train.Checkpoint.from_dict({}))
+        listed.extend(c.metrics for c in train.get_all_reported_checkpoints())
+
+    result = trainer(diverge, tmp_path, name="odd", callbacks=[Callback()]).fit()
+    kept = [metrics for _, metrics in result.best_checkpoints]
+    again = train.Result.from_path(tmp_path / "odd").metrics
+    told = [result.metrics, again, result.history[0]["metrics"], *kept, *heard, *listed]
+    assert len(told) == 6
+    for metrics in told:
+        assert metrics is not None
+        assert math.isnan(metrics["loss"])
+        assert (metrics["best"], metrics["deep"]) == (-math.inf, {"x": [math.inf]})
+        assert metrics["said"] == "nano"
+    run = tmp_path / "odd"
+    (marker,) = run.glob("checkpoints/*/_COMMITTED")
+
+    def refuse(word: str) -> None:
+        pytest.fail(f"{word} is no JSON")
+
+    for text in (marker.read_text(), *(run / "metrics.jsonl").read_text().splitlines()):
+        assert '"nan"' in text
+        json.loads(text, parse_constant=refuse)
 
 
 def test_two_runs_within_a_second_have_directories_of_their_own(
