@@ -11,9 +11,13 @@ import atexit
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from elastic.client.embedded import Cluster, start_cluster, stop_cluster
+from elastic.core.config import JobSpec
+from elastic.core.policy.placement import Offer, place
+from elastic.core.world import Node
 from elastic.errors import ConfigError, Unavailable, UsageError
 from elastic.runtime.access import Access, find_access
 
@@ -143,6 +147,32 @@ def require_cluster(min_workers: int, max_workers: int) -> Cluster:
                 f"{process.returncode}): call elastic.shutdown(), then elastic.init()"
             )
     return _cluster
+
+
+def check_fits(spec: JobSpec, nodes: Sequence[Node]) -> None:
+    """Refuse a run that would wait for ever on a cluster of this script's own, which cannot grow.
+
+    Args:
+        spec: the run.
+        nodes: of the cluster; without one, such as while its agent comes back, nothing is known.
+
+    Raises:
+        UsageError: with what is missing.
+    """
+    offers = [
+        Offer(
+            node.node_id, node.num_slots, node.resources, node.resources,
+            accelerator_type=node.accelerator_type, labels=node.labels,
+        )
+        for node in nodes
+    ]  # fmt: skip
+    decision = place(spec, offers, 0)
+    if offers and not decision.value:
+        raise UsageError(
+            f"run {spec.name}: this script's own cluster is this machine only, and the run would "
+            f"wait for ever: {decision.reason}; leave out of its ScalingConfig what keeps it from "
+            f"running here, or name a cluster: elastic.init(address), or ELASTIC_COORD"
+        )
 
 
 def _is_worker() -> bool:

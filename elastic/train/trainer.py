@@ -244,11 +244,13 @@ class TorchTrainer:
         """Submit, follow, and bring the result home."""
         from elastic.client.jobs import Client
         from elastic.client.watching import Printer, follow
-        from elastic.train.cluster import require_cluster
+        from elastic.train.cluster import check_fits, require_cluster
 
         spec = self._spec(next(self._names()))  # What is wrong with it is known before a start.
         cluster = require_cluster(spec.min_workers, spec.max_workers)
         with Client(cluster.address, cluster.access) as client:
+            if cluster.is_embedded:
+                check_fits(spec, [known.node for known in client.status().view.nodes])
             spec = self._submit(client, cluster)
             job_id = spec.job_id
             try:
