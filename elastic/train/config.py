@@ -42,7 +42,7 @@ class ScalingConfig:
 
     Attributes:
         num_workers: a number, or (min, max) for an elastic run; 0 runs the train function in this
-            process, with the same behaviour.
+            process, with the same reports and checkpoints; what it raises ends the run.
         use_gpu: one GPU for each worker, unless `resources_per_worker` says otherwise.
         resources_per_worker: such as {"CPU": 2, "GPU": 1}; by default one CPU or one GPU.
         placement_strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
@@ -124,7 +124,8 @@ class FailureConfig:
 
     Attributes:
         max_failures: how often user code may raise or crash before the run fails; -1 for ever.
-            Lost machines, kills and drains are not charged to it (in Ray they are).
+            Lost machines, kills and drains are not charged to it (in Ray they are). Of no effect
+            with num_workers=0, which says so.
         max_preemptions: how many nodes may be taken from the run by announced drains (notices of
             the cloud, SIGTERM, `elastic drain`) before it fails; -1 for ever. A budget of its own:
             what happens on a node that was to leave is charged to nothing else.
@@ -224,7 +225,8 @@ class RunConfig:
         failure_config, checkpoint_config: see there; None for the default ones.
         callbacks: called in the driver: a list of objects with `after_report(metrics)` and
             `after_event(name, fields)`, either of them.
-        worker_env: environment variables for the workers.
+        worker_env: environment variables for the workers; with num_workers=0 this process has
+            them while the train function runs.
         priority: on a cluster with several jobs, those with a greater one go first; -1000 to 1000.
         project: label that the cluster divides by, and may have limits for.
         preemptible: False: the job keeps its min also when one of higher priority waits.

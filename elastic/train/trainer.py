@@ -34,6 +34,7 @@ from elastic.train.beginning import (
 )
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
+from elastic.train.here import environment, failed_here, say_unused
 from elastic.train.metrics import as_reported
 from elastic.train.result import Result, committed_in, kept_of, result_of
 from elastic.train.session import beginning_from
@@ -229,7 +230,8 @@ class TorchTrainer:
         from elastic.worker.local import from_rank_zero, local_group, run_local
 
         run = self._local_run()
-        with local_group(run):
+        say_unused(self.run_config.failure_config)
+        with environment(self.run_config.worker_env), local_group(run):
             begun = json.loads(from_rank_zero(lambda: json.dumps(self._begin_here())))
             run = replace(run, **begun)
             try:
@@ -237,7 +239,7 @@ class TorchTrainer:
                     outcome = run_local(self.train_loop_per_worker, run)
             except (Exception, SystemExit) as error:
                 # The traceback is in the text, as it is when the run was on a cluster.
-                raise _local_failure(run, error) from None
+                raise failed_here(run, error) from None
         return result_of(run.run_path, outcome.checkpoints, outcome.result)
 
     def _fit_on_cluster(self) -> Result:
@@ -466,19 +468,6 @@ def _stop(client: Client, spec: JobSpec, reason: str) -> None:
     with contextlib.suppress(ElasticError):
         client.stop(spec.job_id, reason)
         note_end(spec.run_path, spec.job_id, JobPhase.STOPPED, reason)
-
-
-def _local_failure(run: LocalRun, error: BaseException) -> TrainingFailed:
-    """Return what a failed run in this process raises."""
-    from elastic.worker.outcome import failure_of
-
-    failure = failure_of(error)
-    failed = TrainingFailed(
-        f"run {run.job_name} failed: {failure.error_type}: {failure.message}",
-        traceback=failure.traceback,
-    )
-    failed.result = result_of(run.run_path, committed_in(run.run_path), "", failed)
-    return failed
 
 
 def _python_path() -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import threading
 from pathlib import Path
@@ -102,6 +103,37 @@ def test_numbers_that_json_lacks_come_back_as_numbers_from_files_that_lack_them(
     for text in (marker.read_text(), *(run / "metrics.jsonl").read_text().splitlines()):
         assert '"nan"' in text
         json.loads(text, parse_constant=refuse)
+
+
+def test_the_workers_environment_is_this_ones_while_the_function_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WAS_SET", "before")
+    monkeypatch.delenv("WAS_NOT", raising=False)
+    environment = {"WAS_SET": "during", "WAS_NOT": "during", "RANK": "7"}
+
+    def look() -> list[str | None]:
+        return [os.environ.get(name) for name in environment]
+
+    def look_and_fail() -> None:
+        raise ValueError(str(look()))
+
+    result = trainer(look, tmp_path, worker_env=environment).fit()
+    assert result.return_value == ["during", "during", None]
+    assert look() == ["before", None, None]
+    with pytest.raises(TrainingFailed, match=r"ValueError: .'during', 'during', None"):
+        trainer(look_and_fail, tmp_path, worker_env=environment).fit()
+    assert look() == ["before", None, None]
+
+
+def test_failures_that_nothing_survives_here_are_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer(lambda: None, tmp_path).fit()
+    assert "max_failures" not in capfd.readouterr().err
+    trainer(lambda: None, tmp_path, failure_config=train.FailureConfig(max_failures=3)).fit()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "max_failures" in line]
+    assert line.startswith("max_failures=3 has no effect with num_workers=0")
 
 
 def test_two_runs_within_a_second_have_directories_of_their_own(

@@ -1,0 +1,67 @@
+"""A run in the user's own process: its environment, its failure, and what has no effect there.
+
+Rule: the process is left as it was found, whatever the train function raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from elastic.errors import TrainingFailed
+from elastic.train.beginning import say
+from elastic.train.config import FailureConfig
+from elastic.train.result import committed_in, result_of
+
+if TYPE_CHECKING:
+    from elastic.worker.local import LocalRun
+
+PLACE = frozenset(
+    f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")
+) | {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"}
+"""A process's place in its group, which no user sets: a worker's neither."""
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str] | None) -> Iterator[None]:
+    """Set environment variables for the time of the `with` block, as a worker would have them.
+
+    What is read only once, at the import of a library, is as it was.
+    """
+    wanted = {name: value for name, value in (variables or {}).items() if name not in PLACE}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def say_unused(failures: FailureConfig) -> None:
+    """Tell the user once which of his wishes has no effect in his own process."""
+    from elastic.worker.local import torchrun_rank
+
+    if failures.max_failures and torchrun_rank() in (None, 0):
+        say(
+            f"max_failures={failures.max_failures} has no effect with num_workers=0: what the "
+            f"train function raises ends the run (under torchrun --max-restarts counts)"
+        )
+
+
+def failed_here(run: LocalRun, error: BaseException) -> TrainingFailed:
+    """Return what a failed run in this process raises."""
+    from elastic.worker.outcome import failure_of
+
+    failure = failure_of(error)
+    failed = TrainingFailed(
+        f"run {run.job_name} failed: {failure.error_type}: {failure.message}",
+        traceback=failure.traceback,
+    )
+    failed.result = result_of(run.run_path, committed_in(run.run_path), "", failed)
+    return failed
