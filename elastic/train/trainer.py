@@ -36,6 +36,7 @@ from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
 from elastic.train.here import environment, failed_here, say_unused
 from elastic.train.metrics import as_reported
+from elastic.train.overruled import say_overruled
 from elastic.train.result import Result, committed_in, kept_of, result_of
 from elastic.train.session import beginning_from
 from elastic.train.stored import pack_trainer, read_trainer
@@ -187,7 +188,8 @@ class TorchTrainer:
         """Train, and return the result.
 
         Ctrl-C, and an error in a callback, stop the job and its workers. Where `elastic submit`
-        runs the script, each worker trains here, and the command line's options count.
+        runs the script, each worker trains here, and the command line's options count: a line says
+        which of the script's do not.
 
         A name whose run did not succeed is resumed: from its newest reported checkpoint, with a
         line that says so.
@@ -215,6 +217,7 @@ class TorchTrainer:
         from elastic.worker.entry import call_with_config
         from elastic.worker.outcome import result_json
 
+        say_overruled(context, self.scaling_config, self.run_config, self.torch_config)
         if context.engine is not None:
             context.engine.configure(self._options())
         if context.validator is not None:

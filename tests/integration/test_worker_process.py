@@ -302,6 +302,38 @@ def test_a_script_with_a_trainer_trains_in_place(agent: PlayedAgent, tmp_path: P
     worker.wait_phase(FINISHED, 1)
 
 
+WISHING_SCRIPT = """
+from elastic import train
+from elastic.train.torch import TorchTrainer
+
+class Callback:
+    def after_report(self, metrics):
+        pass
+
+TorchTrainer(
+    lambda: train.report({}),
+    scaling_config=train.ScalingConfig(num_workers=2),
+    run_config=train.RunConfig(callbacks=[Callback()], worker_env={"KEY": "secret"}),
+).fit()
+"""
+
+
+def test_a_script_is_told_which_of_its_wishes_the_command_line_overrules(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WISHING_SCRIPT)
+    (worker,) = agent.workers(1, Entry(EntryKind.SCRIPT, str(script)), tmp_path / "run")
+    announce([worker], 1)
+    worker.wait_phase(FINISHED, 1)
+    said = worker.log.read_text().splitlines()
+    (line,) = [line for line in said if "this script's configuration" in line]
+    assert line == (
+        "elastic: of this script's configuration the command line's counts instead: num_workers=2 "
+        "(--num-workers 1:8), worker_env (--env); not used: callbacks"
+    )
+
+
 def test_what_cannot_be_set_up_is_told_before_a_group_forms(
     agent: PlayedAgent, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ READS_ENVIRONMENT = {"cli.py", "main.py", "__main__.py"}
 ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/train/cluster.py": "elastic.init: the process is the user's script, and starts here",
     "elastic/train/here.py": "a run in the user's process puts back what it has set",
+    "elastic/train/overruled.py": "a worker's own variables say how large its job may be",
     "elastic/worker/ahead.py": "notices when user code asks for its place before there is one",
     "elastic/testing/local_cluster.py": "hands its own environment on to the daemons it starts",
     "elastic/worker/validation_process.py": "a process starts here, and forgets its parent's place",

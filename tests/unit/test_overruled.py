@@ -1,0 +1,93 @@
+"""What a script is told that a command has submitted: which of its wishes do not count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elastic import train
+from elastic.train import overruled
+from elastic.train.config import TorchConfig
+from elastic.worker.context import WorkerContext
+
+ENVIRON = {"ELASTIC_MIN": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
+
+
+class Callback:
+    """A proper one."""
+
+    def after_report(self, metrics: dict[str, Any]) -> None:
+        """Take it."""
+
+
+def context(**changes: Any) -> WorkerContext:
+    known = {"world_rank": 0, "max_workers": 4, "num_devices": 0, "job_name": "job", "join": None}
+    return cast("WorkerContext", SimpleNamespace(**{**known, "run_path": "/runs/job", **changes}))
+
+
+def line(
+    scaling: train.ScalingConfig | None = None,
+    run: train.RunConfig | None = None,
+    torch_config: TorchConfig | None = None,
+    **changes: Any,
+) -> str:
+    return overruled.overruled(
+        context(**changes),
+        scaling or train.ScalingConfig(),
+        run or train.RunConfig(),
+        torch_config or TorchConfig(),
+        ENVIRON,
+    )
+
+
+def test_nothing_is_said_of_defaults_nor_of_what_the_job_has() -> None:
+    assert line() == ""
+    kept = train.CheckpointConfig(every_n_steps=5, async_save=False)
+    run = train.RunConfig(
+        name="job",
+        storage_path="/runs",
+        failure_config=train.FailureConfig(max_failures=3, recovery="reenter"),
+        checkpoint_config=kept,
+    )
+    scaling = train.ScalingConfig(num_workers=(1, 4), use_gpu=True)
+    assert line(scaling, run, TorchConfig(consistency="samples"), num_devices=1) == ""
+
+
+def test_what_differs_is_named_with_its_option() -> None:
+    run = train.RunConfig(
+        name="mine",
+        storage_path="/elsewhere",
+        failure_config=train.FailureConfig(max_failures=1, hang_timeout_s=60),
+        checkpoint_config=train.CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss"),
+        callbacks=[Callback()],
+        worker_env={"KEY": "secret"},
+        preemptible=False,
+    )
+    scaling = train.ScalingConfig(num_workers=(2, 8), use_gpu=True, label_selector={"zone": "a"})
+    assert line(scaling, run, TorchConfig(backend="gloo")) == (
+        "elastic: of this script's configuration the command line's counts instead: "
+        "num_workers=(2, 8) (--num-workers 1:4), use_gpu=True (--use-gpu), "
+        "name='mine' (--name job), storage_path='/elsewhere' (--storage-path /runs), "
+        "max_failures=1 (--max-failures 3), label_selector={'zone': 'a'} (--label), "
+        "hang_timeout_s=60 (--hang-timeout), num_to_keep=2 (--num-to-keep), "
+        "preemptible=False (--non-preemptible), backend='gloo' (--backend), worker_env (--env); "
+        "not used: checkpoint_score_attribute, callbacks"
+    )
+    assert line(run=train.RunConfig(callbacks=[Callback()])) == (
+        "elastic: of this script's configuration not used: callbacks"
+    )
+
+
+def test_rank_0_says_it_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(overruled, "_is_said", False)
+    rest = (train.ScalingConfig(), train.RunConfig(callbacks=[Callback()]), TorchConfig())
+    overruled.say_overruled(context(join=context), *rest)
+    overruled.say_overruled(context(world_rank=1), *rest)
+    assert not capfd.readouterr().err
+    for _ in range(2):
+        overruled.say_overruled(context(), *rest)
+    assert capfd.readouterr().err.count("callbacks") == 1
