@@ -14,7 +14,9 @@ from pathlib import Path
 
 import elastic
 from elastic import train
+from elastic.client.jobs import Client
 from elastic.errors import UsageError
+from elastic.train.cluster import require_cluster
 from elastic.train.torch import TorchTrainer
 
 NUM_EPOCHS = 3
@@ -96,12 +98,22 @@ def train_on(storage: str) -> None:
     trainer(wait_for_ever, 1, storage).fit()
 
 
-def wait_for_h100(storage: str) -> None:
-    """Wait for an accelerator that is not here, until interrupted."""
-    # Run in the background by a shell, a script inherits that SIGINT is ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def ask_for_h100(storage: str) -> None:
+    """Ask for an accelerator that is not here, and will not be."""
     trainer_ = trainer(wait_for_ever, 1, storage)
     trainer_.scaling_config = train.ScalingConfig(accelerator_type="H100")
+    trainer_.fit()
+
+
+def wait_for_a_slot(storage: str) -> None:
+    """Wait for the only slot, which another job has, until interrupted."""
+    # Run in the background by a shell, a script inherits that SIGINT is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    elastic.init(num_workers=1)
+    trainer_ = trainer(wait_for_ever, 1, storage)
+    cluster = require_cluster(1, 1)
+    with Client(cluster.address, cluster.access) as client:
+        client.submit(trainer_._spec("first"))
     trainer_.fit()
 
 

@@ -41,14 +41,24 @@ def test_a_script_that_is_killed_takes_its_cluster_with_it(
 
 
 def test_an_interrupt_ends_a_wait_and_everything_with_it(start: Callable[..., Script]) -> None:
-    script = start("wait_for_h100")
-    until(lambda: "H100" in script.said(), "the reason for waiting")
+    script = start("wait_for_a_slot")
+    until(lambda: "more slots" in script.said(), "the reason for waiting")
     script.process.send_signal(signal.SIGINT)
     assert script.wait() in (-signal.SIGINT, 130), script.said()
     script.assert_nothing_is_left()
-    (line,) = [line for line in script.said().splitlines() if "waits since" in line]
-    assert "H100" in line
+    lines = [line for line in script.said().splitlines() if "waits since" in line]
+    assert any("more slots" in line for line in lines)
     assert script.said().endswith("was told to stop\n")
+
+
+def test_a_script_that_asks_for_what_is_not_here_is_told_at_once(
+    start: Callable[..., Script], tmp_path: Path
+) -> None:
+    script = start("ask_for_h100")
+    assert script.wait() == 1, script.said()
+    script.assert_nothing_is_left()
+    assert "would wait for ever: no connected node has accelerator H100" in script.said()
+    assert not (tmp_path / "storage").exists()
 
 
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node=2")])
