@@ -100,7 +100,8 @@ def _known(
     failures, allowed = run.failure_config.max_failures, environ.get("TORCHELASTIC_MAX_RESTARTS")
     said = []
     wanted = (scaling.min_workers, scaling.max_workers)
-    if scaling.num_workers != ScalingConfig().num_workers and wanted != (low, high):
+    # With 0 it would train in its own process, which it does.
+    if scaling.num_workers not in (0, ScalingConfig().num_workers) and wanted != (low, high):
         said.append(f"num_workers={scaling.num_workers!r} (--num-workers {bounds})")
     if scaling.use_gpu and not context.num_devices:
         said.append("use_gpu=True (--use-gpu)")

@@ -44,6 +44,7 @@ def line(
 
 def test_nothing_is_said_of_defaults_nor_of_what_the_job_has() -> None:
     assert line() == ""
+    assert line(train.ScalingConfig(num_workers=0)) == ""
     kept = train.CheckpointConfig(every_n_steps=5, async_save=False)
     run = train.RunConfig(
         name="job",
