@@ -157,6 +157,10 @@ class Journal:
         compares: list[Compare] = []
         for record in records:
             job_id = record.spec.job_id
+            if job_id in self._unwanted:
+                # An id that comes again, as when a client repeats itself to the next leader: what
+                # the store still has under it is not this job, and must not be taken for it.
+                await self._forget_one(job_id)
             kept = self._kept.setdefault(job_id, Kept())
             payload = record.spec.entry.payload
             if payload and not kept.revision:
@@ -207,16 +211,19 @@ class Journal:
         for job_id in job_ids:
             self._unwanted[job_id] = None
         for job_id in tuple(self._unwanted):
-            kept = self._kept.get(job_id, Kept())
-            keys = [self._jobs_prefix + job_id]
-            keys += [key for label in kept.labels.values() for key in label]
             try:
-                await self._delete(keys)
+                await self._forget_one(job_id)
             except (StoreUnavailable, NotAuthorized) as error:
                 log.warning("forget_postponed job=%s error=%r", job_id, str(error))
                 return
-            self._kept.pop(job_id, None)
-            del self._unwanted[job_id]
+
+    async def _forget_one(self, job_id: JobId) -> None:
+        kept = self._kept.get(job_id, Kept())
+        keys = [self._jobs_prefix + job_id]
+        keys += [key for label in kept.labels.values() for key in label]
+        await self._delete(keys)
+        self._kept.pop(job_id, None)
+        del self._unwanted[job_id]
 
     # ------------------------------------------------------------ comparisons that failed
 

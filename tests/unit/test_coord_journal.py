@@ -218,6 +218,37 @@ async def test_parts_without_a_record_are_removed_by_the_next_life() -> None:
     assert not (await weak.read(f"{PREFIX}/pieces/")).entries
 
 
+async def test_an_id_that_comes_again_before_its_parts_are_removed_is_another_job() -> None:
+    """As when a leader dies within a submission, and the client repeats it to the next one."""
+    weak = Weak(memory_store())
+    first = await office(weak)
+    weak.fail_after = 1
+    with pytest.raises(StoreUnavailable):
+        await first.write([record(payload=b"z" * (3 * PIECE_BYTES))])
+    second = await office(weak, "b")
+    assert await second.load() == ()
+    weak.fail_before = 2
+    await second.forget()
+    job = record(payload=b"y" * (2 * PIECE_BYTES))
+    with pytest.raises(StoreUnavailable):
+        await second.write([job])
+    await second.write([job])
+    assert await (await office(weak, "c")).load() == (job,)
+
+
+@pytest.mark.parametrize("fails", ["before", "after"])
+async def test_an_id_that_comes_again_is_not_removed_with_the_job_before(fails: str) -> None:
+    weak = Weak(memory_store())
+    journal = await office(weak)
+    await journal.write([record(payload=b"z" * (2 * PIECE_BYTES))])
+    weak.fail_before, weak.fail_after = int(fails == "before"), int(fails == "after")
+    await journal.forget([JobId("j-1")])
+    job = record(payload=b"y")
+    await journal.write([job])
+    await journal.forget([JobId("j-other")])
+    assert await (await office(weak, "b")).load() == (job,)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
