@@ -55,13 +55,27 @@ class Kept:
 
     Attributes:
         revision: of its record, 0 before the first.
-        labels: keys of the pieces under each label.
+        labels: keys of the pieces under each label; all of them are there.
+        leftover: the same of labels that no record needs; some of them may be there, or none.
         unknown: fields of its record that a newer version wrote, as bytes.
     """
 
     revision: int = 0
     unknown: bytes = b""
     labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    leftover: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def keys(self) -> list[str]:
+        """Return the keys of all pieces that may be there."""
+        return [
+            key for part in (self.labels, self.leftover) for keys in part.values() for key in keys
+        ]
+
+    def keep(self, labels: Iterable[str]) -> None:
+        """The record needs the pieces under these labels, and no others."""
+        every = self.leftover | self.labels
+        self.labels = {label: every.pop(label) for label in labels if label in every}
+        self.leftover = every
 
 
 class Journal:
@@ -129,9 +143,8 @@ class Journal:
         records = []
         for entry in entries:
             job_id = JobId(entry.key.removeprefix(self._jobs_prefix))
-            data = entry.value
-            if data.startswith(POINTER):
-                label = data.removeprefix(POINTER).partition(b":")[0].decode("ascii", "replace")
+            data, label = entry.value, _pointed(entry.value)
+            if label:
                 data = _join(entry.key, label, blobs.get((job_id, label), ()))
             record = decode_record(data, key=entry.key)
             if record.spec.job_id != job_id:
@@ -140,6 +153,7 @@ class Journal:
             records.append(replace(record, spec=_with_payload(record.spec, payload)))
             kept = self._kept.setdefault(job_id, Kept())
             kept.revision, kept.unknown = entry.mod_revision, unknown_of(data)
+            kept.keep((ENTRY, label))
         # Left by a coordinator that died before it wrote the record, or while forgetting it.
         self._unwanted = {job_id: None for job_id, kept in self._kept.items() if not kept.revision}
         return tuple(sorted(records, key=lambda record: record.sequence))
@@ -219,9 +233,7 @@ class Journal:
 
     async def _forget_one(self, job_id: JobId) -> None:
         kept = self._kept.get(job_id, Kept())
-        keys = [self._jobs_prefix + job_id]
-        keys += [key for label in kept.labels.values() for key in label]
-        await self._delete(keys)
+        await self._delete([self._jobs_prefix + job_id, *kept.keys()])
         self._kept.pop(job_id, None)
         del self._unwanted[job_id]
 
@@ -266,23 +278,28 @@ class Journal:
             f"{self._pieces_prefix}{job_id}/{label}/{index:04d}-of-{len(starts):04d}"
             for index in range(len(starts))
         )
+        odd = tuple(key for key in kept.leftover.get(label, ()) if key not in keys)
+        kept.leftover[label] = keys + odd
+        if odd:
+            await self._delete(odd)
         for key, start in zip(keys, starts, strict=True):
             # No comparison with the key itself: its value can only be this one.
             await self._commit_fenced([Put(key, data[start : start + PIECE_BYTES])])
         kept.labels[label] = keys
+        del kept.leftover[label]
 
     async def _drop_old_pieces(self, job_id: JobId, value: bytes) -> None:
         """Remove pieces of earlier records; what cannot be removed now is found at the next."""
         kept = self._kept[job_id]
-        for label in [name for name in kept.labels if name != ENTRY]:
-            if value == POINTER + label.encode():
-                continue
+        # Before they are deleted: an answer that is lost says nothing of what was done.
+        kept.keep((ENTRY, _pointed(value)))
+        for label in tuple(kept.leftover):
             try:
-                await self._delete(kept.labels[label])
+                await self._delete(kept.leftover[label])
             except (StoreUnavailable, NotAuthorized) as error:
                 log.warning("pieces_left job=%s error=%r", job_id, str(error))
                 return
-            del kept.labels[label]
+            del kept.leftover[label]
 
     async def _delete(self, keys: Iterable[str]) -> None:
         deletes: list[Write] = [Delete(key) for key in keys]
@@ -299,7 +316,7 @@ class Journal:
             grouped.setdefault((JobId(parts[0]), parts[1]), []).append(entry)
         for (job_id, label), pieces in grouped.items():
             kept = self._kept.setdefault(job_id, Kept())
-            kept.labels[label] = tuple(piece.key for piece in pieces)
+            kept.leftover[label] = tuple(piece.key for piece in pieces)
         return grouped
 
     async def _compact(self, revision: int) -> None:
@@ -327,9 +344,9 @@ async def read_records(store: Store, prefix: str) -> tuple[JobRecord, ...]:
     for entry in (await store.read(jobs_prefix)).entries:
         job_id, data = entry.key.removeprefix(jobs_prefix), entry.value
         for _ in range(POINTER_TRIES):
-            if not data.startswith(POINTER):
+            label = _pointed(data)
+            if not label:
                 break
-            label = data.removeprefix(POINTER).decode("ascii", "replace")
             pieces = (await store.read(f"{prefix}/pieces/{job_id}/{label}/")).entries
             if pieces:
                 data = _join(entry.key, label, pieces)
@@ -380,6 +397,13 @@ def _join(key: str, label: str, pieces: Iterable[Entry], *, may_lack: bool = Fal
             f"the store to go on without the job"
         )
     return data
+
+
+def _pointed(data: bytes) -> str:
+    """Return the label of the pieces that a record's key points to, "" if it holds the record."""
+    if not data.startswith(POINTER):
+        return ""
+    return data.removeprefix(POINTER).partition(b":")[0].decode("ascii", "replace")
 
 
 def _label(data: bytes) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import anyio
@@ -132,6 +132,45 @@ async def test_a_record_too_large_for_one_transaction_is_split_and_old_parts_go(
         journal = await office(store, "a")
         await journal.load()
     assert not (await store.read(f"{PREFIX}/pieces/")).entries
+
+
+@pytest.mark.parametrize("fails", ["before", "after"])
+async def test_a_record_that_is_as_before_has_its_parts_though_removing_them_failed(
+    fails: str,
+) -> None:
+    weak = Weak(memory_store())
+    journal = await office(weak)
+    large = record(checkpoints=checkpoints(9_000))
+    await journal.write([large])
+    remove = journal._delete
+
+    async def fail(keys: Iterable[str]) -> None:
+        if fails == "after":
+            await remove(keys)
+        raise StoreUnavailable("no answer")
+
+    journal._delete = fail  # type: ignore[method-assign]
+    await journal.write([record(generation=1)])
+    journal._delete = remove  # type: ignore[method-assign]
+    await journal.write([large])
+    second = await office(weak, "b")
+    assert await second.load() == (large,)
+    await second.write([record(generation=2)])
+    assert not (await weak.read(f"{PREFIX}/pieces/")).entries
+
+
+async def test_parts_of_a_record_that_was_not_written_are_not_taken_for_whole() -> None:
+    weak = Weak(memory_store())
+    journal = await office(weak)
+    large = record(payload=b"x", checkpoints=checkpoints(12_000))
+    await journal.write([record(payload=b"x")])
+    weak.fail_after = 1
+    with pytest.raises(StoreUnavailable):
+        await journal.write([large])
+    second = await office(weak, "b")
+    assert await second.load() == (record(payload=b"x"),)
+    await second.write([large])
+    assert await (await office(weak, "c")).load() == (large,)
 
 
 async def test_several_large_records_are_written_together() -> None:
