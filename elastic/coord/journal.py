@@ -43,10 +43,11 @@ POINTER = b"pieces:"
 """No encoded record begins so: its first byte is the tag of field 1."""
 PLACE = re.compile(r"([0-9]{4,9})-of-([0-9]{4,9})")
 DELETES_MAX = 100
-COMPACT_EVERY = 1000
+COMPACT_COMMITS, COMPACT_BYTES = 1000, 64 * 1024 * 1024
+"""After so many, whichever comes first, an embedded store forgets its history."""
 HISTORY_KEPT = 100
+"""Revisions that it keeps."""
 POINTER_TRIES = 3
-"""Commits after which an embedded store forgets its history, and revisions that it keeps."""
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Journal:
         self.nodes = NodesRecord()
         self._leadership = leadership
         self._compacts = compacts
-        self._commits = 0
+        self._commits = self._bytes = 0
         self._kept: dict[JobId, Kept] = {}
         self._unwanted: dict[JobId, None] = {}
 
@@ -136,10 +137,10 @@ class Journal:
         """
         # Pieces last: the leader that wrote them is gone, and wrote them before their record.
         entries = (await self._store.read(self._jobs_prefix)).entries
-        pieces = (await self._store.read(self._pieces_prefix)).entries
+        found = await self._store.read(self._pieces_prefix)
         await self._load_nodes()
         self._kept = {}
-        blobs = self._take_pieces(pieces)
+        blobs = self._take_pieces(found.entries)
         records = []
         for entry in entries:
             job_id = JobId(entry.key.removeprefix(self._jobs_prefix))
@@ -156,6 +157,8 @@ class Journal:
             kept.keep((ENTRY, label))
         # Left by a coordinator that died before it wrote the record, or while forgetting it.
         self._unwanted = {job_id: None for job_id, kept in self._kept.items() if not kept.revision}
+        # A coordinator that is often started anew may never come to its own turn.
+        await self._compact(found.revision)
         return tuple(sorted(records, key=lambda record: record.sequence))
 
     async def write(self, records: Iterable[JobRecord]) -> None:
@@ -194,7 +197,6 @@ class Journal:
         for job_id, put in puts.items():
             self._kept[job_id].revision = revisions[put.key]
             await self._drop_old_pieces(job_id, put.value)
-        await self._compact(max(revisions.values()))
 
     async def write_nodes(self, record: NodesRecord) -> None:
         """Make this durable, replacing what was kept of nodes; repeating it is safe.
@@ -259,6 +261,10 @@ class Journal:
         result = await self._store.commit([fence, *compares], writes)
         if not result.committed and not self._leadership.holds(fence, result.current):
             raise self._leadership.replaced(result.current)
+        self._commits += 1
+        self._bytes += sum(len(write.value) for write in writes if isinstance(write, Put))
+        if self._commits >= COMPACT_COMMITS or self._bytes >= COMPACT_BYTES:
+            await self._compact(result.revision)
         return result
 
     # ------------------------------------------------------------ pieces
@@ -320,9 +326,9 @@ class Journal:
         return grouped
 
     async def _compact(self, revision: int) -> None:
-        """Now and then, let an embedded store forget its history: nobody watches it."""
-        self._commits += 1
-        if not self._compacts or self._commits % COMPACT_EVERY or revision <= HISTORY_KEPT:
+        """Let an embedded store forget its history: nobody watches it."""
+        self._commits = self._bytes = 0
+        if not self._compacts or revision <= HISTORY_KEPT:
             return
         try:
             await self._store.compact(revision - HISTORY_KEPT)

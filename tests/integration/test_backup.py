@@ -25,7 +25,7 @@ from tests.integration.coordinator import (
     node,
     spec,
 )
-from tests.unit.test_coord_journal import PREFIX, checkpoints, office, record
+from tests.unit.journal_under_test import PREFIX, checkpoints, office, record
 
 pytestmark = pytest.mark.anyio
 

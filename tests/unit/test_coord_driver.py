@@ -43,7 +43,7 @@ from elastic.core.world import JobId, Node, NodeId, WorkerId
 from elastic.errors import InvariantViolation
 from elastic.runtime.clock import SystemClock
 from elastic.store.memory import memory_store
-from tests.unit.test_coord_journal import Weak, holder, record
+from tests.unit.journal_under_test import Weak, holder, record
 
 pytestmark = pytest.mark.anyio
 DEADLINE_S = 10.0

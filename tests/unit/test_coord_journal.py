@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import anyio
@@ -11,90 +10,23 @@ import pytest
 
 from elastic.coord.journal import PIECE_BYTES, Journal
 from elastic.coord.leadership import STANDBY_POLL_S, Holder, Leadership
-from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import JobRecord
-from elastic.core.world import CheckpointRecord, Entry, EntryKind, JobId, JobPhase
+from elastic.core.world import JobId, JobPhase
 from elastic.errors import CorruptRecord, Fenced, InvariantViolation, StoreUnavailable
 from elastic.runtime.clock import SystemClock
-from elastic.store.interface import CommitResult, Compare, Delete, Lease, Put, Snapshot, Write
-from elastic.store.local import LocalStore
+from elastic.store.interface import CommitResult, Compare, Delete, Put, Write
 from elastic.store.memory import memory_store
-from elastic.wire.generated.elastic.v1 import records_pb2
+from tests.unit.journal_under_test import (
+    DEADLINE_S,
+    PREFIX,
+    TTL_S,
+    Weak,
+    checkpoints,
+    holder,
+    office,
+    record,
+)
 
 pytestmark = pytest.mark.anyio
-PREFIX = "test"
-TTL_S = 0.3
-DEADLINE_S = 10.0
-
-
-class Weak:
-    """A store in memory that can fail: before a commit takes effect, or after."""
-
-    def __init__(self, store: LocalStore) -> None:
-        self.store = store
-        self.fail_before = 0
-        self.fail_after = 0
-        self.commits: list[tuple[Write, ...]] = []
-
-    async def read(self, prefix: str) -> Snapshot:
-        return await self.store.read(prefix)
-
-    async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
-        if self.fail_before:
-            self.fail_before -= 1
-            raise StoreUnavailable("no answer")
-        result = await self.store.commit(compares, writes)
-        self.commits.append(tuple(writes))
-        if self.fail_after:
-            self.fail_after -= 1
-            raise StoreUnavailable("the answer was lost")
-        return result
-
-    async def grant_lease(self, ttl_s: float) -> Lease:
-        return await self.store.grant_lease(ttl_s)
-
-    async def renew_lease(self, lease_id: int) -> bool:
-        return await self.store.renew_lease(lease_id)
-
-    async def revoke_lease(self, lease_id: int) -> None:
-        await self.store.revoke_lease(lease_id)
-
-    def watch(self, prefix: str, from_revision: int) -> object:
-        return self.store.watch(prefix, from_revision)
-
-    async def compact(self, revision: int) -> None:
-        await self.store.compact(revision)
-
-    async def close(self) -> None:
-        await self.store.close()
-
-
-def holder(name: str) -> Holder:
-    return Holder(name, f"{name}:7070", 1, name)
-
-
-async def office(store: object, name: str = "a", *, shared: bool = False) -> Journal:
-    """A journal whose coordinator leads."""
-    leadership = Leadership(store, PREFIX, holder(name), SystemClock(), shared=shared)  # type: ignore[arg-type]
-    with anyio.fail_after(DEADLINE_S):
-        await leadership.acquire(lambda _: None)
-    return Journal(store, PREFIX, leadership)  # type: ignore[arg-type]
-
-
-def record(job_id: str = "j-1", payload: bytes = b"", **changes: object) -> JobRecord:
-    entry = Entry(EntryKind.FUNCTION, "train", payload=payload)
-    spec = JobSpec(job_id=JobId(job_id), name=job_id, entry=entry, min_workers=1, max_workers=2)
-    return replace(JobRecord(spec, JobPhase.PENDING), **changes)  # type: ignore[arg-type]
-
-
-def checkpoints(number: int) -> tuple[CheckpointRecord, ...]:
-    # Of text that does not compress away, and no record is like another.
-    return tuple(
-        CheckpointRecord(
-            f"/runs/{index}", 1, index, hashlib.sha256(str(index).encode()).hexdigest()
-        )
-        for index in range(number)
-    )
 
 
 async def test_what_one_life_writes_the_next_one_loads_in_order_of_submission() -> None:
@@ -132,45 +64,6 @@ async def test_a_record_too_large_for_one_transaction_is_split_and_old_parts_go(
         journal = await office(store, "a")
         await journal.load()
     assert not (await store.read(f"{PREFIX}/pieces/")).entries
-
-
-@pytest.mark.parametrize("fails", ["before", "after"])
-async def test_a_record_that_is_as_before_has_its_parts_though_removing_them_failed(
-    fails: str,
-) -> None:
-    weak = Weak(memory_store())
-    journal = await office(weak)
-    large = record(checkpoints=checkpoints(9_000))
-    await journal.write([large])
-    remove = journal._delete
-
-    async def fail(keys: Iterable[str]) -> None:
-        if fails == "after":
-            await remove(keys)
-        raise StoreUnavailable("no answer")
-
-    journal._delete = fail  # type: ignore[method-assign]
-    await journal.write([record(generation=1)])
-    journal._delete = remove  # type: ignore[method-assign]
-    await journal.write([large])
-    second = await office(weak, "b")
-    assert await second.load() == (large,)
-    await second.write([record(generation=2)])
-    assert not (await weak.read(f"{PREFIX}/pieces/")).entries
-
-
-async def test_parts_of_a_record_that_was_not_written_are_not_taken_for_whole() -> None:
-    weak = Weak(memory_store())
-    journal = await office(weak)
-    large = record(payload=b"x", checkpoints=checkpoints(12_000))
-    await journal.write([record(payload=b"x")])
-    weak.fail_after = 1
-    with pytest.raises(StoreUnavailable):
-        await journal.write([large])
-    second = await office(weak, "b")
-    assert await second.load() == (record(payload=b"x"),)
-    await second.write([large])
-    assert await (await office(weak, "c")).load() == (large,)
 
 
 async def test_several_large_records_are_written_together() -> None:
@@ -257,37 +150,6 @@ async def test_parts_without_a_record_are_removed_by_the_next_life() -> None:
     assert not (await weak.read(f"{PREFIX}/pieces/")).entries
 
 
-async def test_an_id_that_comes_again_before_its_parts_are_removed_is_another_job() -> None:
-    """As when a leader dies within a submission, and the client repeats it to the next one."""
-    weak = Weak(memory_store())
-    first = await office(weak)
-    weak.fail_after = 1
-    with pytest.raises(StoreUnavailable):
-        await first.write([record(payload=b"z" * (3 * PIECE_BYTES))])
-    second = await office(weak, "b")
-    assert await second.load() == ()
-    weak.fail_before = 2
-    await second.forget()
-    job = record(payload=b"y" * (2 * PIECE_BYTES))
-    with pytest.raises(StoreUnavailable):
-        await second.write([job])
-    await second.write([job])
-    assert await (await office(weak, "c")).load() == (job,)
-
-
-@pytest.mark.parametrize("fails", ["before", "after"])
-async def test_an_id_that_comes_again_is_not_removed_with_the_job_before(fails: str) -> None:
-    weak = Weak(memory_store())
-    journal = await office(weak)
-    await journal.write([record(payload=b"z" * (2 * PIECE_BYTES))])
-    weak.fail_before, weak.fail_after = int(fails == "before"), int(fails == "after")
-    await journal.forget([JobId("j-1")])
-    job = record(payload=b"y")
-    await journal.write([job])
-    await journal.forget([JobId("j-other")])
-    assert await (await office(weak, "b")).load() == (job,)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
@@ -315,17 +177,6 @@ async def test_a_payload_with_a_missing_part_is_refused() -> None:
     await store.commit([Compare(lost.key, lost.mod_revision)], [Delete(lost.key)])
     with pytest.raises(CorruptRecord, match="2 of 3 pieces"):
         await journal.load()
-
-
-async def test_an_embedded_store_does_not_keep_its_history_for_ever() -> None:
-    store = memory_store()
-    leadership = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=False)
-    await leadership.acquire(lambda _: None)
-    journal = Journal(store, PREFIX, leadership, compacts=True)
-    for generation in range(2_000):
-        await journal.write([record(generation=generation)])
-    engine = store._engine
-    assert len(engine._history) < 1_200  # type: ignore[attr-defined]
 
 
 async def test_nobody_writes_before_it_leads() -> None:
@@ -472,51 +323,3 @@ async def test_a_claim_whose_answer_was_lost_counts() -> None:
     with anyio.fail_after(2.0):
         await leader.acquire(lambda _: None)
     await Journal(weak, PREFIX, leader).write([record()])  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------------------ another version
-
-
-def newer(data: bytes) -> bytes:
-    """A record as a newer minor version writes it: fields at each level that we do not know."""
-    stored = records_pb2.StoredRecord.FromString(data)
-    unknown = b"\xc2\x3e\x03new"  # Field 1000, three bytes.
-    stored.job_record.spec.MergeFromString(unknown)
-    stored.job_record.MergeFromString(unknown)
-    stored.MergeFromString(unknown)
-    return stored.SerializeToString()
-
-
-def parts(data: bytes) -> list[bytes]:
-    """What is unknown in a record, in its job, and in the job's specification."""
-    stored = records_pb2.StoredRecord.FromString(data)
-    found = []
-    for message in (stored, stored.job_record, stored.job_record.spec):
-        for field in message.DESCRIPTOR.fields:
-            if field.name not in ("job_record", "spec"):
-                message.ClearField(field.name)
-        found.append(message)
-    record = found[1]
-    record.ClearField("spec")
-    found[0].ClearField("job_record")
-    return [message.SerializeToString() for message in found]
-
-
-@pytest.mark.parametrize("number", [3, 9000], ids=["whole", "in pieces"])
-async def test_fields_that_a_newer_version_added_outlive_an_older_leader(number: int) -> None:
-    store = memory_store()
-    await (await office(store)).write([record(checkpoints=checkpoints(3))])
-    key = f"{PREFIX}/jobs/j-1"
-    (entry,) = (await store.read(key)).entries
-    await store.commit([Compare(key, entry.mod_revision)], [Put(key, newer(entry.value))])
-    older = await office(store, "older")
-    (job,) = await older.load()
-    assert job == record(checkpoints=checkpoints(3))
-    await older.write([replace(job, generation=7, reason="changed")])
-    await older.write([replace(job, generation=8, checkpoints=checkpoints(number))])
-    third = await office(store, "third")
-    (job,) = await third.load()
-    assert (job.generation, len(job.checkpoints)) == (8, number)
-    await third.write([replace(job, checkpoints=())])
-    (entry,) = (await store.read(key)).entries
-    assert parts(entry.value) == [b"\xc2\x3e\x03new"] * 3

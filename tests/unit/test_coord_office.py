@@ -15,8 +15,8 @@ from elastic.core.view import ClusterView, JobView
 from elastic.core.world import NodeId
 from elastic.errors import NotLeading
 from elastic.store.memory import memory_store
-from tests.unit.test_coord_journal import PREFIX, checkpoints, record
-from tests.unit.test_coord_journal import office as journal_in_office
+from tests.unit.journal_under_test import PREFIX, checkpoints, record
+from tests.unit.journal_under_test import office as journal_in_office
 
 pytestmark = pytest.mark.anyio
 DEADLINE_S = 10.0

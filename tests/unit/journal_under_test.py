@@ -1,0 +1,93 @@
+"""A journal under test: its store in memory, which can fail, and records to write."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import anyio
+
+from elastic.coord.journal import Journal
+from elastic.coord.leadership import Holder, Leadership
+from elastic.core.config import JobSpec
+from elastic.core.events.coordinator import JobRecord
+from elastic.core.world import CheckpointRecord, Entry, EntryKind, JobId, JobPhase
+from elastic.errors import StoreUnavailable
+from elastic.runtime.clock import SystemClock
+from elastic.store.interface import CommitResult, Compare, Lease, Snapshot, Write
+from elastic.store.local import LocalStore
+
+PREFIX = "test"
+TTL_S = 0.3
+DEADLINE_S = 10.0
+
+
+class Weak:
+    """A store in memory that can fail: before a commit takes effect, or after."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self.store = store
+        self.fail_before = 0
+        self.fail_after = 0
+        self.commits: list[tuple[Write, ...]] = []
+
+    async def read(self, prefix: str) -> Snapshot:
+        return await self.store.read(prefix)
+
+    async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
+        if self.fail_before:
+            self.fail_before -= 1
+            raise StoreUnavailable("no answer")
+        result = await self.store.commit(compares, writes)
+        self.commits.append(tuple(writes))
+        if self.fail_after:
+            self.fail_after -= 1
+            raise StoreUnavailable("the answer was lost")
+        return result
+
+    async def grant_lease(self, ttl_s: float) -> Lease:
+        return await self.store.grant_lease(ttl_s)
+
+    async def renew_lease(self, lease_id: int) -> bool:
+        return await self.store.renew_lease(lease_id)
+
+    async def revoke_lease(self, lease_id: int) -> None:
+        await self.store.revoke_lease(lease_id)
+
+    def watch(self, prefix: str, from_revision: int) -> object:
+        return self.store.watch(prefix, from_revision)
+
+    async def compact(self, revision: int) -> None:
+        await self.store.compact(revision)
+
+    async def close(self) -> None:
+        await self.store.close()
+
+
+def holder(name: str) -> Holder:
+    return Holder(name, f"{name}:7070", 1, name)
+
+
+async def office(store: object, name: str = "a", *, shared: bool = False) -> Journal:
+    """A journal whose coordinator leads."""
+    leadership = Leadership(store, PREFIX, holder(name), SystemClock(), shared=shared)  # type: ignore[arg-type]
+    with anyio.fail_after(DEADLINE_S):
+        await leadership.acquire(lambda _: None)
+    return Journal(store, PREFIX, leadership)  # type: ignore[arg-type]
+
+
+def record(job_id: str = "j-1", payload: bytes = b"", **changes: object) -> JobRecord:
+    entry = Entry(EntryKind.FUNCTION, "train", payload=payload)
+    spec = JobSpec(job_id=JobId(job_id), name=job_id, entry=entry, min_workers=1, max_workers=2)
+    return replace(JobRecord(spec, JobPhase.PENDING), **changes)  # type: ignore[arg-type]
+
+
+def checkpoints(number: int) -> tuple[CheckpointRecord, ...]:
+    # Of text that does not compress away, and no record is like another.
+    return tuple(
+        CheckpointRecord(
+            f"/runs/{index}", 1, index, hashlib.sha256(str(index).encode()).hexdigest()
+        )
+        for index in range(number)
+    )
