@@ -6,6 +6,7 @@ certificate that was replaced is used without a restart. Nothing here is ever lo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import ssl
@@ -249,12 +250,27 @@ def replace_file(path: Path, data: bytes, mode: int) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     draft.unlink(missing_ok=True)
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(fd, "wb") as file:
-        _keep_owner(fd, path)
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            _keep_owner(fd, path)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable, where the file system can do that for folders."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def _keep_owner(fd: int, path: Path) -> None:
