@@ -102,6 +102,7 @@ class Journal:
         self._pieces_prefix = f"{prefix}/pieces/"
         self._nodes_key = f"{prefix}/nodes"
         self._nodes_revision = 0
+        self._nodes_unknown = b""
         self.nodes = NodesRecord()
         self._leadership = leadership
         self._compacts = compacts
@@ -205,7 +206,7 @@ class Journal:
             Fenced: another coordinator leads.
             StoreUnavailable: not known whether it was written; to be repeated.
         """
-        put = Put(self._nodes_key, encode_record(record))
+        put = Put(self._nodes_key, encode_record(record) + self._nodes_unknown)
         result = await self._commit_fenced([put], [Compare(put.key, self._nodes_revision)])
         revisions = {put.key: result.revision}
         if not result.committed:
@@ -217,6 +218,7 @@ class Journal:
         if entry is not None:
             self.nodes = decode_nodes(entry.value, key=entry.key)
             self._nodes_revision = entry.mod_revision
+            self._nodes_unknown = unknown_of(entry.value)
 
     async def forget(self, job_ids: Iterable[JobId] = ()) -> None:
         """Remove these jobs, and those that an earlier call could not remove.

@@ -39,10 +39,10 @@ def unknown_of(data: bytes) -> bytes:
 
     A newer minor version wrote them: two versions may share a store while a cluster is upgraded,
     and the older one must not lose what the newer keeps. Only where a record has one value for
-    its whole life: beside the job's own fields and in its specification.
+    its whole life: beside a job's own fields, in its specification, and beside those of nodes.
 
     Args:
-        data: a record that `decode_record` reads.
+        data: a record that `decode_record` or `decode_nodes` reads.
 
     Returns:
         Bytes to append to `encode_record`; protobuf reads two encodings in a row as one message.
@@ -53,6 +53,8 @@ def unknown_of(data: bytes) -> bytes:
         kept.job_record.spec.MergeFromString(spec)
     if record := _bare(stored.job_record):
         kept.job_record.MergeFromString(record)
+    if nodes := _bare(stored.nodes_record):
+        kept.nodes_record.MergeFromString(nodes)
     kept.MergeFromString(_bare(stored))
     return kept.SerializeToString()
 

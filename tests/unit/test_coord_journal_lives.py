@@ -9,6 +9,7 @@ import pytest
 
 from elastic.coord.journal import COMPACT_BYTES, PIECE_BYTES, Journal
 from elastic.coord.leadership import Leadership
+from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.world import JobId
 from elastic.errors import StoreUnavailable
 from elastic.runtime.clock import SystemClock
@@ -176,3 +177,29 @@ async def test_fields_that_a_newer_version_added_outlive_an_older_leader(number:
     await third.write([replace(job, checkpoints=())])
     (entry,) = (await store.read(key)).entries
     assert parts(entry.value) == [b"\xc2\x3e\x03new"] * 3
+
+
+async def test_what_a_newer_version_keeps_of_nodes_outlives_an_older_leader() -> None:
+    store = memory_store()
+    cordoned, more = Cordon("n-1", "by an operator"), Cordon("n-2", "by an operator")
+    await (await office(store)).write_nodes(NodesRecord((cordoned,)))
+    key = f"{PREFIX}/nodes"
+    (entry,) = (await store.read(key)).entries
+    stored = records_pb2.StoredRecord.FromString(entry.value)
+    unknown = b"\xc2\x3e\x03new"
+    stored.nodes_record.MergeFromString(unknown)
+    stored.MergeFromString(unknown)
+    await store.commit([Compare(key, entry.mod_revision)], [Put(key, stored.SerializeToString())])
+    for name, record_of in (
+        ("older", NodesRecord((cordoned, more))),
+        ("third", NodesRecord((more,))),
+    ):
+        journal = await office(store, name)
+        await journal.load()
+        for _ in range(2):
+            await journal.write_nodes(record_of)
+    (entry,) = (await store.read(key)).entries
+    assert entry.value.count(unknown) == 2
+    fourth = await office(store, "fourth")
+    await fourth.load()
+    assert fourth.nodes == NodesRecord((more,))
