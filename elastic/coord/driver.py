@@ -19,9 +19,12 @@ import anyio
 
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import SLOW_S, patiently
+from elastic.coord.pieces import PIECE_BYTES
 from elastic.coord.sessions import Session, Sessions
+from elastic.coord.staging import Staging
 from elastic.coord.watchers import Watchers, jobs_of
 from elastic.core.cluster_messages import Coordinators
+from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import (
     AgentConnected,
     AgentDisconnected,
@@ -36,10 +39,12 @@ from elastic.core.events.coordinator import (
     Reply,
     SendAgent,
     Several,
+    SubmitRequested,
 )
 from elastic.core.events.shared import Note, Tick
 from elastic.core.messages import AgentMessage, Hello, Welcome
 from elastic.core.view import ClusterView
+from elastic.core.world import JobId
 from elastic.errors import Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import EventLog, note_text
@@ -103,6 +108,7 @@ class Driver:
         self._event_log = event_log
         self._queue: asyncio.Queue[tuple[CoordinatorEvent, bool]] = asyncio.Queue()
         self._room = asyncio.Semaphore(events_max)
+        self._staging = Staging(journal, clock, self._knows)
         self._replies: dict[str, asyncio.Future[Reply]] = {}
         self._requests = 0
         self._view: ClusterView | None = None
@@ -131,9 +137,21 @@ class Driver:
         await self._step(Recovered(records, journal.term, journal.history, journal.nodes, secret))
         self._recovered.set()
         await self._journal.forget()
-        while True:
-            await self._step(await self._next_event())
-            await self._gather()
+        staging = asyncio.ensure_future(self._staging.run())
+        # What ended it is noticed at once, and not at the next event.
+        staging.add_done_callback(lambda _: self._queue.put_nowait((Tick(), False)))
+        try:
+            while True:
+                event = await self._next_event()
+                if staging.done():
+                    staging.result()
+                await self._step(event)
+                await self._gather()
+        finally:
+            staging.cancel()
+            with anyio.CancelScope(shield=True):
+                # No write of this term may be under way in the next one.
+                await asyncio.wait([staging])
 
     async def wait_recovered(self) -> None:
         """Wait until the journal is loaded and the machine knows what it holds."""
@@ -177,6 +195,32 @@ class Driver:
         finally:
             del self._replies[request_id]
 
+    async def submit(self, spec: JobSpec, submitter: str) -> Reply:
+        """Ask the machine to take a job, and wait for its answer.
+
+        A large function is in the store before the machine hears of its job: its pieces are many
+        writes, during which nobody's loss would be decided.
+
+        Args:
+            spec: with an id.
+            submitter: who asks, by name.
+
+        Raises:
+            Unavailable: the term ended before.
+        """
+        job_id, payload = spec.job_id, spec.entry.payload
+        if len(payload) <= PIECE_BYTES or self._knows(job_id):
+            return await self.request(lambda number: SubmitRequested(number, spec, submitter))
+        is_taken = False
+        try:
+            await self._staging.stage(job_id, payload)
+            reply = await self.request(lambda number: SubmitRequested(number, spec, submitter))
+            is_taken = not reply.error
+            return reply
+        finally:
+            if not is_taken:
+                self._staging.drop(job_id)
+
     def tell_coordinators(self, addresses: tuple[str, ...]) -> None:
         """Tell every agent, those that come later too, where the coordinators answer."""
         self._coordinators = Coordinators(addresses)
@@ -210,6 +254,9 @@ class Driver:
         since_ns = self._persisting_since_ns
         waited_s = (self._clock.monotonic_ns() - since_ns) / 1e9 if since_ns else 0.0
         return f"waiting for the store since {waited_s:.0f} s" if waited_s >= SLOW_S else ""
+
+    def _knows(self, job_id: JobId) -> bool:
+        return any(job.record.spec.job_id == job_id for job in self.view().jobs)
 
     # ------------------------------------------------------------ the owner task
 

@@ -18,13 +18,13 @@ apart, what stands between a loss and the next group is one small write.
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import logging
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from elastic.coord.leadership import Leadership
+from elastic.coord.pieces import ENTRY, POINTER, Kept, join, label_of, pointed, puts_of
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord, NodesRecord
 from elastic.core.world import JobId
@@ -34,49 +34,14 @@ from elastic.wire.codec_records import decode_nodes, decode_record, encode_recor
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 512 * 1024
-"""etcd refuses requests above 1.5 MiB unless told otherwise."""
 RECORD_BYTES = 64 * 1024
 """A record above this is split, so that several fit into one transaction."""
-ENTRY = "entry"
-POINTER = b"pieces:"
-"""No encoded record begins so: its first byte is the tag of field 1."""
-PLACE = re.compile(r"([0-9]{4,9})-of-([0-9]{4,9})")
 DELETES_MAX = 100
 COMPACT_COMMITS, COMPACT_BYTES = 1000, 64 * 1024 * 1024
 """After so many, whichever comes first, an embedded store forgets its history."""
 HISTORY_KEPT = 100
 """Revisions that it keeps."""
 POINTER_TRIES = 3
-
-
-@dataclass
-class Kept:
-    """What the store holds of one job.
-
-    Attributes:
-        revision: of its record, 0 before the first.
-        labels: keys of the pieces under each label; all of them are there.
-        leftover: the same of labels that no record needs; some of them may be there, or none.
-        unknown: fields of its record that a newer version wrote, as bytes.
-    """
-
-    revision: int = 0
-    unknown: bytes = b""
-    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    leftover: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def keys(self) -> list[str]:
-        """Return the keys of all pieces that may be there."""
-        return [
-            key for part in (self.labels, self.leftover) for keys in part.values() for key in keys
-        ]
-
-    def keep(self, labels: Iterable[str]) -> None:
-        """The record needs the pieces under these labels, and no others."""
-        every = self.leftover | self.labels
-        self.labels = {label: every.pop(label) for label in labels if label in every}
-        self.leftover = every
 
 
 class Journal:
@@ -109,6 +74,8 @@ class Journal:
         self._commits = self._bytes = 0
         self._kept: dict[JobId, Kept] = {}
         self._unwanted: dict[JobId, None] = {}
+        # Between what the owner task writes and a function that is written beside it.
+        self._turn = asyncio.Lock()
 
     @property
     def term(self) -> int:
@@ -140,24 +107,27 @@ class Journal:
         entries = (await self._store.read(self._jobs_prefix)).entries
         found = await self._store.read(self._pieces_prefix)
         await self._load_nodes()
-        self._kept = {}
+        self._kept, self._unwanted = {}, {}
         blobs = self._take_pieces(found.entries)
         records = []
         for entry in entries:
             job_id = JobId(entry.key.removeprefix(self._jobs_prefix))
-            data, label = entry.value, _pointed(entry.value)
+            data, label = entry.value, pointed(entry.value)
             if label:
-                data = _join(entry.key, label, blobs.get((job_id, label), ()))
+                data = join(entry.key, label, blobs.get((job_id, label), ()))
             record = decode_record(data, key=entry.key)
             if record.spec.job_id != job_id:
                 raise CorruptRecord(f"record {entry.key} is about job {record.spec.job_id!r}")
-            payload = _join(entry.key, ENTRY, blobs.get((job_id, ENTRY), ()), may_lack=True)
+            payload = join(entry.key, ENTRY, blobs.get((job_id, ENTRY), ()), may_lack=True)
             records.append(replace(record, spec=_with_payload(record.spec, payload)))
             kept = self._kept.setdefault(job_id, Kept())
             kept.revision, kept.unknown = entry.mod_revision, unknown_of(data)
             kept.keep((ENTRY, label))
         # Left by a coordinator that died before it wrote the record, or while forgetting it.
-        self._unwanted = {job_id: None for job_id, kept in self._kept.items() if not kept.revision}
+        for job_id, kept in self._kept.items():
+            if not kept.revision:
+                kept.keep(())
+                self._unwanted[job_id] = None
         # A coordinator that is often started anew may never come to its own turn.
         await self._compact(found.revision)
         return tuple(sorted(records, key=lambda record: record.sequence))
@@ -171,33 +141,56 @@ class Journal:
             Fenced: another coordinator leads.
             StoreUnavailable: not known whether it was written; to be repeated.
         """
-        puts: dict[JobId, Put] = {}
-        compares: list[Compare] = []
-        for record in records:
-            job_id = record.spec.job_id
+        async with self._turn:
+            await self._write(records)
+
+    async def stage(
+        self, job_id: JobId, payload: bytes, is_given_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Write a payload ahead of its job's first record, which `write` is spared then.
+
+        Others may write between two pieces. Once the record is written, or its writing has begun
+        to bring a payload of its own, nothing more is done here; repeating this is safe.
+
+        Args:
+            job_id: of the job to be.
+            payload: its payload, not b"".
+            is_given_up: nobody waits for it any more, the rest is not written.
+
+        Raises:
+            Fenced: another coordinator leads.
+            StoreUnavailable: not known whether it was written; to be repeated.
+        """
+        async with self._turn:
             if job_id in self._unwanted:
-                # An id that comes again, as when a client repeats itself to the next leader: what
-                # the store still has under it is not this job, and must not be taken for it.
                 await self._forget_one(job_id)
             kept = self._kept.setdefault(job_id, Kept())
-            payload = record.spec.entry.payload
-            if payload and not kept.revision:
-                await self._write_pieces(job_id, ENTRY, payload)
-            data = encode_record(replace(record, spec=_with_payload(record.spec, b"")))
-            data += kept.unknown
-            if len(data) > RECORD_BYTES:
-                data = await self._split(job_id, data)
-            puts[job_id] = Put(self._jobs_prefix + job_id, data)
-            compares.append(Compare(puts[job_id].key, kept.revision))
-        if not puts:
-            return
-        result = await self._commit_fenced(list(puts.values()), compares)
-        revisions = {put.key: result.revision for put in puts.values()}
-        if not result.committed:
-            revisions = self._own_revisions(puts.values(), result.current)
-        for job_id, put in puts.items():
-            self._kept[job_id].revision = revisions[put.key]
-            await self._drop_old_pieces(job_id, put.value)
+            if kept.revision or ENTRY in kept.labels or kept.payload not in (b"", payload):
+                return
+            kept.payload = payload
+            puts = puts_of(self._folder(job_id, ENTRY), payload)
+            await self._expect(kept, ENTRY, puts)
+        for number in range(len(puts) + 1):
+            async with self._turn:
+                mine = self._kept.get(job_id) is kept and kept.payload is payload
+                if not mine or ENTRY in kept.labels or is_given_up():
+                    return
+                if number < len(puts):
+                    await self._commit_fenced([puts[number]])
+                else:
+                    kept.has(ENTRY, puts)
+
+    async def unstage(self, job_id: JobId) -> None:
+        """Remove what `stage` wrote, unless the job has a record.
+
+        Raises:
+            Fenced: another coordinator leads.
+        """
+        async with self._turn:
+            kept = self._kept.get(job_id)
+            if kept is not None and not kept.revision:
+                self._unwanted[job_id] = None
+                await self._forget_unwanted()
 
     async def write_nodes(self, record: NodesRecord) -> None:
         """Make this durable, replacing what was kept of nodes; repeating it is safe.
@@ -226,8 +219,12 @@ class Journal:
         Raises:
             Fenced: another coordinator leads.
         """
-        for job_id in job_ids:
-            self._unwanted[job_id] = None
+        async with self._turn:
+            for job_id in job_ids:
+                self._unwanted[job_id] = None
+            await self._forget_unwanted()
+
+    async def _forget_unwanted(self) -> None:
         for job_id in tuple(self._unwanted):
             try:
                 await self._forget_one(job_id)
@@ -240,6 +237,35 @@ class Journal:
         await self._delete([self._jobs_prefix + job_id, *kept.keys()])
         self._kept.pop(job_id, None)
         del self._unwanted[job_id]
+
+    async def _write(self, records: Iterable[JobRecord]) -> None:
+        puts: dict[JobId, Put] = {}
+        compares: list[Compare] = []
+        for record in records:
+            job_id = record.spec.job_id
+            if job_id in self._unwanted:
+                # An id that comes again, as when a client repeats itself to the next leader: what
+                # the store still has under it is not this job, and must not be taken for it.
+                await self._forget_one(job_id)
+            kept = self._kept.setdefault(job_id, Kept())
+            if not kept.revision:
+                await self._write_payload(job_id, record.spec.entry.payload)
+            data = encode_record(replace(record, spec=_with_payload(record.spec, b"")))
+            data += kept.unknown
+            if len(data) > RECORD_BYTES:
+                data = await self._split(job_id, data)
+            puts[job_id] = Put(self._jobs_prefix + job_id, data)
+            compares.append(Compare(puts[job_id].key, kept.revision))
+        if not puts:
+            return
+        result = await self._commit_fenced(list(puts.values()), compares)
+        revisions = {put.key: result.revision for put in puts.values()}
+        if not result.committed:
+            revisions = self._own_revisions(puts.values(), result.current)
+        for job_id, put in puts.items():
+            kept = self._kept[job_id]
+            kept.revision, kept.payload = revisions[put.key], b""
+            await self._drop_old_pieces(job_id, put.value)
 
     # ------------------------------------------------------------ comparisons that failed
 
@@ -273,34 +299,46 @@ class Journal:
 
     async def _split(self, job_id: JobId, data: bytes) -> bytes:
         """Write a large record as pieces; return what stands in its place."""
-        label = _label(data)
+        label = label_of(data)
         await self._write_pieces(job_id, label, data)
         return POINTER + label.encode()
+
+    async def _write_payload(self, job_id: JobId, payload: bytes) -> None:
+        """Have the pieces of a payload there before its job's first record."""
+        kept = self._kept[job_id]
+        if kept.payload != payload:
+            # Those of another submission under this id, which got no job.
+            kept.keep(())
+        # From here on this is written by nobody else.
+        kept.payload = payload
+        await self._write_pieces(job_id, ENTRY, payload)
 
     async def _write_pieces(self, job_id: JobId, label: str, data: bytes) -> None:
         kept = self._kept[job_id]
         if label in kept.labels:
             return
-        starts = range(0, len(data), PIECE_BYTES)
-        keys = tuple(
-            f"{self._pieces_prefix}{job_id}/{label}/{index:04d}-of-{len(starts):04d}"
-            for index in range(len(starts))
-        )
+        puts = puts_of(self._folder(job_id, label), data)
+        await self._expect(kept, label, puts)
+        for put in puts:
+            await self._commit_fenced([put])
+        kept.has(label, puts)
+
+    def _folder(self, job_id: JobId, label: str) -> str:
+        return f"{self._pieces_prefix}{job_id}/{label}"
+
+    async def _expect(self, kept: Kept, label: str, puts: Iterable[Put]) -> None:
+        """Remember which keys will be there, and remove others of this label."""
+        keys = tuple(put.key for put in puts)
         odd = tuple(key for key in kept.leftover.get(label, ()) if key not in keys)
         kept.leftover[label] = keys + odd
         if odd:
             await self._delete(odd)
-        for key, start in zip(keys, starts, strict=True):
-            # No comparison with the key itself: its value can only be this one.
-            await self._commit_fenced([Put(key, data[start : start + PIECE_BYTES])])
-        kept.labels[label] = keys
-        del kept.leftover[label]
 
     async def _drop_old_pieces(self, job_id: JobId, value: bytes) -> None:
         """Remove pieces of earlier records; what cannot be removed now is found at the next."""
         kept = self._kept[job_id]
         # Before they are deleted: an answer that is lost says nothing of what was done.
-        kept.keep((ENTRY, _pointed(value)))
+        kept.keep((ENTRY, pointed(value)))
         for label in tuple(kept.leftover):
             try:
                 await self._delete(kept.leftover[label])
@@ -324,7 +362,7 @@ class Journal:
             grouped.setdefault((JobId(parts[0]), parts[1]), []).append(entry)
         for (job_id, label), pieces in grouped.items():
             kept = self._kept.setdefault(job_id, Kept())
-            kept.leftover[label] = tuple(piece.key for piece in pieces)
+            kept.labels[label] = tuple(piece.key for piece in pieces)
         return grouped
 
     async def _compact(self, revision: int) -> None:
@@ -352,12 +390,12 @@ async def read_records(store: Store, prefix: str) -> tuple[JobRecord, ...]:
     for entry in (await store.read(jobs_prefix)).entries:
         job_id, data = entry.key.removeprefix(jobs_prefix), entry.value
         for _ in range(POINTER_TRIES):
-            label = _pointed(data)
+            label = pointed(data)
             if not label:
                 break
             pieces = (await store.read(f"{prefix}/pieces/{job_id}/{label}/")).entries
             if pieces:
-                data = _join(entry.key, label, pieces)
+                data = join(entry.key, label, pieces)
                 break
             # Its leader has written a newer one meanwhile, and removed the pieces of this one.
             now = (await store.read(entry.key)).entries
@@ -384,48 +422,3 @@ async def _read_nodes(store: Store, key: str) -> Entry | None:
 
 def _with_payload(spec: JobSpec, payload: bytes) -> JobSpec:
     return replace(spec, entry=replace(spec.entry, payload=payload))
-
-
-def _join(key: str, label: str, pieces: Iterable[Entry], *, may_lack: bool = False) -> bytes:
-    """Put pieces together, in the order of their keys; a missing one is refused by name."""
-    there = list(pieces)
-    if not there and may_lack:
-        return b""
-    places = [_place(piece.key) for piece in there]
-    total = places[0][1] if places else 1
-    if places != [(index, total) for index in range(total)]:
-        raise CorruptRecord(
-            f"record {key}: {len(there)} of {total} pieces of its {label!r} part exist; remove "
-            f"this key from the store to go on without the job"
-        )
-    data = b"".join(piece.value for piece in there)
-    if label not in (ENTRY, _label(data)):
-        raise CorruptRecord(
-            f"record {key}: the pieces of its {label!r} part were changed; remove this key from "
-            f"the store to go on without the job"
-        )
-    return data
-
-
-def _pointed(data: bytes) -> str:
-    """Return the label of the pieces that a record's key points to, "" if it holds the record."""
-    if not data.startswith(POINTER):
-        return ""
-    return data.removeprefix(POINTER).partition(b":")[0].decode("ascii", "replace")
-
-
-def _label(data: bytes) -> str:
-    """Return the label of the pieces that a record is split into."""
-    return hashlib.sha256(data).hexdigest()[:32]
-
-
-def _place(key: str) -> tuple[int, int]:
-    """Return (index, number of pieces) that a piece's key states.
-
-    Raises:
-        CorruptRecord: it states none.
-    """
-    match = PLACE.fullmatch(key.rpartition("/")[2])
-    if match is None:
-        raise CorruptRecord(f"key {key} is no piece of a record; remove it")
-    return int(match[1]), int(match[2])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import anyio
@@ -21,7 +21,9 @@ from elastic.coord.follower import Follower
 from elastic.coord.follows import Follows
 from elastic.coord.lookup import has_ended
 from elastic.coord.office import Office
-from elastic.core.events.coordinator import CoordinatorEvent
+from elastic.coord.staging import Room
+from elastic.core.config import JobSpec
+from elastic.core.events.coordinator import CoordinatorEvent, Reply
 from elastic.core.view import ClusterView
 from elastic.errors import ElasticError, NameTaken, NotFound, Refused, Unavailable, UsageError
 from elastic.runtime.clock import Clock
@@ -60,10 +62,13 @@ def answering(
 
     @functools.wraps(method)
     async def call(self: Service, request: Request, context: Context) -> Response:
+        answer = method(self, request)
+        # The frames of a refusal stay for a while, see the guard; its request must not.
+        del request
         try:
-            return await method(self, request)
+            return await answer
         except (ElasticError, Declined) as error:
-            await _abort(context, error)
+            await _abort(context, error.with_traceback(None))
             raise  # Not reached: abort raises.
 
     return call
@@ -103,12 +108,14 @@ class Desk:
         follower: what it shows when it does not.
         store: the membership store, without credentials.
         clock: for ages.
+        room: for what is being submitted.
     """
 
     office: Office
     follower: Follower
     store: str
     clock: Clock
+    room: Room = field(default_factory=Room)
 
     @property
     def driver(self) -> Driver:
@@ -170,9 +177,22 @@ class Desk:
             Declined: it said no.
             Unavailable: it did not answer in time; the outcome is not known.
         """
+        return await self._answer(lambda driver: driver.request(make))
+
+    async def submit(self, spec: JobSpec, submitter: str) -> str:
+        """Let the machine take a job; as `ask`.
+
+        Args:
+            spec: with an id.
+            submitter: who asks, by name.
+        """
+        with self.room.taken(self.driver.view(), spec):
+            return await self._answer(lambda driver: driver.submit(spec, submitter))
+
+    async def _answer(self, request: Callable[[Driver], Awaitable[Reply]]) -> str:
         driver = self.driver
         with anyio.move_on_after(REQUEST_TIMEOUT_S):
-            reply = await driver.request(make)
+            reply = await request(driver)
             if reply.error:
                 kind, code = REPLY_ERRORS[reply.error]
                 raise Declined(kind(reply.text), code)

@@ -18,7 +18,7 @@ from elastic.coord.follows import Merged
 from elastic.coord.lookup import Origin, find_job, has_ended, origins_of
 from elastic.coord.roles import CALLER
 from elastic.coord.server_desk import Desk, answering, streaming
-from elastic.core.config import JobSpec, check_name, ns
+from elastic.core.config import check_name, ns
 from elastic.core.events.coordinator import (
     CheckpointRequested,
     NodeCordonRequested,
@@ -27,11 +27,10 @@ from elastic.core.events.coordinator import (
     ResumeRequested,
     ScaleRequested,
     StopRequested,
-    SubmitRequested,
 )
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId, NodeId, WorkerId
-from elastic.errors import Refused, UsageError
+from elastic.errors import UsageError
 from elastic.runtime.rpc import PROTOCOL
 from elastic.wire.codec_jobs import (
     ClusterStatus,
@@ -50,7 +49,6 @@ LOOK_INTERVAL_S = 1.0
 """Telemetry (steps) changes a job without an event; those who watch see it within this."""
 NEW_WORKERS_INTERVAL_S = 0.25
 """Who follows output sees that of a new worker, all of it, within this."""
-OPEN_JOBS_BYTES_MAX = 1024 * 1024 * 1024
 DRAIN_TIMEOUT_S_MAX = 30 * 24 * 3600.0
 
 ID_CHARS = "abcdefghijklmnopqrstuvwxyz234567"
@@ -66,23 +64,6 @@ def new_job_id(view: ClusterView) -> JobId:
             return job_id
 
 
-def check_room(view: ClusterView, spec: JobSpec) -> None:
-    """Refuse a job whose pickled function would be one too many to keep in memory.
-
-    Raises:
-        Refused: those of the jobs that have not ended fill `OPEN_JOBS_BYTES_MAX`.
-    """
-    others = [job for job in view.jobs if job.record.spec.job_id != spec.job_id]
-    records = [job.record for job in others if not has_ended(job)]
-    held = sum(len(record.spec.entry.payload) for record in records)
-    if held + len(spec.entry.payload) > OPEN_JOBS_BYTES_MAX:
-        raise Refused(
-            f"the functions of {len(records)} jobs that have not ended hold {held} bytes, at most "
-            f"{OPEN_JOBS_BYTES_MAX} are kept; wait until some have ended, or load large data "
-            f"inside the function"
-        )
-
-
 class JobsService:
     """Serves `Jobs`; the methods' names are the protocol's."""
 
@@ -94,13 +75,12 @@ class JobsService:
     async def Submit(self, request: jobs_pb2.SubmitRequest) -> jobs_pb2.SubmitResponse:
         """Submit a job; it gets its id here unless the request names one."""
         spec = spec_of(request)
+        del request  # It holds the function once more.
         if spec.job_id:
             check_name("job id", spec.job_id)
         else:
             spec = replace(spec, job_id=new_job_id(self._desk.driver.view()))
-        check_room(self._desk.driver.view(), spec)
-        who = CALLER.get().name
-        job_id = await self._desk.ask(lambda request_id: SubmitRequested(request_id, spec, who))
+        job_id = await self._desk.submit(spec, CALLER.get().name)
         return jobs_pb2.SubmitResponse(job_id=job_id)
 
     @answering

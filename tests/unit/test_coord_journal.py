@@ -8,8 +8,9 @@ from dataclasses import replace
 import anyio
 import pytest
 
-from elastic.coord.journal import PIECE_BYTES, Journal
+from elastic.coord.journal import Journal
 from elastic.coord.leadership import STANDBY_POLL_S, Holder, Leadership
+from elastic.coord.pieces import PIECE_BYTES
 from elastic.core.world import JobId, JobPhase
 from elastic.errors import CorruptRecord, Fenced, InvariantViolation, StoreUnavailable
 from elastic.runtime.clock import SystemClock

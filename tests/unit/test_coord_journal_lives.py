@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.coord.journal import COMPACT_BYTES, PIECE_BYTES, Journal
+from elastic.coord.journal import COMPACT_BYTES, Journal
 from elastic.coord.leadership import Leadership
+from elastic.coord.pieces import PIECE_BYTES
 from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.world import JobId
 from elastic.errors import StoreUnavailable
