@@ -11,7 +11,12 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, aclosing
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    aclosing,
+    nullcontext,
+)
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +51,7 @@ LOOK_S = 0.5
 """What was revoked, or is over, opens nothing, and holds nothing open, after this."""
 PEER_CERTIFICATE = "x509_pem_cert"
 ATTACH = "/elastic.v1.Agents/Attach"
+SUBMIT = "/elastic.v1.Jobs/Submit"
 ANEW = (
     "have it issued anew ('elastic-coord certs issue ... --name {name} --role {role}') and put "
     "into the --tls-dir: it is used from the next connection on"
@@ -238,7 +244,8 @@ class Guard(grpc.aio.ServerInterceptor):
                 CALLER.set(call.caller)
                 try:
                     with call.scope:
-                        await self._perform(method, handler, messages, context)
+                        async with self._turn(method):
+                            await self._perform(method, handler, messages, context)
                 finally:
                     del self._calls[call]
             if call.over:
@@ -292,6 +299,9 @@ class Guard(grpc.aio.ServerInterceptor):
         streams = bool(handler.request_streaming or handler.response_streaming)
         return self._door.user(who, streams=streams)
 
+    def _turn(self, method: str) -> AbstractAsyncContextManager[None]:
+        return self._door.submission() if method == SUBMIT else nullcontext()
+
     async def _perform(
         self, method: str, handler: Handler, messages: AsyncIterator[Any], context: Context
     ) -> None:
@@ -325,6 +335,9 @@ class Guard(grpc.aio.ServerInterceptor):
                     what=_object_of(request, response),
                     outcome=outcome,
                 )
+            # gRPC keeps the error of a refusal, that keeps its frames, and they gRPC's call: what
+            # was refused, of megabytes maybe, would stay until the next look for such circles.
+            del request
 
     async def _request(self, method: str, context: Context) -> Any:
         """Return the one message of a request.

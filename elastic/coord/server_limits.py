@@ -1,7 +1,8 @@
 """Limits of the door: how much one caller, and all of them together, may ask of a coordinator.
 
 Rule: agents are not counted among the users, so that no number of users keeps an agent out.
-Whoever reaches a limit is told which, and may try again; nobody waits for room.
+Whoever reaches a limit is told which, and may try again; nobody waits for room, but for a turn to
+submit, before anything of the job was read.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import logging
 import resource
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+
+import anyio
 
 from elastic.core.config import NS_PER_S
 from elastic.errors import Busy
@@ -41,6 +44,9 @@ class Limits:
             (health), of all hosts together and of one.
         rate_per_s, burst: requests and streams that one caller may begin: on average, and at once.
         request_s_max: until the message of a request has come.
+        submissions_at_once: jobs that are read and taken at once: each may have megabytes, which
+            are in memory several times until it is taken.
+        submission_wait_s_max: for a turn among those; with what follows, below clients' deadlines.
         stall_s_max: a reader that takes nothing this long loses its stream; it may open another.
     """
 
@@ -55,6 +61,8 @@ class Limits:
     rate_per_s: float = 500.0
     burst: float = 2000.0
     request_s_max: float = 10.0
+    submissions_at_once: int = 16
+    submission_wait_s_max: float = 5.0
     stall_s_max: float = 60.0
 
 
@@ -68,6 +76,7 @@ class Door:
         self._inside: Counter[str] = Counter()
         self._inside_of: Counter[tuple[str, str]] = Counter()
         self._budgets: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._turns = anyio.Semaphore(limits.submissions_at_once)
 
     @contextmanager
     def agent(self, node: str) -> Iterator[None]:
@@ -103,6 +112,28 @@ class Door:
             most, each = limits.requests_max, limits.requests_per_caller_max
         with self._counted("streams" if streams else "requests", who, most, each):
             yield
+
+    @asynccontextmanager
+    async def submission(self) -> AsyncIterator[None]:
+        """Wait for a turn to submit a job, and hold it for the length of an `async with` block.
+
+        Raises:
+            Busy: it did not come in time.
+        """
+        has_turn, limits = False, self._limits
+        with anyio.move_on_after(limits.submission_wait_s_max):
+            await self._turns.acquire()
+            has_turn = True
+        if not has_turn:
+            raise Busy(
+                f"this coordinator takes {limits.submissions_at_once} submissions at once, and "
+                f"none ended within {limits.submission_wait_s_max:g} s for this one to begin; "
+                f"nothing was submitted, try again later"
+            )
+        try:
+            yield
+        finally:
+            self._turns.release()
 
     @contextmanager
     def stranger(self, host: str) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ import pytest
 
 from elastic.coord.audit import Audit
 from elastic.coord.office import Office, Tenure
+from elastic.coord.server_desk import answering
 from elastic.coord.server_guard import Guard, Locks
 from elastic.coord.server_limits import Limits
+from elastic.errors import Refused
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import call_metadata, channel_options, server_options
 from elastic.wire.generated.elastic.v1 import jobs_pb2
@@ -23,6 +26,7 @@ from tests.integration.coordinator import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
 WATCH, GET = "/elastic.v1.Jobs/Watch", "/elastic.v1.Jobs/Get"
+SUBMIT = "/elastic.v1.Jobs/Submit"
 SMALL = Limits(
     streams_per_caller_max=1,
     requests_per_caller_max=1,
@@ -55,6 +59,13 @@ class Small:
             await anyio.sleep_forever()
         return b"job"
 
+    @answering
+    async def submit(self, request: jobs_pb2.SubmitRequest) -> bytes:
+        if request.spec.name == "slow":
+            self.is_busy = True
+            await anyio.sleep_forever()
+        raise Refused("no such jobs")
+
 
 @asynccontextmanager
 async def serving(limits: Limits = SMALL) -> AsyncIterator[Small]:
@@ -68,6 +79,9 @@ async def serving(limits: Limits = SMALL) -> AsyncIterator[Small]:
     methods = {
         "Watch": grpc.unary_stream_rpc_method_handler(small.watch),
         "Get": grpc.unary_unary_rpc_method_handler(small.get, jobs_pb2.GetJobRequest.FromString),
+        "Submit": grpc.unary_unary_rpc_method_handler(
+            small.submit, jobs_pb2.SubmitRequest.FromString
+        ),
         "Forgotten": grpc.unary_unary_rpc_method_handler(small.get),
     }
     handler = grpc.method_handlers_generic_handler("elastic.v1.Jobs", methods)
@@ -170,3 +184,33 @@ async def test_a_method_without_a_rule_is_refused_although_it_is_served() -> Non
     async with serving() as small, calling(small) as begin:
         ended = await ending(begin("/elastic.v1.Jobs/Forgotten"))
         assert ended.startswith("PERMISSION_DENIED")
+
+
+async def test_a_submission_is_not_read_before_its_turn() -> None:
+    limits = Limits(submissions_at_once=1, submission_wait_s_max=0.05)
+    async with serving(limits) as small, calling(small) as begin:
+        slow = jobs_pb2.SubmitRequest(spec={"name": "slow"}).SerializeToString()
+        first = begin(SUBMIT, slow)
+        await wait_until(lambda: small.is_busy)
+        assert "takes 1 submissions at once" in await ending(begin(SUBMIT, slow))
+        assert await ending(begin(GET, b"")) == "OK", "others need no turn"
+        first.cancel()
+        last = ""
+        while "no such jobs" not in last:
+            last = await ending(begin(SUBMIT, b""))
+
+
+async def test_a_refused_function_does_not_wait_for_the_garbage_collector() -> None:
+    def held() -> list[object]:
+        return [thing for thing in gc.get_objects() if isinstance(thing, jobs_pb2.SubmitRequest)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        async with serving() as small, calling(small) as begin:
+            request = jobs_pb2.SubmitRequest(spec={"name": "large"}).SerializeToString()
+            for _ in range(3):
+                assert "no such jobs" in await ending(begin(SUBMIT, request))
+            await wait_until(lambda: not held())
+    finally:
+        gc.enable()

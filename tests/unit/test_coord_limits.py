@@ -1,9 +1,18 @@
-"""Limits of the coordinator's process: open files are raised, and too few are told."""
+"""Limits of the coordinator's process: open files are raised, and too few are told; turns."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import anyio
+import pytest
+
+from elastic.coord.server_limits import Door, Limits
+from elastic.errors import Busy
+from elastic.runtime.clock import SystemClock
+
+DEADLINE_S = 10.0
 
 CODE = """
 import logging, resource
@@ -31,3 +40,34 @@ def test_a_hard_limit_that_is_too_low_is_raised_to_and_told_with_the_number_need
     assert printed == "512 1024"
     assert logged.startswith("WARNING open_files_limited limit=1024 needed=16896 connections=512 ")
     assert "LimitNOFILE" in logged
+
+
+@pytest.mark.anyio
+async def test_submissions_wait_for_their_turn_and_are_told_when_it_does_not_come() -> None:
+    door = Door(Limits(submissions_at_once=2, submission_wait_s_max=DEADLINE_S), SystemClock())
+    inside: list[int] = []
+    ends = [anyio.Event() for _ in range(3)]
+
+    async def submit(number: int) -> None:
+        async with door.submission():
+            inside.append(number)
+            await ends[number].wait()
+
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            for number in range(3):
+                tasks.start_soon(submit, number)
+            await anyio.wait_all_tasks_blocked()
+            assert inside == [0, 1]
+            ends[1].set()
+            await anyio.wait_all_tasks_blocked()
+            assert inside == [0, 1, 2]
+            ends[0].set()
+            ends[2].set()
+    closed = Door(Limits(submissions_at_once=1, submission_wait_s_max=0.01), SystemClock())
+    async with closed.submission():
+        with pytest.raises(Busy, match="takes 1 submissions at once"):
+            async with closed.submission():
+                pass
+    async with closed.submission():
+        pass

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import pytest
 
-from elastic.core.config import ns
+from elastic.core.config import JobSpec, ns
 from elastic.core.events.coordinator import (
     Persist,
     Recovered,
     SendAgent,
+    SubmitRequested,
 )
 from elastic.core.events.shared import Tick
 from elastic.core.machine.coordinator import CoordinatorMachine
@@ -21,6 +25,9 @@ from elastic.core.messages import (
     StopWorker,
 )
 from elastic.core.world import (
+    Entry,
+    EntryKind,
+    JobId,
     JobPhase,
     NodePhase,
 )
@@ -68,6 +75,19 @@ def test_a_violation_carries_the_story_that_led_to_it() -> None:
         coordinator.step(Recovered(()))
     assert len(bug.value.story) == 3
     assert "AgentConnected" in bug.value.story[1]
+
+
+def test_the_story_does_not_keep_the_function_of_a_job_that_was_refused() -> None:
+    coordinator = Coordinator()
+    payload = bytes(1_000_000)
+    entry = Entry(EntryKind.FUNCTION, "train", payload=payload)
+    spec = JobSpec(job_id=JobId("j-1"), name="a", entry=entry, min_workers=1, max_workers=1)
+    module = replace(spec, entry=Entry(EntryKind.MODULE, "m"))
+    coordinator.step(SubmitRequested("r1", module))
+    before = sys.getrefcount(payload)
+    coordinator.step(SubmitRequested("r2", replace(spec, job_id=JobId("j-2"))))
+    assert "already_exists" in str(coordinator.effects)
+    assert sys.getrefcount(payload) == before
 
 
 def test_a_tick_that_comes_too_early_or_too_late_does_no_harm() -> None:

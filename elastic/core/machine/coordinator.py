@@ -8,6 +8,8 @@ and a list of events replay it exactly.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic.core.config import CoordinatorConfig, ns
 from elastic.core.copy_messages import CopiesHeld
 from elastic.core.events.coordinator import (
@@ -98,7 +100,7 @@ class CoordinatorMachine:
             suspicion.forgive_own_sleep(cluster)
             for one in event.events if isinstance(event, Several) else (event,):
                 if not _is_chatter(one):
-                    self._story.tell(now_ns, one)
+                    self._story.tell(now_ns, _told(one))
                 self._take(one)
             suspicion.look(cluster)
             self._come_to_rest()
@@ -308,6 +310,14 @@ class CoordinatorMachine:
         else:
             intake.order_drain(self._cluster, state, event.reason, event.timeout_ns)
             self._cluster.do(Reply(event.request_id, "", event.node_id))
+
+
+def _told(event: CoordinatorEvent) -> CoordinatorEvent:
+    """Return an event as the story keeps it: without a function of megabytes, maybe refused."""
+    if not isinstance(event, SubmitRequested):
+        return event
+    spec = event.spec
+    return replace(event, spec=replace(spec, entry=replace(spec.entry, payload=b"")))
 
 
 def _is_chatter(event: CoordinatorEvent) -> bool:
