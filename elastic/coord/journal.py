@@ -8,7 +8,7 @@ Keys, under the prefix:
     jobs/JOB                   the job's record without the entry's payload, if it is small,
                                else "pieces:DIGEST:N"
     pieces/JOB/LABEL/I-of-N    parts of what is large: LABEL is "entry" for the payload, else the
-                               DIGEST of a record
+                               DIGEST of a record; an ended job has no payload
     nodes                      what is kept of nodes
 
 Pieces are written before the record that needs them and are never changed, so a record that is
@@ -27,8 +27,8 @@ from elastic.coord.leadership import Leadership
 from elastic.coord.pieces import ENTRY, POINTER, Kept, join, label_of, pointed, puts_of
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord, NodesRecord
-from elastic.core.world import JobId
-from elastic.errors import CorruptRecord, Fenced, NotAuthorized, StoreUnavailable
+from elastic.core.world import ENDED, JobId
+from elastic.errors import CorruptRecord, Fenced, StoreUnavailable
 from elastic.store.interface import CommitResult, Compare, Delete, Entry, Put, Store, Write
 from elastic.wire.codec_records import decode_nodes, decode_record, encode_record, unknown_of
 
@@ -118,11 +118,13 @@ class Journal:
             record = decode_record(data, key=entry.key)
             if record.spec.job_id != job_id:
                 raise CorruptRecord(f"record {entry.key} is about job {record.spec.job_id!r}")
-            payload = join(entry.key, ENTRY, blobs.get((job_id, ENTRY), ()), may_lack=True)
+            has_entry = record.phase not in ENDED
+            found_entry = blobs.get((job_id, ENTRY), ()) if has_entry else ()
+            payload = join(entry.key, ENTRY, found_entry, may_lack=True)
             records.append(replace(record, spec=_with_payload(record.spec, payload)))
             kept = self._kept.setdefault(job_id, Kept())
             kept.revision, kept.unknown = entry.mod_revision, unknown_of(data)
-            kept.keep((ENTRY, label))
+            kept.keep((ENTRY, label) if has_entry else (label,))
         # Left by a coordinator that died before it wrote the record, or while forgetting it.
         for job_id, kept in self._kept.items():
             if not kept.revision:
@@ -240,6 +242,7 @@ class Journal:
 
     async def _write(self, records: Iterable[JobRecord]) -> None:
         puts: dict[JobId, Put] = {}
+        ended: set[JobId] = set()
         compares: list[Compare] = []
         for record in records:
             job_id = record.spec.job_id
@@ -255,6 +258,8 @@ class Journal:
             if len(data) > RECORD_BYTES:
                 data = await self._split(job_id, data)
             puts[job_id] = Put(self._jobs_prefix + job_id, data)
+            if record.phase in ENDED:
+                ended.add(job_id)
             compares.append(Compare(puts[job_id].key, kept.revision))
         if not puts:
             return
@@ -265,7 +270,9 @@ class Journal:
         for job_id, put in puts.items():
             kept = self._kept[job_id]
             kept.revision, kept.payload = revisions[put.key], b""
-            await self._drop_old_pieces(job_id, put.value)
+            # Nobody is given the function of a job that has ended.
+            kept.keep((pointed(put.value),) if job_id in ended else (ENTRY, pointed(put.value)))
+            await self._drop_leftover(job_id)
 
     # ------------------------------------------------------------ comparisons that failed
 
@@ -334,11 +341,12 @@ class Journal:
         if odd:
             await self._delete(odd)
 
-    async def _drop_old_pieces(self, job_id: JobId, value: bytes) -> None:
-        """Remove pieces of earlier records; what cannot be removed now is found at the next."""
+    async def _drop_leftover(self, job_id: JobId) -> None:
+        """Remove pieces of earlier records; what cannot be removed now is found at the next.
+
+        They count as gone before: an answer that is lost says nothing of what was done.
+        """
         kept = self._kept[job_id]
-        # Before they are deleted: an answer that is lost says nothing of what was done.
-        kept.keep((ENTRY, pointed(value)))
         for label in tuple(kept.leftover):
             try:
                 await self._delete(kept.leftover[label])

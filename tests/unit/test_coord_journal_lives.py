@@ -11,7 +11,7 @@ from elastic.coord.journal import COMPACT_BYTES, Journal
 from elastic.coord.leadership import Leadership
 from elastic.coord.pieces import PIECE_BYTES
 from elastic.core.events.coordinator import Cordon, NodesRecord
-from elastic.core.world import JobId
+from elastic.core.world import JobId, JobPhase
 from elastic.errors import StoreUnavailable
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import Compare, Put
@@ -66,6 +66,39 @@ async def test_parts_of_a_record_that_was_not_written_are_not_taken_for_whole() 
     assert await second.load() == (record(payload=b"x"),)
     await second.write([large])
     assert await (await office(weak, "c")).load() == (large,)
+
+
+@pytest.mark.parametrize("number", [0, 9_000], ids=["whole", "in pieces"])
+async def test_an_ended_job_is_kept_without_its_function(number: int) -> None:
+    weak = Weak(memory_store())
+    journal = await office(weak)
+    job = record(payload=b"z" * (3 * PIECE_BYTES), checkpoints=checkpoints(number))
+    await journal.write([job])
+    ended = replace(record(checkpoints=checkpoints(number)), phase=JobPhase.STOPPED)
+    await journal.write([ended])
+    keys = [entry.key for entry in (await weak.read(f"{PREFIX}/pieces/")).entries]
+    assert not [key for key in keys if "/entry/" in key]
+    assert bool(keys) == bool(number)
+    second = await office(weak, "b")
+    assert await second.load() == (ended,)
+    await second.write([replace(ended, reason="changed")])
+    await second.forget([JobId("j-1")])
+    assert not (await weak.read(f"{PREFIX}/pieces/")).entries
+
+
+async def test_a_function_that_an_earlier_version_left_with_an_ended_job_is_not_loaded() -> None:
+    weak = Weak(memory_store())
+    journal = await office(weak)
+    await journal.write([record(payload=b"z" * (2 * PIECE_BYTES))])
+    pieces = (await weak.read(f"{PREFIX}/pieces/")).entries
+    ended = record(phase=JobPhase.FAILED)
+    await journal.write([ended])
+    # One of two: as when the rest of them could not be removed.
+    await weak.commit([Compare(pieces[0].key, 0)], [Put(pieces[0].key, pieces[0].value)])
+    second = await office(weak, "b")
+    assert await second.load() == (ended,)
+    await second.write([replace(ended, reason="changed")])
+    assert not (await weak.read(f"{PREFIX}/pieces/")).entries
 
 
 async def test_an_id_that_comes_again_before_its_parts_are_removed_is_another_job() -> None:

@@ -12,6 +12,7 @@ from elastic.core.events.coordinator import (
     Persist,
     Recovered,
     SendAgent,
+    StopRequested,
     SubmitRequested,
 )
 from elastic.core.events.shared import Tick
@@ -88,6 +89,18 @@ def test_the_story_does_not_keep_the_function_of_a_job_that_was_refused() -> Non
     coordinator.step(SubmitRequested("r2", replace(spec, job_id=JobId("j-2"))))
     assert "already_exists" in str(coordinator.effects)
     assert sys.getrefcount(payload) == before
+
+
+def test_a_job_that_has_ended_is_remembered_without_its_function() -> None:
+    coordinator = Coordinator()
+    entry = Entry(EntryKind.FUNCTION, "train", payload=bytes(1000))
+    spec = JobSpec(job_id=JobId("j-1"), name="a", entry=entry, min_workers=1, max_workers=1)
+    coordinator.step(SubmitRequested("r1", spec))
+    (job,) = coordinator.machine.view(coordinator.now_ns).jobs
+    assert job.record.spec == spec
+    coordinator.step(StopRequested("r2", JobId("j-1"), "enough"))
+    (job,) = coordinator.machine.view(coordinator.now_ns).jobs
+    assert job.record.spec == replace(spec, entry=replace(entry, payload=b""))
 
 
 def test_a_tick_that_comes_too_early_or_too_late_does_no_harm() -> None:

@@ -93,6 +93,8 @@ def end_job(cluster: Cluster, job: JobState, phase: JobPhase, reason: str) -> No
     job.move(phase, cluster.now_ns)
     job.is_open = False
     job.reason = reason
+    # No worker starts for it any more, and two hundred ended jobs are remembered.
+    job.spec = replace(job.spec, entry=replace(job.spec.entry, payload=b""))
     if phase is JobPhase.SUCCEEDED:
         job.failure, job.failed_worker = None, ""
         job.result = job.finished[job.member_ids()[0]]
