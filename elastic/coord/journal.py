@@ -28,7 +28,7 @@ from elastic.coord.pieces import ENTRY, POINTER, Kept, join, label_of, pointed, 
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord, NodesRecord
 from elastic.core.world import ENDED, JobId
-from elastic.errors import CorruptRecord, Fenced, StoreUnavailable
+from elastic.errors import CorruptRecord, Fenced, NotAuthorized, StoreUnavailable
 from elastic.store.interface import CommitResult, Compare, Delete, Entry, Put, Store, Write
 from elastic.wire.codec_records import decode_nodes, decode_record, encode_record, unknown_of
 

@@ -24,7 +24,7 @@ def bug(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
 
 RARE = {
     "blames_others_for_its_own_slowness": 209,
-    "ends_who_forms_with_the_one_that_it_waits_for": 190,
+    "ends_who_forms_with_the_one_that_it_waits_for": 166,
     "leaves_alone_who_does_not_leave": 1500,
     "lets_drained_nodes_go_with_what_they_hold": 110,
     "obeys_leaders_that_were_replaced": 1352,
