@@ -50,7 +50,6 @@ from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.story import Story
 from elastic.core.messages import ProbeAck, Progress, Pulse
 from elastic.core.policy import placement
-from elastic.core.policy.spreading import forming_is_long_after_ns
 from elastic.core.view import ClusterView
 from elastic.core.world import JobPhase, Node, NodeId, NodePhase
 from elastic.errors import InvariantViolation, check
@@ -228,9 +227,6 @@ class CoordinatorMachine:
             for member in job.group.members if job.is_open and job.group else ():
                 state = self._await_node(member.node_id)
                 cluster.add_worker(job, state, intake.placeholder(job, member.worker_id))
-            if job.is_open:  # Perhaps it forms, and gets nowhere.
-                long_ns = forming_is_long_after_ns(len(job.member_ids()))
-                cluster.looks[job.job_id] = cluster.now_ns + long_ns
             cluster.touch(job)
         cluster.note("recovered", jobs=len(event.jobs))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from elastic.core.config import ns
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
+from elastic.core.policy.spreading import forming_is_long_after_ns
 from elastic.core.world import WorkerPhase
 
 
@@ -24,6 +25,13 @@ def is_forming_stuck(job: JobState) -> bool:
     return all(w.report.generation >= job.generation for w in members) and any(
         w.report.phase in (WorkerPhase.TRAINING, WorkerPhase.FINISHED) for w in members
     )
+
+
+def watch_forming(cluster: Cluster, job: JobState) -> None:
+    """Have a group looked at that forms for long, of another coordinator's once all are back."""
+    members = _members(job)
+    if job.job_id not in cluster.looks and not any(cluster.node_of(w).unconfirmed for w in members):
+        cluster.looks[job.job_id] = cluster.now_ns + forming_is_long_after_ns(len(members))
 
 
 def does_somebody_wait(cluster: Cluster, job: JobState) -> bool:

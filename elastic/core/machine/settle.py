@@ -468,6 +468,8 @@ def _watch_health(cluster: Cluster, job: JobState) -> None:
         and not cluster.node_of(w).unconfirmed
         for w in members
     )
+    if not is_training and job.training_since_ns is None:
+        lateness.watch_forming(cluster, job)
     if is_training and job.training_since_ns is None:
         job.training_since_ns = cluster.now_ns
         if not lateness.does_somebody_wait(cluster, job):
