@@ -56,8 +56,8 @@ def _is_busy(executor: Executor) -> bool:
 
 
 def _threads_of(executor: Executor) -> set[threading.Thread]:
-    manager = getattr(executor, "_executor_manager_thread", None)
-    return {*getattr(executor, "_threads", ()), *([manager] if manager is not None else [])}
+    feeder = getattr(executor, "_executor_manager_thread", None)
+    return {*getattr(executor, "_threads", ()), *([feeder] if feeder is not None else [])}
 
 
 def is_of_script(name: str, places: Iterable[str | None], folders: Iterable[str]) -> bool:
