@@ -89,7 +89,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/train/here.py": "a run in the user's process puts back what it has set",
     "elastic/train/overruled.py": "a worker's own variables say how large its job may be",
     "elastic/worker/ahead.py": "notices when user code asks for its place before there is one",
-    "elastic/client/embedded.py": "hands its own on to the daemons it starts, but for what others are told",
+    "elastic/client/embedded.py": "hands on what is not said of the daemons of other clusters",
     "elastic/testing/local_cluster.py": "hands its own environment on to the daemons it starts",
     "elastic/worker/validation_process.py": "a process starts here, and forgets its parent's place",
     "elastic/worker/program.py": "hands its own environment on to the program that it is there for",
