@@ -15,7 +15,6 @@ import inspect
 import os
 import runpy
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -116,13 +115,13 @@ def _run_afresh(run: Callable[[], None], known: frozenset[str], folders: list[st
         folders: where its own modules are.
     """
     loose_ends.forget_modules(known, folders)
-    threads = threading.enumerate()
-    try:
-        run()
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-    loose_ends.end_script(threads)
+    with loose_ends.watching(folders) as watched:
+        try:
+            run()
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        watched.end()
 
 
 def _put_first(directory: str) -> None:
