@@ -238,9 +238,11 @@ def main(context: click.Context, /, **flags: object) -> None:
     try:
         code = run_agent(given, os.environ)
     except ElasticError as error:
-        lines.drain()
-        click.echo(f"elastic-agent: {error}", err=True)
         code = exit_code(error)
+        if lines.drain():
+            click.echo(f"elastic-agent: {error}", err=True)
+    if not lines.drain():
+        os._exit(code)
     sys.exit(code)
 
 

@@ -296,8 +296,11 @@ def serve_command(log_level: str, **settings: Any) -> None:
         stop_collector()
         anyio.run(serve, options, functools.partial(print, flush=True))
     except ElasticError as error:
-        lines.drain()
+        if not lines.drain():
+            os._exit(exit_code(error))
         fail(error)
+    if not lines.drain():
+        os._exit(0)
 
 
 @main.command()

@@ -212,14 +212,15 @@ class Driver:
         if len(payload) <= PIECE_BYTES or self._knows(job_id):
             return await self.request(lambda number: SubmitRequested(number, spec, submitter))
         is_taken = False
-        try:
-            await self._staging.stage(job_id, payload)
-            reply = await self.request(lambda number: SubmitRequested(number, spec, submitter))
-            is_taken = not reply.error
-            return reply
-        finally:
-            if not is_taken:
-                self._staging.drop(job_id)
+        with self._staging.held(job_id):
+            try:
+                await self._staging.stage(job_id, payload)
+                reply = await self.request(lambda number: SubmitRequested(number, spec, submitter))
+                is_taken = not reply.error
+                return reply
+            finally:
+                if not is_taken:
+                    self._staging.drop(job_id)
 
     def tell_coordinators(self, addresses: tuple[str, ...]) -> None:
         """Tell every agent, those that come later too, where the coordinators answer."""

@@ -225,6 +225,9 @@ class Journal:
             for job_id in job_ids:
                 self._unwanted[job_id] = None
             await self._forget_unwanted()
+            # A job that has ended is written no more: what its last write could not remove.
+            for job_id in [j for j, kept in self._kept.items() if kept.revision and kept.leftover]:
+                await self._drop_leftover(job_id)
 
     async def _forget_unwanted(self) -> None:
         for job_id in tuple(self._unwanted):

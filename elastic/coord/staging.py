@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ class Staging:
         self._is_known = is_known
         self._queue: asyncio.Queue[Load | JobId] = asyncio.Queue()
         self._waiting: set[Load] = set()
+        self._held: Counter[JobId] = Counter()
         self._is_over = False
 
     async def stage(self, job_id: JobId, payload: bytes) -> None:
@@ -122,8 +124,22 @@ class Staging:
             self._waiting.discard(load)
             load.payload = b""
 
+    @contextmanager
+    def held(self, job_id: JobId) -> Iterator[None]:
+        """For the length of a `with` block, have a function stay that another submission drops.
+
+        A client that gave up repeats its submission under the same id.
+        """
+        self._held[job_id] += 1
+        try:
+            yield
+        finally:
+            self._held[job_id] -= 1
+            if not self._held[job_id]:
+                del self._held[job_id]
+
     def drop(self, job_id: JobId) -> None:
-        """Have a function removed, unless there is a job that needs it. Never waits."""
+        """Have a function removed, unless a job needs it, or a submission holds it. Never waits."""
         self._queue.put_nowait(job_id)
 
     async def run(self) -> None:
@@ -137,7 +153,7 @@ class Staging:
                 wish = await self._queue.get()
                 if isinstance(wish, Load):
                     await self._write(wish)
-                elif not self._is_known(wish):
+                elif not self._held[wish] and not self._is_known(wish):
                     await self._journal.unstage(wish)
         finally:
             self._is_over = True

@@ -46,12 +46,16 @@ class Front(logging.handlers.QueueHandler):
         except queue.Full:
             self._dropped += 1
 
-    def drain(self, timeout_s: float = LAST_WORDS_S) -> None:
-        """Wait until all that waits is written, but not longer than this."""
+    def drain(self, timeout_s: float = LAST_WORDS_S) -> bool:
+        """Wait until all that waits is written, but not longer than this; False if it is not.
+
+        Whoever ends then does so by `os._exit`: logging's own end would wait for the reader.
+        """
         until_s = time.monotonic() + timeout_s
         with self.lines.all_tasks_done:
             while self.lines.unfinished_tasks and (left_s := until_s - time.monotonic()) > 0:
                 self.lines.all_tasks_done.wait(left_s)
+            return not self.lines.unfinished_tasks
 
 
 def set_up_logging(process: str, *, level: str = "info", stream: TextIO | None = None) -> Front:

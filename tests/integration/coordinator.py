@@ -61,6 +61,7 @@ class Coordinator:
     args: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     stdout: Path | None = None
+    stderr: int | None = None
     process: subprocess.Popen[bytes] | None = None
     address: str = ""
 
@@ -92,8 +93,8 @@ class Coordinator:
         path = self.folder / "log"
         with path.open("ab") as log, (self.stdout or path).open("ab") as out:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=log, cwd=ROOT,
-                env={**os.environ, **self.env},
+                command, stdin=subprocess.DEVNULL, stdout=out, cwd=ROOT,
+                stderr=log if self.stderr is None else self.stderr, env={**os.environ, **self.env},
             )  # fmt: skip
 
     def wait_ready(self) -> None:

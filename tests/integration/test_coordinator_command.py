@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +72,29 @@ def test_a_first_line_that_nobody_reads_ends_nobody(tmp_path: Path) -> None:
         coordinator.wait_logged("ready_line_unwritable")
         done = elastic_coord("health", "--coord", coordinator.address)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def full_pipe() -> Iterator[int]:
+    """The end for writing of a pipe that nobody reads, and that takes nothing more."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    yield writing
+    os.close(writing)
+    os.close(reading)
+
+
+def test_a_log_that_nobody_reads_keeps_nobody_from_answering_or_ending(
+    tmp_path: Path, full_pipe: int
+) -> None:
+    with Coordinator(tmp_path, stderr=full_pipe) as coordinator:
+        done = elastic_coord("health", "--coord", coordinator.address)
+        assert done.returncode == 0, done.stderr
+        assert coordinator.kill(signal.SIGTERM) == 0
 
 
 def test_status_and_health_say_what_there_is(coordinator: Coordinator) -> None:

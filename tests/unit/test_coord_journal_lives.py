@@ -86,6 +86,20 @@ async def test_an_ended_job_is_kept_without_its_function(number: int) -> None:
     assert not (await weak.read(f"{PREFIX}/pieces/")).entries
 
 
+async def test_the_function_of_an_ended_job_that_was_not_removed_is_at_the_next_start() -> None:
+    weak = Weak(memory_store())
+    journal = await office(weak)
+    await journal.write([record(payload=b"z" * (2 * PIECE_BYTES))])
+    pieces = (await weak.read(f"{PREFIX}/pieces/")).entries
+    ended = record(phase=JobPhase.FAILED)
+    await journal.write([ended])
+    await weak.commit([Compare(pieces[0].key, 0)], [Put(pieces[0].key, pieces[0].value)])
+    second = await office(weak, "b")
+    assert await second.load() == (ended,)
+    await second.forget()
+    assert not (await weak.read(f"{PREFIX}/pieces/")).entries
+
+
 async def test_a_function_that_an_earlier_version_left_with_an_ended_job_is_not_loaded() -> None:
     weak = Weak(memory_store())
     journal = await office(weak)

@@ -167,6 +167,28 @@ async def test_a_function_for_which_no_job_came_is_removed(how: str) -> None:
     assert await (await office(gated, "b")).load() == (job,)
 
 
+async def test_a_submission_that_was_given_up_leaves_what_its_repeat_has_written() -> None:
+    gated = Gated()
+    driver = await driver_on(gated)
+    spec = record(payload=BIG).spec
+    for _ in range(100):
+        gated.leave.release()
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(driver.run)
+            await driver.wait_recovered()
+            staging = driver._staging
+            with staging.held(spec.job_id):
+                await staging.stage(spec.job_id, BIG)
+                staging.drop(spec.job_id)  # Of the first try, whose caller has gone.
+                await staging.stage(JobId("j-behind"), BIG)
+                assert [key for key in await gated.keys("pieces") if spec.job_id in key]
+            staging.drop(spec.job_id)
+            while [key for key in await gated.keys("pieces") if spec.job_id in key]:
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+
+
 async def cancel_when_asked(gated: Gated, scope: anyio.CancelScope, number: int) -> None:
     await gated.wait_asked(number)
     scope.cancel()
