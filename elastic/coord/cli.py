@@ -2,7 +2,7 @@
 
 Rule: the only place in this room that reads the environment. Exit codes: 0 done, 2 used wrongly,
 69 nobody answers or the address is taken, 70 a bug, 75 another process took over a store that is
-not shared, 78 a setting is wrong (do not retry).
+not shared, or the event loop hung beside a store that is, 78 a setting is wrong (do not retry).
 """
 
 from __future__ import annotations
