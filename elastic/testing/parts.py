@@ -44,16 +44,20 @@ class Rank(Protocol):
 
 
 def stall(members: Mapping[int, Rank], step: int) -> None:
-    """Say where each member is that waits for those who are late for a step."""
+    """Say where each member is while some are late for a step; again whenever that may change.
+
+    Who has come to its pair has, whatever becomes of it there: what was begun is never unbegun.
+    """
     size = len(members)
     if size < 2 * PAIR or size % PAIR:
         return
-    late = {rank: not p.moves() or p.is_slow() for rank, p in members.items()}
+    came = {r for r, p in members.items() if p.spot.begun and p.spot.begun[0].count > step}
+    late = {r for r, p in members.items() if r not in came and (not p.moves() or p.is_slow())}
     for rank, process in members.items():
         partner = rank ^ 1
-        is_held = late[partner] and not late[rank]
-        pairs = step if late[rank] else step + 1
-        columns = step if late[rank] or is_held else step + 1
+        is_held = partner in late and rank not in late
+        pairs = step if rank in late else step + 1
+        columns = step if rank in late or is_held else step + 1
         begun = (
             Begun("pair", tuple(sorted((rank, partner))), pairs),
             Begun("column", tuple(range(rank % PAIR, size, PAIR)), columns),

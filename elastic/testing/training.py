@@ -168,7 +168,7 @@ class DataPlane:
         if self.is_held(group, members) or any(p.is_slow() for p in members):
             # Somebody stopped, hangs, is slow or unheard: the others wait, and time passes.
             self.timeline.after(20 * MS, self._end_step, group)
-            if self.scripts[group.job_id].in_parts and not group.is_stalled:
+            if self.scripts[group.job_id].in_parts:
                 parts.stall(group.members, group.step)
             group.step_running = group.is_stalled = True
             for process in group.members.values():
