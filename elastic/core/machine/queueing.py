@@ -271,8 +271,8 @@ def _within_project(
     return nodes[:count] if have + count >= job.limits.min_workers else ()
 
 
-def limits_now(cluster: Cluster, job: JobState) -> JobSpec:
-    """Return the bounds that a group may have at this moment.
+def limits_now(cluster: Cluster, job: JobState) -> JobSpec | None:
+    """Return the bounds that a group may have at this moment; None if it waits for the first plan.
 
     After a restart no plan is made before agents had time to come back. Workers are adopted
     meanwhile that had been given up and replaced: the project's limits hold all the same. So a
@@ -281,17 +281,13 @@ def limits_now(cluster: Cluster, job: JobState) -> JobSpec:
     limits, left = job.limits, _left_now(cluster, job)
     if left is None:
         return limits
+    if not job.is_open and left < min(len(job.workers), limits.min_workers):
+        return None
     have = min(limits.max_workers, len(job.workers))
     if job.is_open:
         have = min(have, len(job.member_ids()))
     fit = min(have, left) // limits.workers_per_replica * limits.workers_per_replica
     return replace(limits, max_workers=min(limits.max_workers, max(limits.min_workers, fit)))
-
-
-def may_form_now(cluster: Cluster, job: JobState) -> bool:
-    """Return whether a job that has no group may have one: else it waits for the first plan."""
-    left = None if job.is_open else _left_now(cluster, job)
-    return left is None or left >= min(len(job.workers), job.limits.min_workers)
 
 
 def _left_now(cluster: Cluster, job: JobState) -> int | None:

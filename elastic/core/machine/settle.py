@@ -136,15 +136,14 @@ def remind_of_leavers(cluster: Cluster, job: JobState, workers: Iterable[WorkerI
 
 def _settle_group(cluster: Cluster, job: JobState) -> bool:
     """Ask the membership policy and do what it says; True if that may change its next answer."""
-    if not queueing.may_form_now(cluster, job):
+    limits = queueing.limits_now(cluster, job)
+    if limits is None:
         wake(job, cluster.hold_until_ns)
         job.waits_for = f"project {job.spec.project} may be at its limit: not all nodes are back"
         return False
     candidates = [*job.candidates(cluster.book).values()]
     current = replace(job.current(), is_saving=_is_saving(cluster, job))
-    decision = membership.decide(
-        queueing.limits_now(cluster, job), current, candidates, cluster.now_ns, cluster.config
-    )
+    decision = membership.decide(limits, current, candidates, cluster.now_ns, cluster.config)
     wake(job, decision.wake_ns)
     plan = decision.value
     if plan.act is Act.FORM:
