@@ -118,13 +118,13 @@ class Journal:
             record = decode_record(data, key=entry.key)
             if record.spec.job_id != job_id:
                 raise CorruptRecord(f"record {entry.key} is about job {record.spec.job_id!r}")
-            has_entry = record.phase not in ENDED
-            found_entry = blobs.get((job_id, ENTRY), ()) if has_entry else ()
-            payload = join(entry.key, ENTRY, found_entry, may_lack=True)
+            needed = _needed(record, entry.value)
+            parts = blobs.get((job_id, ENTRY), ()) if ENTRY in needed else ()
+            payload = join(entry.key, ENTRY, parts, may_lack=True)
             records.append(replace(record, spec=_with_payload(record.spec, payload)))
             kept = self._kept.setdefault(job_id, Kept())
             kept.revision, kept.unknown = entry.mod_revision, unknown_of(data)
-            kept.keep((ENTRY, label) if has_entry else (label,))
+            kept.keep(needed)
         # Left by a coordinator that died before it wrote the record, or while forgetting it.
         for job_id, kept in self._kept.items():
             if not kept.revision:
@@ -245,7 +245,7 @@ class Journal:
 
     async def _write(self, records: Iterable[JobRecord]) -> None:
         puts: dict[JobId, Put] = {}
-        ended: set[JobId] = set()
+        needed: dict[JobId, tuple[str, ...]] = {}
         compares: list[Compare] = []
         for record in records:
             job_id = record.spec.job_id
@@ -261,8 +261,7 @@ class Journal:
             if len(data) > RECORD_BYTES:
                 data = await self._split(job_id, data)
             puts[job_id] = Put(self._jobs_prefix + job_id, data)
-            if record.phase in ENDED:
-                ended.add(job_id)
+            needed[job_id] = _needed(record, data)
             compares.append(Compare(puts[job_id].key, kept.revision))
         if not puts:
             return
@@ -273,8 +272,7 @@ class Journal:
         for job_id, put in puts.items():
             kept = self._kept[job_id]
             kept.revision, kept.payload = revisions[put.key], b""
-            # Nobody is given the function of a job that has ended.
-            kept.keep((pointed(put.value),) if job_id in ended else (ENTRY, pointed(put.value)))
+            kept.keep(needed[job_id])
             await self._drop_leftover(job_id)
 
     # ------------------------------------------------------------ comparisons that failed
@@ -429,6 +427,17 @@ async def read_nodes(store: Store, prefix: str) -> NodesRecord:
 
 async def _read_nodes(store: Store, key: str) -> Entry | None:
     return next((e for e in (await store.read(key)).entries if e.key == key), None)
+
+
+def _needed(record: JobRecord, value: bytes) -> tuple[str, ...]:
+    """Return the labels of the pieces that a record needs; nobody is given an ended job's function.
+
+    Args:
+        record: of a job.
+        value: what its key holds.
+    """
+    label = pointed(value)
+    return (label,) if record.phase in ENDED else (ENTRY, label)
 
 
 def _with_payload(spec: JobSpec, payload: bytes) -> JobSpec:
