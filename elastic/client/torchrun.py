@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from elastic.client.job_options import JobOptions
 from elastic.client.submission import entry_of, plain_name, run_path_of
 from elastic.core.config import JobSpec, check_name
-from elastic.core.policy.placement import Offer, place
+from elastic.core.policy.placement import explain_misfit
 from elastic.core.world import Entry, EntryKind, JobId, Node, sorted_pairs
 from elastic.errors import ConfigError, UsageError
 
@@ -172,15 +172,10 @@ def check_fits(spec: JobSpec, node: Node) -> None:
     Raises:
         UsageError: with what is missing.
     """
-    offer = Offer(
-        node.node_id, node.num_slots, node.resources, node.resources,
-        accelerator_type=node.accelerator_type, labels=node.labels,
-    )  # fmt: skip
-    decision = place(spec, (offer,), 0)
-    if not decision.value:
+    if reason := explain_misfit(spec, (node,)):
         raise UsageError(
             f"no coordinator is named, so that this machine is the only node, and the job would "
-            f"wait for ever: {decision.reason}; leave out what keeps it from running here, or give "
+            f"wait for ever: {reason}; leave out what keeps it from running here, or give "
             f"--coord HOST:PORT (or ELASTIC_COORD)"
         )
 

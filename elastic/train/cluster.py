@@ -16,7 +16,7 @@ from pathlib import Path
 
 from elastic.client.embedded import Cluster, start_cluster, stop_cluster
 from elastic.core.config import JobSpec
-from elastic.core.policy.placement import Offer, place
+from elastic.core.policy.placement import explain_misfit
 from elastic.core.world import Node
 from elastic.errors import ConfigError, Unavailable, UsageError
 from elastic.runtime.access import Access, find_access
@@ -159,18 +159,10 @@ def check_fits(spec: JobSpec, nodes: Sequence[Node]) -> None:
     Raises:
         UsageError: with what is missing.
     """
-    offers = [
-        Offer(
-            node.node_id, node.num_slots, node.resources, node.resources,
-            accelerator_type=node.accelerator_type, labels=node.labels,
-        )
-        for node in nodes
-    ]  # fmt: skip
-    decision = place(spec, offers, 0)
-    if offers and not decision.value:
+    if reason := explain_misfit(spec, nodes):
         raise UsageError(
             f"run {spec.name}: this script's own cluster is this machine only, and the run would "
-            f"wait for ever: {decision.reason}; leave out of its ScalingConfig what keeps it from "
+            f"wait for ever: {reason}; leave out of its ScalingConfig what keeps it from "
             f"running here, or name a cluster: elastic.init(address), or ELASTIC_COORD"
         )
 

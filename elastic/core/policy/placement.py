@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from elastic.core.config import KNOWN_ACCELERATORS, JobSpec
 from elastic.core.policy.decision import Decision
-from elastic.core.world import NO_ZONE, NodeId, Resources, Strategy, zone_of
+from elastic.core.world import NO_ZONE, Node, NodeId, Resources, Strategy, zone_of
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,24 @@ def place(spec: JobSpec, offers: Sequence[Offer], have: int) -> Decision[tuple[N
 
 
 _SPREADING = (Strategy.SPREAD, Strategy.STRICT_SPREAD)
+
+
+def explain_misfit(spec: JobSpec, nodes: Sequence[Node]) -> str:
+    """Return why a job would wait for ever if these empty nodes were all there will be, "" if not.
+
+    Args:
+        spec: needs and strategy.
+        nodes: without any, nothing is known, and it is "".
+    """
+    offers = [
+        Offer(
+            node.node_id, node.num_slots, node.resources, node.resources,
+            accelerator_type=node.accelerator_type, labels=node.labels,
+        )
+        for node in nodes
+    ]  # fmt: skip
+    decision = place(spec, offers, 0)
+    return "" if decision.value or not offers else decision.reason
 
 
 def _matches(spec: JobSpec, offer: Offer) -> bool:
