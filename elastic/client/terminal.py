@@ -126,11 +126,9 @@ def reporting_errors(command: Command) -> Command:
             fail(str(error), EXIT_TIMEOUT)
         except KeyboardInterrupt:
             sys.exit(EXIT_INTERRUPTED)
-        except BrokenPipeError:
-            raise  # Who read this has enough: click ends it without a word.
         except OSError as error:
             if error.errno != errno.ENOSPC:
-                raise
+                raise  # Such as EPIPE: who read this has enough, and click ends it without a word.
             fail(f"output cannot be written: {error.strerror}", EXIT_FAILED)
 
     return run  # type: ignore[return-value]

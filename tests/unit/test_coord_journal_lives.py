@@ -10,7 +10,7 @@ import pytest
 from elastic.coord.journal import COMPACT_BYTES, Journal
 from elastic.coord.leadership import Leadership
 from elastic.coord.pieces import PIECE_BYTES
-from elastic.core.events.coordinator import Cordon, NodesRecord
+from elastic.core.events.coordinator import Cordon, JobRecord, NodesRecord
 from elastic.core.world import JobId, JobPhase
 from elastic.errors import StoreUnavailable
 from elastic.runtime.clock import SystemClock
@@ -86,7 +86,8 @@ async def test_an_ended_job_is_kept_without_its_function(number: int) -> None:
     assert not (await weak.read(f"{PREFIX}/pieces/")).entries
 
 
-async def test_the_function_of_an_ended_job_that_was_not_removed_is_at_the_next_start() -> None:
+async def left_with_an_ended_job() -> tuple[Weak, JobRecord, Journal]:
+    """A store in which a part of an ended job's function could not be removed; its next leader."""
     weak = Weak(memory_store())
     journal = await office(weak)
     await journal.write([record(payload=b"z" * (2 * PIECE_BYTES))])
@@ -94,22 +95,18 @@ async def test_the_function_of_an_ended_job_that_was_not_removed_is_at_the_next_
     ended = record(phase=JobPhase.FAILED)
     await journal.write([ended])
     await weak.commit([Compare(pieces[0].key, 0)], [Put(pieces[0].key, pieces[0].value)])
-    second = await office(weak, "b")
+    return weak, ended, await office(weak, "b")
+
+
+async def test_the_function_of_an_ended_job_that_was_not_removed_is_at_the_next_start() -> None:
+    weak, ended, second = await left_with_an_ended_job()
     assert await second.load() == (ended,)
     await second.forget()
     assert not (await weak.read(f"{PREFIX}/pieces/")).entries
 
 
 async def test_a_function_that_an_earlier_version_left_with_an_ended_job_is_not_loaded() -> None:
-    weak = Weak(memory_store())
-    journal = await office(weak)
-    await journal.write([record(payload=b"z" * (2 * PIECE_BYTES))])
-    pieces = (await weak.read(f"{PREFIX}/pieces/")).entries
-    ended = record(phase=JobPhase.FAILED)
-    await journal.write([ended])
-    # One of two: as when the rest of them could not be removed.
-    await weak.commit([Compare(pieces[0].key, 0)], [Put(pieces[0].key, pieces[0].value)])
-    second = await office(weak, "b")
+    weak, ended, second = await left_with_an_ended_job()
     assert await second.load() == (ended,)
     await second.write([replace(ended, reason="changed")])
     assert not (await weak.read(f"{PREFIX}/pieces/")).entries
