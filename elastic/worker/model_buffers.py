@@ -4,7 +4,9 @@ Rule: each micro-batch begins with the buffers of the step's beginning. After th
 the mean of what its micro-batches made of it, added in the order of the tree; one of integers is
 what micro-batch 0 made of it. So it depends neither on the number of ranks nor on who computed
 what. Buffers that nothing changes cost one look at their version; torch's normalization layers
-change theirs without a new version, and are always taken to have done so while they train.
+change theirs without a new version, and are always taken to have done so while they train. They
+are put back without one too: a graph that was made before has no use for their old values, and
+torch would refuse to go through it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from elastic.errors import UsageError
 from elastic.worker.bucket_exchanges import Exchange, make_exchange
 from elastic.worker.tree_exchange import Deal
 
+COUNTER = "num_batches_tracked"
+"""Of torch's batch normalization."""
+
 
 @dataclass
 class _Kept:
@@ -38,6 +43,8 @@ class _Kept:
     buffer: torch.Tensor
     base: torch.Tensor
     version: int
+    counter: _Kept | None = None
+    """Of a normalization layer's statistics: the buffer that counts how often they changed."""
 
     @property
     def now(self) -> torch.Tensor:
@@ -52,13 +59,25 @@ class _Kept:
         """Return whether it may differ from its value at the step's beginning."""
         if self.buffer._version != self.version or self.now is not self.buffer:
             return True
-        return isinstance(self.owner, _NormBase) and self.owner.training
+        if isinstance(self.owner, _NormBase) and self.owner.training:
+            return True
+        # An evaluation at the end of an iteration may have left its layers in that mode.
+        return self.counter is not None and self.counter.has_changed()
 
-    def set_back(self, value: torch.Tensor) -> None:
-        """Have this value in the tensor that others know, and that one in its place."""
+    def set_back(self, value: torch.Tensor, *, is_void: bool = False) -> None:
+        """Have this value in the tensor that others know, and that one in its place.
+
+        Args:
+            value: of the buffer's shape.
+            is_void: no gradient of a graph that has used the buffer counts any more.
+        """
         if self.now is not self.buffer:
             self.owner._buffers[self.own_name] = self.buffer
-        self.buffer.copy_(value)
+        if is_void or isinstance(self.owner, _NormBase):
+            with torch.autograd._unsafe_preserve_version_counter(self.buffer):
+                self.buffer.copy_(value)
+        else:
+            self.buffer.copy_(value)
 
 
 class ModelBuffers:
@@ -75,6 +94,10 @@ class ModelBuffers:
             for path, part in module.named_modules()
             for name, buffer in part.named_buffers(recurse=False)
         ]  # fmt: skip
+        counters = {kept.owner: kept for kept in self._kept if kept.own_name == COUNTER}
+        for kept in self._kept:
+            if kept.own_name != COUNTER and isinstance(kept.owner, _NormBase):
+                kept.counter = counters.get(kept.owner)
         self._changed: dict[str, _Kept] = {}
         self._leaves: dict[int, torch.Tensor] = {}
         self._names: dict[int, tuple[str, ...]] = {}
@@ -94,30 +117,31 @@ class ModelBuffers:
     def begin_step(self) -> None:
         """What the buffers are now is where each micro-batch begins."""
         with torch.no_grad():
-            for kept in self._kept:
-                if kept.has_changed():
-                    kept.base.copy_(kept.now)
-                    if kept.now is not kept.buffer:
-                        kept.set_back(kept.base)
-                    kept.version = kept.buffer._version
+            for kept in self._that_changed():
+                kept.base.copy_(kept.now)
+                if kept.now is not kept.buffer:
+                    kept.set_back(kept.base)
+                kept.version = kept.buffer._version
         self._changed, self._leaves, self._names = {}, {}, {}
         self._is_open = True
 
-    def restore(self) -> None:
-        """Put the buffers back to the step's beginning; does nothing between steps."""
+    def restore(self, *, is_void: bool = False) -> None:
+        """Put the buffers back to the step's beginning; does nothing between steps.
+
+        Args:
+            is_void: the step is; the user's code may still go through graphs that it has made.
+        """
         if not self._is_open:
             return
         with torch.no_grad():
-            for kept in self._kept:
-                if kept.has_changed():
-                    kept.set_back(kept.base)
-                    kept.version = kept.buffer._version
+            for kept in self._that_changed():
+                kept.set_back(kept.base, is_void=is_void)
+                kept.version = kept.buffer._version
 
     def look(self) -> float:
         """Note what forward has changed; return a number that is equal where it is the same."""
-        for kept in self._kept:
-            if kept.has_changed():
-                self._changed[kept.name] = kept
+        for kept in self._that_changed():
+            self._changed[kept.name] = kept
         names = sorted(self._changed)
         return float(zlib.crc32("\\0".join(names).encode())) if names else 0.0
 
@@ -173,6 +197,9 @@ class ModelBuffers:
         if (deal, names) not in self._exchanges:
             self._exchanges[deal, names] = make_exchange(deal, like, self._group)
         return self._exchanges[deal, names]
+
+    def _that_changed(self) -> list[_Kept]:
+        return [kept for kept in self._kept if kept.has_changed()]
 
     def keep(self) -> None:
         """The step counts: what the buffers are now is not put back any more."""

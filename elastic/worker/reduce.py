@@ -170,7 +170,7 @@ class Reducer:
         if self._is_on:
             self._is_void = True
             self._number = None
-            self._buffers.restore()
+            self._buffers.restore(is_void=True)
             self._drop_gradients()
 
     def unit_stepped(self, unit: Unit) -> None:

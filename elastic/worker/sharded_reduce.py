@@ -140,7 +140,7 @@ class ShardedReducer:
         """The rest of this iteration is void: gradients are dropped, buffers put back."""
         if self._is_on:
             self._is_void, self._number = True, None
-            self._buffers.restore()
+            self._buffers.restore(is_void=True)
             self._forget_fresh()
 
     def unit_stepped(self, unit: Unit) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from elastic.errors import UsageError
+from elastic.worker.bucket_exchanges import Exchanges
 from elastic.worker.reduce import Unit
 from tests.unit.reduce_under_test import (
     SIZE,
@@ -98,6 +99,75 @@ def test_buffers_are_put_back_where_the_group_is_over_before_the_commit(make: Ma
     assert not reducer.settle_buffers(lambda: False)
     reducer.abandon()
     assert same(list(model.buffers()), before)
+
+
+class Counts(nn.Module):
+    """Writes into a buffer that its own backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 6)
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.add_(1.0)
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("make_model", [normed, Counts])
+def test_a_group_that_breaks_during_backward_lets_it_end(
+    make: Make, make_model: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    # The loss's own layer is the first whose gradient is complete, and is sent.
+    model = nn.Sequential(model, nn.Linear(6, 3))
+    unit = unit_of(model)
+    before = [one.clone() for one in model.buffers()]
+    reducer = make([unit], [model], bucket_bytes=1)
+
+    def breaks(*_: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Exchanges, "start", breaks)
+        for number in iterations(reducer, (SIZE,)):
+            mean_square(model, number).backward()
+            assert all(p.grad is None for p in model.parameters())
+            assert not reducer.settle(unit)
+    assert isinstance(reducer.broken, RuntimeError)
+    reducer.attach(None)
+    assert same(list(model.buffers()), before)
+
+
+@pytest.mark.parametrize("make_model", [normed, Counts])
+def test_a_graph_from_before_a_void_moment_may_still_be_gone_through(
+    make: Make, make_model: type[nn.Module]
+) -> None:
+    model = make_model()
+    unit = unit_of(model)
+    reducer = make([unit], [model])
+    for number in iterations(reducer, (SIZE,)):
+        loss = mean_square(model, number)
+        reducer.abandon()
+        loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_statistics_count_where_an_iteration_ends_in_evaluation_mode(make: Make) -> None:
+    ways = []
+    for is_left in (False, True):
+        model = normed()
+        unit = unit_of(model)
+        reducer = make([unit], [model])
+        for number in iterations(reducer, (SIZE,) * 3):
+            model.train()
+            mean_square(model, number).backward()
+            if is_left:
+                model.eval()
+        assert reducer.settle(unit)
+        assert reducer.settle_buffers()
+        ways.append([one.clone() for one in model.buffers()])
+    assert same(*ways)
 
 
 def test_a_buffer_that_forward_replaces_becomes_the_mean_like_any_other(make: Make) -> None:

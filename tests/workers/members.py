@@ -112,7 +112,8 @@ class Crew:
 
     def take(self, count: int) -> list[MemberProcess]:
         """Return members that are in no group, all of them answering."""
-        self._members = [one for one in self._members if one.process.poll() is None]
+        for one in [one for one in self._members if one.process.poll() is not None]:
+            self.retire(one)  # Of a test that failed before it could.
         while len(self._members) < count:
             self._members.append(MemberProcess())
         members = self._members[:count]
