@@ -49,6 +49,8 @@ from elastic.testing.world import MS, S, Timeline
 
 SAFETY_NS = 60 * S
 LIVENESS_NS = 240 * S
+WAITING_NS = 120 * S
+"""Of a liveness phase, beside the steps of jobs that can only run one after the other."""
 HUNG_SLACK_NS = 20 * S
 """A hung worker may first have to be lost by one group and missed by the next."""
 PARTS_SEED = 0
@@ -268,13 +270,15 @@ class Simulation:
         self.timeline.tell("world", "liveness phase: all is healed")
         self.faults.heal()
         self.crowd.heal()
-        until = self.timeline.now_ns + LIVENESS_NS
+        steps_ns = sum(one.steps * one.step_ns for one in self.plane.scripts.values())
+        limit = max(LIVENESS_NS, WAITING_NS + steps_ns)
+        until = self.timeline.now_ns + limit
         self.timeline.after(1 * S, self._keep_alive)
         longest = draws.HANG_TIMEOUTS_S[-1] + self.coordinator.config.form_timeout_s
         self.timeline.after(round(longest * S) + HUNG_SLACK_NS, self._check_hung)
         if not self.timeline.run_until(until, self._is_done):
             raise CheckFailed(
-                "every job that can end ends", f"after {LIVENESS_NS // S} s: {self.pending()}"
+                "every job that can end ends", f"after {limit // S} s: {self.pending()}"
             )
         return Outcome(
             self.seed,
