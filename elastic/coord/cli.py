@@ -18,10 +18,10 @@ from typing import Any, NoReturn, TypeVar
 
 import anyio
 import click
-from rich.console import Console
 
 from elastic import __version__
 from elastic.client.show import print_cluster, status_as_dict
+from elastic.client.terminal import stdout_console
 from elastic.coord.backup import Copied, back_up, restore
 from elastic.coord.cli_locks import certs, tokens
 from elastic.coord.collector import stop_collector
@@ -319,7 +319,7 @@ def status(coord: str, token_file: str, timeout_s: float, output: str, **tls: st
     if output == "json":
         click.echo(json.dumps(status_as_dict(answer), indent=2))
     else:
-        print_cluster(answer, Console())
+        print_cluster(answer, stdout_console())
 
 
 @main.command()

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from elastic.client.terminal import stdout_console
 from elastic.coord.roles import Role
 from elastic.coord.tokens import Token, create_token, forget_tokens, read_tokens, revoke_token
 from elastic.core.config import NS_PER_S
@@ -129,7 +129,7 @@ def certs_list(folder: Path) -> None:
         elif one.why_over(now_ns):
             until = f"expired {until}"
         table.add_row(f"{one.shown.serial:x}", one.role or "-", one.name or "-", until)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    stdout_console().print(table)
 
 
 @certs.command(name="revoke")
@@ -223,7 +223,7 @@ def tokens_list(path: Path) -> None:
             until = "ever"
         row = (token.token_id, token.role.value, token.name or "-", _moment(token.created_ns))
         table.add_row(*row, until)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    stdout_console().print(table)
 
 
 @tokens.command(name="revoke")
