@@ -128,6 +128,8 @@ class _Progress:
         told: hashes of all that were passed on: a new leader knows the newest that was durable, and
             shows that again.
         from_snapshot: it came with a snapshot; its note may still come, and is no new report.
+        place: generation and index of the newest report whose note came; a new leader is told of it
+            once more, and tells us.
         is_fresh: the next snapshot is the first one of a connection.
     """
 
@@ -135,6 +137,7 @@ class _Progress:
     metrics: str = ""
     told: set[int] = field(default_factory=lambda: {hash("")})
     from_snapshot: bool = False
+    place: tuple[str, str] = ("", "")
     is_fresh: bool = True
     over: set[str] = field(default_factory=set)
 
@@ -256,10 +259,13 @@ class Follower:
         if self._on_note is not None:
             self._on_note(event.note)
         if event.note.name == "report":
-            metrics = dict(event.note.fields).get("metrics", "")
-            if not (seen.from_snapshot and metrics == seen.metrics):
+            fields = dict(event.note.fields)
+            place = (fields.get("generation", ""), fields.get("index", ""))
+            metrics = fields.get("metrics", "")
+            is_known = seen.from_snapshot and metrics == seen.metrics
+            if not is_known and place != seen.place:
                 self._report(metrics, from_snapshot=False)
-            seen.from_snapshot = False
+            seen.place, seen.from_snapshot = place, False
 
     def _report(self, text: str, *, from_snapshot: bool) -> None:
         self._seen.metrics, self._seen.from_snapshot = text, from_snapshot

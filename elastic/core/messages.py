@@ -32,6 +32,7 @@ from elastic.core.world import (
     RefusalCode,
     WorkerId,
     WorkerReport,
+    is_of_script,
 )
 
 PROTOCOL_MAJOR = 1
@@ -61,6 +62,11 @@ class Report:
     checkpoint: str = ""
     status: CheckpointStatus = CheckpointStatus.COMMITTED
     request: int = 0
+
+
+def is_metrics(report: Report) -> bool:
+    """Return whether this is how far a run is, as its script sees it."""
+    return report.rank == 0 and is_of_script(report.index)
 
 
 # ---------------------------------------------------------------- agent -> coordinator

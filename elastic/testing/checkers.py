@@ -67,6 +67,7 @@ class Checkers:
     rows: RowChecks = field(default_factory=RowChecks)
     is_gentle: bool = False
     reached: dict[JobId, int] = field(default_factory=dict)
+    metrics: dict[tuple[JobId, Generation], str] = field(default_factory=dict)
     notices: int = 0
     steps: int = 0
     groups: int = 0
@@ -245,6 +246,19 @@ class Checkers:
     def train_returned(self, job_id: JobId, generation: Generation, rank: int) -> None:
         """A train function returned in a living process."""
         self.returned[job_id, generation, rank] = None
+
+    def told(self, job_id: JobId, generation: Generation, metrics: str) -> None:
+        """A group's script reported this."""
+        self.metrics[job_id, generation] = metrics
+
+    def succeeded(self, job_id: JobId, generation: Generation, metrics: str) -> None:
+        """A job's success became durable, with these metrics."""
+        told = self.metrics.get((job_id, generation), metrics)
+        self.require(
+            metrics == told,
+            "a job that succeeds has the metrics that its script told last",
+            f"job {job_id} generation {generation}: told {told}, has {metrics}",
+        )
 
     def told_of_preemption(self, worker_id: WorkerId, reason: str) -> None:
         """A worker learned that nodes of its group leave."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.core.events import coordinator as events
-from elastic.core.world import JobId
+from elastic.core.world import JobId, JobPhase
 from elastic.testing.checkers import Checkers, DurableGroup
 
 
@@ -25,6 +25,8 @@ class Disk:
             wrong = self._checkers.crowd.persisted(record)
             self._checkers.failed(wrong, f"job {job_id}: {record.reason}")
             self._checkers.persisted(job_id, durable, record.generation, record.phase.value)
+            if record.phase is JobPhase.SUCCEEDED:
+                self._checkers.succeeded(job_id, record.generation, record.metrics)
             self._checkers.charged(job_id, record.losses, record.preemptions)
             for checkpoint in record.checkpoints:
                 self._checkers.checkpoint_recorded(

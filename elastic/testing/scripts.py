@@ -25,6 +25,7 @@ class Script:
     Attributes:
         steps: optimizer steps until it returns.
         report_every: steps between two reports with a checkpoint.
+        tell_every: steps between two reports without one, 0 for none.
         step_ns: duration of a step.
         raise_at: the step at which user code raises in rank 0, -1 for never.
         raises: how often it does so before it is "fixed".
@@ -51,6 +52,7 @@ class Script:
     saved_from_ns: int = 0
     save_ns: int = 0
     evaluates_ns: int = 0
+    tell_every: int = 0
 
 
 class Holder(Protocol):

@@ -197,10 +197,13 @@ class DataPlane:
         elif script.in_place and self._is_left(group):
             group.is_over = True
             self.loops.leave(Leaving(group.job_id, group.generation, group.members, group.step))
-        elif group.step % script.report_every == 0:
-            self._report(group)
         else:
-            self._next_step(group)
+            if script.tell_every and group.step % script.tell_every == 0:
+                self._tell(group)
+            if group.step % script.report_every == 0:
+                self._report(group)
+            else:
+                self._next_step(group)
 
     def _save_if_wished(self, group: SimGroup) -> None:
         """A user wished for a checkpoint: the leader tells of one, with a number of its own."""
@@ -237,15 +240,20 @@ class DataPlane:
 
     def _report(self, group: SimGroup) -> None:
         """A report with a checkpoint: rank 0 tells, all agree whether to leave here."""
-        path = f"checkpoint-{group.step}"
-        for rank, process in group.members.items():
-            process.tell_machine(
-                UserReported(group.generation, rank, "{}", path if rank == 0 else "")
-            )
+        self._tell(group, f"checkpoint-{group.step}")
         if self._is_left(group):
             self._leave(group)
         else:
             self._next_step(group)
+
+    def _tell(self, group: SimGroup, path: str = "") -> None:
+        """A report of all ranks; a checkpoint is rank 0's."""
+        metrics = f'{{"step": {group.step}}}'
+        self.checkers.told(group.job_id, group.generation, metrics)
+        for rank, process in group.members.items():
+            process.tell_machine(
+                UserReported(group.generation, rank, metrics, path if rank == 0 else "")
+            )
 
     def _is_left(self, group: SimGroup) -> bool:
         """Return whether a member knows that the next boundary is the last."""

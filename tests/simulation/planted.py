@@ -157,6 +157,12 @@ def says_nothing_again_after_a_reconnect(patch: Patch) -> None:
 
 
 @bug
+def tells_metrics_to_one_coordinator_only(patch: Patch) -> None:
+    """What a coordinator had only in its memory is lost with it."""
+    patch.setattr(agent_connection.Unacknowledged, "reconnect", lambda self, generations: None)
+
+
+@bug
 def counts_free_slots_without_held_ones(patch: Patch) -> None:
     """Every node looks empty."""
     patch.setattr(jobs.NodeState, "free_slots", lambda self: self.node.num_slots)

@@ -8,7 +8,6 @@ import pytest
 
 from elastic.core.config import AgentConfig, ns
 from elastic.core.events.agent import (
-    AgentEffect,
     AgentEvent,
     Connect,
     Connected,
@@ -27,7 +26,6 @@ from elastic.core.events.agent import (
     SpawnFailed,
 )
 from elastic.core.events.shared import Tick
-from elastic.core.machine.agent_connection import Unacknowledged
 from elastic.core.messages import (
     Assign,
     CoordinatorMessage,
@@ -39,7 +37,6 @@ from elastic.core.messages import (
     Refusal,
     Release,
     ReportAck,
-    Reported,
     SaveState,
     StartWorker,
     Stop,
@@ -381,50 +378,6 @@ def test_changes_while_disconnected_are_told_by_the_next_hello() -> None:
     assert agent.sent() == [], "nothing is said between hello and welcome"
     agent.hear(Welcome("c"))
     assert [update.report.phase for update in agent.sent(WorkerUpdate)] == [WorkerPhase.FORMING]
-
-
-def test_reports_are_sent_again_in_order_after_the_welcome_until_they_are_acknowledged() -> None:
-    agent = with_worker()
-    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 1))
-    for index in range(3):
-        agent.process(1, reported(W1, 1, index))
-        assert agent.sent() == [reported(W1, 1, index)]
-    agent.process(1, reported(W1, 1, 2))
-    assert agent.sent() == [], "the same report is one report"
-    agent.hear(ReportAck(W1, 1, 1, True))
-    reconnect(agent)
-    assert agent.sent(Reported) == []
-    agent.hear(Welcome("c"))
-    assert agent.sent(Reported) == [reported(W1, 1, 0), reported(W1, 1, 2)]
-
-
-@pytest.mark.parametrize("then", ["finished", "broken", "exited"])
-def test_a_worker_is_not_said_to_have_left_before_its_reports_are_sent(then: str) -> None:
-    agent = with_worker()
-    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 1))
-    agent.do(ConnectionLost(agent.session, "reset", 0.0))
-    agent.process(1, reported(W1, 1, 0, "/ckpt"))
-    if then == "exited":
-        agent.do(ProcessExited(1, CRASHED))
-    else:
-        agent.process(1, said_by(W1, WorkerPhase(then), 1))
-    agent.at_deadline()
-    agent.do(Connected(agent.session))
-    (hello,) = agent.sent(Hello)
-    assert [(r.phase, r.exit) for r in hello.workers] == [(WorkerPhase.TRAINING, None)]
-    agent.hear(Welcome("c"))
-    first, second = agent.sent()
-    assert first == reported(W1, 1, 0, "/ckpt")
-    assert second.report.phase is WorkerPhase(then)
-
-
-def test_reports_are_bounded_and_those_with_a_checkpoint_are_never_dropped() -> None:
-    notes: list[AgentEffect] = []
-    kept = Unacknowledged(notes, limit=3)
-    for index in range(10):
-        kept.add(reported(W1, 1, index, checkpoint="/c" if index in (0, 1) else ""))
-    assert [one.report.index for one in kept.all()] == [0, 1, 9]
-    assert len(notes) == 7
 
 
 def test_telemetry_is_passed_on_or_dropped() -> None:

@@ -361,15 +361,20 @@ def test_a_new_leader_that_knows_an_older_report_is_not_told_of_again() -> None:
         view = job(phase)
         return replace(view, record=replace(view.record, metrics=metrics))
 
+    def reported(index: str, metrics: str) -> TimedNote:
+        return note("report", generation="1", index=index, metrics=metrics)
+
     played = PlayedClient(
         showing(JobPhase.RUNNING, ""),
-        note("report", metrics=first),
-        note("report", metrics=second),
+        reported("0", first),
+        reported("1", second),
         "outage",
         showing(JobPhase.RUNNING, first),
+        # The agent of rank 0 tells it once more.
+        reported("1", second),
         "outage",
         showing(JobPhase.RUNNING, missed),
-        note("report", metrics=missed),
+        reported("2", missed),
         showing(JobPhase.SUCCEEDED, missed),
     )
     reports: list[dict[str, object]] = []

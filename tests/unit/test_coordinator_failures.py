@@ -275,6 +275,15 @@ def test_a_report_without_a_checkpoint_is_answered_and_nothing_is_written() -> N
     assert coordinator.noted("report")[-1]["index"] == "0"
 
 
+def test_metrics_that_are_told_again_are_no_new_report_and_older_ones_do_not_replace_them() -> None:
+    coordinator = running(nodes=2)
+    for index in (0, 2, 2, 1):
+        coordinator.reports("n1/1", index, metrics=f'{{"loss": {index}}}')
+        assert ack(coordinator).accepted
+    assert coordinator.job("a").record.metrics == '{"loss": 2}'
+    assert [one["index"] for one in coordinator.noted("report")] == ["0", "2", "1"]
+
+
 def test_only_rank_0_speaks_for_the_metrics_of_the_job() -> None:
     coordinator = running(nodes=2)
     coordinator.reports("n1/1", 0, metrics='{"rank": 0}')

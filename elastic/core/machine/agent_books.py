@@ -120,6 +120,8 @@ class AgentBooks:
     def hello(self) -> Hello:
         """Return all that the coordinator must know of us; it counts as told."""
         self.workers.take_changed()
+        generations = {one.worker_id: one.report.generation for one in self.workers.all()}
+        self.reports.reconnect(generations)
         self.departure.is_told = self.copies.is_told = self.health_is_told = True
         return Hello(
             node=self.node,

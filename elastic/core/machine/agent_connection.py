@@ -7,12 +7,20 @@ until the coordinator took it; all else is a fact that the next `Hello` states a
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 
 from elastic.core.config import AgentConfig, ns
 from elastic.core.events.agent import AgentEffect, Connect, Disconnect, SendCoordinator
 from elastic.core.machine.story import note
 from elastic.core.machine.transitions import CONNECTION, ConnectionPhase, check_move
-from elastic.core.messages import AgentMessage, Hello, ReportAck, Reported, Welcome
+from elastic.core.messages import (
+    AgentMessage,
+    Hello,
+    ReportAck,
+    Reported,
+    Welcome,
+    is_metrics,
+)
 from elastic.core.world import Generation, Node, SessionId, WorkerId
 
 REPORTS_KEPT_MAX = 20_000
@@ -135,11 +143,15 @@ class Unacknowledged:
 
     A train function may report for hours while the coordinator is away; reports with a
     checkpoint wait for their answer, so only the others can pile up.
+
+    Metrics without a checkpoint are in the coordinator's memory once it has answered, and in no
+    store: the newest of them are told to it once more with every connection, as it may be another.
     """
 
     def __init__(self, out: list[AgentEffect], limit: int = REPORTS_KEPT_MAX) -> None:
         """Keep at most `limit` reports (more only if all of them carry checkpoints)."""
         self._kept: dict[ReportKey, Reported] = {}
+        self._newest: dict[WorkerId, Reported] = {}
         self._limit = limit
         self._out = out
 
@@ -159,8 +171,31 @@ class Unacknowledged:
         return True
 
     def ack(self, ack: ReportAck) -> None:
-        """The coordinator answered: there is nothing to send again."""
-        self._kept.pop((ack.worker_id, ack.generation, ack.index), None)
+        """The coordinator answered: there is nothing to send again over this connection."""
+        reported = self._kept.pop((ack.worker_id, ack.generation, ack.index), None)
+        if reported is None or not ack.accepted or not is_metrics(reported.report):
+            return
+        if reported.report.checkpoint:
+            self.forget(ack.worker_id)  # They are durable.
+        else:
+            self._newest[ack.worker_id] = reported
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """The coordinator needs to hear nothing of this worker's any more."""
+        self._newest.pop(worker_id, None)
+
+    def reconnect(self, generations: Mapping[WorkerId, Generation]) -> None:
+        """Let what a new coordinator may not know be unanswered again.
+
+        Args:
+            generations: that our workers are in; what was reported before is over.
+        """
+        again: dict[ReportKey, Reported] = {}
+        for worker_id, reported in self._newest.items():
+            if generations.get(worker_id) == reported.report.generation:
+                report = reported.report
+                again[worker_id, report.generation, report.index] = reported
+        self._kept, self._newest = again | self._kept, {}
 
     def all(self) -> tuple[Reported, ...]:
         """Return what must be sent again, in the order in which it came."""

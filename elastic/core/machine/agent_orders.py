@@ -64,6 +64,7 @@ def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
         worker = books.workers.get(message.worker_id)
         if worker is not None and worker.has_exited():
             books.workers.forget(worker)
+            books.reports.forget(worker.worker_id)
     elif isinstance(message, Announce):
         _forward(books, message.assignment.worker_id, message)
     elif isinstance(message, (LeaveGroup, SaveState, Preemption)):

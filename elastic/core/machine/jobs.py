@@ -113,6 +113,7 @@ class JobState:
         passed_over_until_ns: nor before this, because it could not be saved when it was to.
         micro_batches: that its steps are shared out in, as its members said last in this
             coordinator's life; 0 while it is not known.
+        reported: (generation, index) of the newest metrics of this coordinator's life.
         yields: workers that it gives back for another job, as the queue has it.
         copies: where a copy of its state lies, or is to lie.
         links: which of its nodes do not reach each other.
@@ -142,6 +143,7 @@ class JobState:
     charged_ns: int | None = None
     result: str = ""
     metrics: str = ""
+    reported: tuple[Generation, int] = (NO_GENERATION, -1)
     restart_at_ns: int = 0
     wake_ns: int | None = None
     first_steps: dict[WorkerId, int] = field(default_factory=dict)

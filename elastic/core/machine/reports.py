@@ -13,7 +13,7 @@ from elastic.core.events.coordinator import Persist, SendAgent
 from elastic.core.machine import saves
 from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.settle import forgive
-from elastic.core.messages import Progress, Report, ReportAck
+from elastic.core.messages import Progress, Report, ReportAck, is_metrics
 from elastic.core.policy import retention
 from elastic.core.world import (
     VALIDATION_OVER,
@@ -21,7 +21,6 @@ from elastic.core.world import (
     CheckpointStatus,
     RefusalCode,
     SessionId,
-    is_of_script,
 )
 
 
@@ -37,20 +36,23 @@ def take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
                 "checkpoint_refused", report.job_id, path=report.checkpoint, reason=refusal
             )
         return
-    is_users = report.rank == 0 and is_of_script(report.index)
-    if is_users:
-        job.metrics = report.metrics
+    # An agent that has connected anew tells its newest ones again, which we may know.
+    place = (report.generation, report.index)
+    is_again = is_metrics(report) and place == job.reported
+    if is_metrics(report) and place > job.reported:
+        # One whose checkpoint was uploaded meanwhile comes late, and is not the newest.
+        job.metrics, job.reported = report.metrics, place
     if report.status in VALIDATION_OVER:
         # No progress of the run: who becomes rank 0 tells all that was ever found out.
         _take_validation(cluster, job, report)
-    else:
+    elif not is_again or report.checkpoint:
         forgive(job)
         if report.checkpoint:
             _record(cluster, job, report)
     cluster.do(
         SendAgent(session, ReportAck(report.worker_id, report.generation, report.index, True))
     )
-    if is_users:
+    if is_metrics(report) and not is_again:
         cluster.note(
             "report",
             job.job_id,

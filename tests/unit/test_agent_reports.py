@@ -1,0 +1,110 @@
+"""The agent's machine: reports that its workers make, until the coordinator has them for good."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.core.events.agent import (
+    AgentEffect,
+    Connected,
+    ConnectionLost,
+    ProcessExited,
+)
+from elastic.core.machine.agent_connection import Unacknowledged
+from elastic.core.messages import ForgetWorker, Hello, ReportAck, Reported, Welcome
+from elastic.core.world import WorkerPhase
+from tests.unit.agent_under_test import (
+    CRASHED,
+    W1,
+    Agent,
+    reconnect,
+    reported,
+    said_by,
+    with_worker,
+)
+
+
+def test_reports_are_sent_again_in_order_after_the_welcome_until_they_are_acknowledged() -> None:
+    agent = with_worker()
+    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 1))
+    for index in range(3):
+        agent.process(1, reported(W1, 1, index))
+        assert agent.sent() == [reported(W1, 1, index)]
+    agent.process(1, reported(W1, 1, 2))
+    assert agent.sent() == [], "the same report is one report"
+    agent.hear(ReportAck(W1, 1, 0, False, "generation 1 is over"))
+    reconnect(agent)
+    assert agent.sent(Reported) == []
+    agent.hear(Welcome("c"))
+    assert agent.sent(Reported) == [reported(W1, 1, 1), reported(W1, 1, 2)]
+
+
+def acknowledged(*checkpoints: str) -> Agent:
+    """Return an agent whose worker has reported these, and had answers."""
+    agent = with_worker()
+    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 1))
+    for index, checkpoint in enumerate(checkpoints):
+        agent.process(1, reported(W1, 1, index, checkpoint))
+        agent.hear(ReportAck(W1, 1, index, True))
+    return agent
+
+
+def test_the_newest_metrics_that_no_store_has_are_told_over_every_connection() -> None:
+    agent = acknowledged("/c", "", "")
+    for _ in range(2):
+        assert reconnect(agent).reports_due == 1
+        agent.hear(Welcome("c"))
+        assert agent.sent(Reported) == [reported(W1, 1, 2)]
+        agent.hear(ReportAck(W1, 1, 2, True))
+    # One after it comes after it, and takes its place.
+    agent.process(1, reported(W1, 1, 3))
+    reconnect(agent)
+    agent.hear(Welcome("c"))
+    assert agent.sent(Reported) == [reported(W1, 1, 2), reported(W1, 1, 3)]
+    for index in (2, 3):
+        agent.hear(ReportAck(W1, 1, index, True))
+    reconnect(agent)
+    agent.hear(Welcome("c"))
+    assert agent.sent(Reported) == [reported(W1, 1, 3)]
+
+
+@pytest.mark.parametrize("why", ["durable", "left", "forgotten"])
+def test_metrics_that_nobody_needs_any_more_are_not_told_again(why: str) -> None:
+    agent = acknowledged("", "/c") if why == "durable" else acknowledged("")
+    if why == "left":
+        agent.process(1, said_by(W1, WorkerPhase.FORMING, 2))
+    elif why == "forgotten":
+        agent.do(ProcessExited(1, CRASHED))
+        agent.hear(ForgetWorker(W1))
+    reconnect(agent)
+    agent.hear(Welcome("c"))
+    assert agent.sent(Reported) == []
+
+
+@pytest.mark.parametrize("then", ["finished", "broken", "exited"])
+def test_a_worker_is_not_said_to_have_left_before_its_reports_are_sent(then: str) -> None:
+    agent = with_worker()
+    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 1))
+    agent.do(ConnectionLost(agent.session, "reset", 0.0))
+    agent.process(1, reported(W1, 1, 0, "/ckpt"))
+    if then == "exited":
+        agent.do(ProcessExited(1, CRASHED))
+    else:
+        agent.process(1, said_by(W1, WorkerPhase(then), 1))
+    agent.at_deadline()
+    agent.do(Connected(agent.session))
+    (hello,) = agent.sent(Hello)
+    assert [(r.phase, r.exit) for r in hello.workers] == [(WorkerPhase.TRAINING, None)]
+    agent.hear(Welcome("c"))
+    first, second = agent.sent()
+    assert first == reported(W1, 1, 0, "/ckpt")
+    assert second.report.phase is WorkerPhase(then)
+
+
+def test_reports_are_bounded_and_those_with_a_checkpoint_are_never_dropped() -> None:
+    notes: list[AgentEffect] = []
+    kept = Unacknowledged(notes, limit=3)
+    for index in range(10):
+        kept.add(reported(W1, 1, index, checkpoint="/c" if index in (0, 1) else ""))
+    assert [one.report.index for one in kept.all()] == [0, 1, 9]
+    assert len(notes) == 7
