@@ -31,6 +31,7 @@ RARE = {
     "says_nothing_again_after_a_reconnect": 534,
     "takes_a_job_down_before_the_others_can_go_too": 287,
     "takes_the_neighbour_of_a_hung_worker_for_ill": 1529,
+    "tells_metrics_to_one_coordinator_only": 464,
     "waits_for_ever_where_all_wait": 1090,
 }
 """Bugs that few seeds show, and the first one that does; others are looked for from 0 on."""
