@@ -249,7 +249,7 @@ def _model_print(units: Sequence[Unit]) -> int:
     parts = []
     for unit in units:
         for name, parameter in unit.parameters:
-            parts += [zlib.crc32(name.encode()), *parameter.shape]
+            parts += [zlib.crc32(name.encode()), *parameter.shape, *parameter.stride()]
     return derive(len(parts), *parts)
 
 
@@ -273,8 +273,8 @@ def check_alike(told: Sequence[Told]) -> None:
     for rank, one in enumerate(told):
         if one.model != told[0].model:
             raise UsageError(
-                f"rank {rank} has prepared other parameters than rank 0 (their names or shapes "
-                f"differ): every worker must build the same model from the same config"
+                f"rank {rank} has prepared other parameters than rank 0 (their names, shapes "
+                f"or strides differ): every worker must build the same model from the same config"
             )
     # Epochs may have loaders of their own, and a member may be in the next epoch already.
     by_epoch: dict[int, dict[int, int]] = {}

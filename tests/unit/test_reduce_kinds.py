@@ -60,6 +60,35 @@ def test_types_may_be_mixed(make: Make) -> None:
     assert same(one_step(make([unit]), unit, model, loss, (SIZE,) * 3), right)
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_gradients_lie_in_memory_as_their_parameters_do(make: Make, bucket_bytes: int) -> None:
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1))
+        model[2].weight = nn.Parameter(torch.randn(16, 1).t())
+        return model.to(memory_format=torch.channels_last)
+
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        x = torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(number))
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    model = layers()
+    unit = unit_of(model)
+    right = written_out(model, loss, (SIZE,) * 3)
+    assert same(
+        one_step(make([unit], bucket_bytes=bucket_bytes), unit, model, loss, (SIZE,) * 3), right
+    )
+    assert all(p.grad is not None and p.grad.stride() == p.stride() for p in model.parameters())
+    # It goes through both side by side, and asks for no strides.
+    torch.optim.SGD(model.parameters(), lr=0.1, fused=True).step()
+    with torch.no_grad():
+        for parameter, before, gradient in zip(
+            model.parameters(), layers().parameters(), right, strict=True
+        ):
+            assert gradient is not None
+            assert torch.allclose(parameter, before - 0.1 * gradient)
+
+
 def test_small_half_precision_gradients_survive_a_ragged_step(make: Make) -> None:
     weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
     unit = Unit("one", [("weight", weight)])
