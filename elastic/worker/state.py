@@ -154,7 +154,9 @@ class TrainState:
                     tensor.copy_(theirs[name])
             for tensor, other in zip(mine["loose"], state["loose"], strict=True):
                 tensor.copy_(other)
-        for kind in ("optimizers", "schedulers", "scalers"):
+        for optimizer, theirs in zip(self.optimizers, state["optimizers"], strict=True):
+            _load(optimizer, theirs)
+        for kind in ("schedulers", "scalers"):
             # Scalers are known from their first use on: there may be more than we have met.
             for thing, theirs in zip(getattr(self, kind), state[kind], strict=False):
                 thing.load_state_dict(theirs)
@@ -179,6 +181,30 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     for name, buffer in model.named_buffers():
         yield f"{name} (buffer)", buffer
+
+
+def _load(optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Give an optimizer this state as its sender has it.
+
+    torch gives each tensor its parameter's type, which would round what is kept in a wider one, and
+    keeps the strides of what was received, which fused optimizers take to be the parameter's.
+    """
+    optimizer.load_state_dict(state)
+    groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    for parameter, number in (
+        pair
+        for ours, theirs in groups
+        for pair in zip(ours["params"], theirs["params"], strict=True)
+    ):
+        kept = optimizer.state.get(parameter, {})
+        for name, sent in state["state"].get(number, {}).items():
+            value = kept.get(name)
+            if type(value) is not torch.Tensor or not isinstance(sent, torch.Tensor):
+                continue
+            like = parameter if value.shape == parameter.shape else value
+            own = torch.empty_like(like, dtype=sent.dtype, device=value.device, requires_grad=False)
+            if (value.dtype, value.stride()) != (own.dtype, own.stride()):
+                kept[name] = own.copy_(sent)
 
 
 def _check_same(ours: State, theirs: State) -> None:

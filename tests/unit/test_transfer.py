@@ -247,3 +247,52 @@ def test_a_state_of_other_objects_is_refused_and_changes_nothing() -> None:
     with pytest.raises(UsageError, match=r"registered objects: \[\] in this worker, \['ema'\]"):
         mine.put(sent(other.take()))
     assert same(mine.take(), before)
+
+
+class Masters(torch.optim.SGD):
+    """Keeps weights in full precision, and counts in whole numbers."""
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                if parameter not in self.state:
+                    count = torch.zeros(1, dtype=torch.int64)
+                    self.state[parameter] = {"master": parameter.float(), "count": count}
+                kept = self.state[parameter]
+                kept["count"] += 1
+                kept["master"] -= 0.01 * parameter.grad.float()
+                parameter.copy_(kept["master"])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(Masters, {}), (torch.optim.NAdam, {}), (torch.optim.Adam, {"fused": True})],
+)
+def test_an_optimizer_goes_on_as_its_sender_does_with_types_and_strides_of_its_own(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    members: list[tuple[nn.Module, torch.optim.Optimizer, TrainState]] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1))
+        model = model.to(torch.bfloat16).to(memory_format=torch.channels_last)
+        state = TrainState()
+        state.models.append(model)
+        state.optimizers.append(optimizer(model.parameters(), lr=0.01, **options))
+        members.append((model, state.optimizers[0], state))
+
+    def step(model: nn.Module, one: torch.optim.Optimizer) -> None:
+        x = torch.arange(192.0).reshape(4, 3, 4, 4).sin().to(torch.bfloat16)
+        model(x).square().mean().backward()
+        one.step()
+        one.zero_grad()
+
+    (model, ours, state), (other, theirs, newcomer) = members
+    for _ in range(3):
+        step(model, ours)
+    newcomer.put(sent(state.take()))
+    for _ in range(3):
+        step(model, ours)
+        step(other, theirs)
+    assert same(newcomer.take(), state.take())
