@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any, Protocol
@@ -50,6 +50,16 @@ class Steps(Protocol):
         """Return whether what follows an optimizer step happens now.
 
         That is outside of steps, and once one is committed.
+        """
+        ...
+
+    def once(self, call: Callable[[], Any], *, thing: object = None) -> Any:
+        """Do for the step what a loop asks for in each iteration: now, with it, or not at all.
+
+        Args:
+            call: what to do.
+            thing: if given, what is asked for last in an iteration counts, among calls for this
+                thing, and is done after all steps of optimizers.
         """
         ...
 
@@ -123,7 +133,7 @@ def adopt_scheduler(scheduler: Any, steps: Steps) -> None:
 
     @functools.wraps(cls.step)
     def step(self: Any, *args: Any, **named: Any) -> Any:
-        return cls.step(self, *args, **named) if steps.has_stepped() else None
+        return steps.once(lambda: cls.step(self, *args, **named))
 
     # A class of its own, because a scheduler's attributes are its state.
     scheduler.__class__ = type(cls.__name__, (cls,), {"step": step, MARK: True})
@@ -165,8 +175,8 @@ def scalers_know(steps: Steps) -> Iterator[None]:
 
     @functools.wraps(update)
     def update_(self: Any, *args: Any, **named: Any) -> None:
-        if steps.has_stepped():
-            update(self, *args, **named)
+        # One for all optimizers of the step, whose overflows it counts.
+        steps.once(lambda: update(self, *args, **named), thing=self)
 
     cls.scale, cls.unscale_ = scale_, unscale_  # type: ignore[method-assign]
     cls.step, cls.update = step_, update_  # type: ignore[method-assign]
@@ -175,59 +185,6 @@ def scalers_know(steps: Steps) -> Iterator[None]:
     finally:
         cls.scale, cls.unscale_ = scale, unscale  # type: ignore[method-assign]
         cls.step, cls.update = step, update  # type: ignore[method-assign]
-
-
-class DueSteps:
-    """Optimizers that were asked to step and have to wait for others of the same step.
-
-    Steps of one global batch all start from the same weights: otherwise what the second optimizer
-    of a GAN does would depend on how many micro-batches a rank computes.
-    """
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._due: dict[int, tuple[Callable[[], Any], list[torch.nn.Parameter]]] = {}
-        self._gradients: dict[int, list[torch.Tensor | None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._due)
-
-    def __contains__(self, optimizer: object) -> bool:
-        return id(optimizer) in self._due
-
-    def add(
-        self,
-        optimizer: torch.optim.Optimizer,
-        real: Callable[[], Any],
-        parameters: list[torch.nn.Parameter],
-    ) -> None:
-        """Remember that this step is due, with the gradients as they are now."""
-        self._due[id(optimizer)] = (real, parameters)
-
-    def bits(self, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-        """Return which of these were asked to step, one bit for each."""
-        return sum(1 << number for number, one in enumerate(optimizers) if one in self)
-
-    def hold_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put its gradients away, where `zero_grad` and later backward calls do not reach them."""
-        _, parameters = self._due[id(optimizer)]
-        self._gradients[id(optimizer)] = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-
-    def do(self) -> None:
-        """Step, in the order in which they were asked."""
-        for key, (real, parameters) in self._due.items():
-            held = self._gradients.get(key)
-            if held is not None:
-                for parameter, gradient in zip(parameters, held, strict=True):
-                    parameter.grad = gradient
-            real()
-        self.forget()
-
-    def forget(self) -> None:
-        """None is due any more."""
-        self._due, self._gradients = {}, {}
 
 
 class Prepared(torch.nn.Module):

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
 
 from elastic.core.policy.cursor import Cursor, micro_batch_seed
 from elastic.core.policy.microbatch import deal
@@ -29,26 +28,27 @@ from elastic.worker import complaints
 from elastic.worker.c10d import default_group
 from elastic.worker.catching_up import catch_up
 from elastic.worker.context import WorkerContext
+from elastic.worker.due_steps import DueSteps
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.keeping import Keeper
 from elastic.worker.loader import Batch
 from elastic.worker.logbook import Logbook, ReportPlaces
 from elastic.worker.meeting import share_book, share_latest
 from elastic.worker.outcome import is_group_broken
-from elastic.worker.prepared import DueSteps, Phase, adopt_optimizer, adopt_scheduler, scalers_know
+from elastic.worker.prepared import Phase, scalers_know
+from elastic.worker.preparing import Preparing
 from elastic.worker.reduce import Reducer, Unit
 from elastic.worker.rows import StepRow, read_rows, tell_rows
 from elastic.worker.rungs import Carry, Home, Reenter
 from elastic.worker.seeding import seed_everything
 from elastic.worker.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
-from elastic.worker.state import Stateful, TrainState
 from elastic.worker.stream_book import StreamBook
 from elastic.worker.streams import MicroBatches
 
 log = logging.getLogger(__name__)
 
 
-class StepEngine:
+class StepEngine(Preparing):
     """What the prepared objects of one call of the train function share.
 
     Attributes:
@@ -70,10 +70,9 @@ class StepEngine:
             home: where groups come from.
             carry: what an earlier call of the train function has reached in this process.
         """
+        super().__init__()
         self.cursor = Cursor()
-        self.state = TrainState()
         self.logbook, self.streams = Logbook(), StreamBook()
-        self.has_begun = False
         self.seed, self.recovery = 0, "auto"
         self._home, self._carry = home, carry
         self._place: WorkerContext | None = None
@@ -109,34 +108,6 @@ class StepEngine:
         """The call of the train function is over, however it ended; again is no harm."""
         self._end()
         self.at_close.close()
-
-    # ------------------------------------------------------------------- what is prepared
-
-    def add_model(self, model: nn.Module) -> None:
-        """Let a model's parameters and buffers be part of the run's state."""
-        complaints.check_early("prepare_model", self.has_begun)
-        self.state.models.append(model)
-
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer step once for each step; UsageError if it is prepared already."""
-        complaints.check_early("prepare_optimizer", self.has_begun)
-        adopt_optimizer(optimizer, self)
-        self.state.optimizers.append(optimizer)
-
-    def add_scheduler(self, scheduler: Any) -> None:
-        """Let a scheduler step once for each step or epoch; UsageError if it is none."""
-        complaints.check_early("prepare_scheduler", self.has_begun)
-        adopt_scheduler(scheduler, self)
-        self.state.schedulers.append(scheduler)
-
-    def add_scaler(self, scaler: Stateful) -> None:
-        """Let a scaler's state be part of the run's; known at its first use."""
-        self.state.add_scaler(scaler)
-
-    def register(self, name: str, thing: Stateful) -> None:
-        """Let an object of the user's own be part of the run's state."""
-        complaints.check_early("train.register", self.has_begun)
-        self.state.register(name, thing)
 
     def bytes_sent(self) -> int:
         """Return the bytes of gradients that this rank has sent in its present group."""
@@ -286,6 +257,7 @@ class StepEngine:
             raise complaints.not_stepped(self.cursor)
         if self._phase is Phase.COMMITTED:
             self._context.note_step()
+            self._due.end()
             self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
             self._phase = Phase.OUTSIDE
             if self.streams.is_due(self.cursor, self._keeper.is_due):
@@ -308,7 +280,7 @@ class StepEngine:
             self._make_void()
             return
         reducer.unit_stepped(unit)
-        self._due.add(optimizer, real, [parameter for _, parameter in unit.parameters])
+        self._due.add(optimizer, real)
         if len(self._due) < len(self._units):
             self._due.hold_back(optimizer)
         else:
@@ -363,6 +335,15 @@ class StepEngine:
     def has_stepped(self) -> bool:
         """Return whether what follows an optimizer step happens now."""
         return self._phase in (Phase.OUTSIDE, Phase.COMMITTED)
+
+    def once(self, call: Callable[[], Any], *, thing: object = None) -> Any:
+        """Do for the step what a loop asks for in each iteration: now, with it, or not at all."""
+        is_now = self.has_stepped()
+        if thing is not None:
+            self._due.at_end(thing, call if self._phase is Phase.DUE else None)
+        elif self._phase is Phase.DUE:
+            self._due.add_call(call)
+        return call() if is_now else None
 
     def is_prepared(self, optimizer: Any) -> bool:
         """Return whether this optimizer takes part."""

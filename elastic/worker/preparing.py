@@ -1,0 +1,55 @@
+"""What a train function hands over before its loop: the objects that the run's state consists of.
+
+Rule: all of it is there before the loop begins, in the same order on every worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from elastic.worker import complaints
+from elastic.worker.prepared import Steps, adopt_optimizer, adopt_scheduler
+from elastic.worker.state import Stateful, TrainState
+
+
+class Preparing:
+    """The part of the step engine that takes objects.
+
+    Attributes:
+        state: the prepared and registered objects.
+        has_begun: the loop over epochs runs, so that nothing is taken any more.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.state = TrainState()
+        self.has_begun = False
+
+    def add_model(self, model: nn.Module) -> None:
+        """Let a model's parameters and buffers be part of the run's state."""
+        complaints.check_early("prepare_model", self.has_begun)
+        self.state.models.append(model)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer step once for each step; UsageError if it is prepared already."""
+        complaints.check_early("prepare_optimizer", self.has_begun)
+        adopt_optimizer(optimizer, cast("Steps", self))
+        self.state.optimizers.append(optimizer)
+
+    def add_scheduler(self, scheduler: Any) -> None:
+        """Let a scheduler step once for each step or epoch; UsageError if it is none."""
+        complaints.check_early("prepare_scheduler", self.has_begun)
+        adopt_scheduler(scheduler, cast("Steps", self))
+        self.state.schedulers.append(scheduler)
+
+    def add_scaler(self, scaler: Stateful) -> None:
+        """Let a scaler's state be part of the run's; known at its first use."""
+        self.state.add_scaler(scaler)
+
+    def register(self, name: str, thing: Stateful) -> None:
+        """Let an object of the user's own be part of the run's state."""
+        complaints.check_early("train.register", self.has_begun)
+        self.state.register(name, thing)
