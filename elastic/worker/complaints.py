@@ -5,6 +5,10 @@ Rule: each text says what was found and what to write instead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import nn
+
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
 
@@ -71,4 +75,29 @@ def unknown_parameters(names: list[str]) -> UsageError:
         f"{', '.join(names[:3])}{more}: parameters of a prepared optimizer that required no "
         f"gradient, or were not there, when the loop over train.epochs() began, so that their "
         f"gradients are not reduced: unfreeze and add them before it (freeze them inside it)"
+    )
+
+
+def stepped_twice(optimizer: object) -> UsageError:
+    """An optimizer was asked to step once more in the same iteration."""
+    return UsageError(
+        f"{type(optimizer).__name__}.step() was called twice in one iteration over a prepared "
+        f"loader: an iteration belongs to one step of the whole group, and gradients after it are "
+        f"of this rank alone; call it once for each batch, and let the data set repeat those that "
+        f"are to be trained with several times"
+    )
+
+
+def stepped_outside(optimizer: object, models: Sequence[nn.Module]) -> UsageError:
+    """An optimizer was asked to step with gradients that nobody has reduced."""
+    evaluates = models and not any(model.training for model in models)
+    why = (
+        "all models are in evaluation mode, so that prepared loaders are read to evaluate: call "
+        "model.train() before the loop over batches, and eval() for the layers that need it"
+        if evaluates
+        else "train with the batches of a prepared loader, and leave it after the step"
+    )
+    return UsageError(
+        f"{type(optimizer).__name__}.step() was called in an epoch, with gradients of this rank "
+        f"alone, which belong to no step of the group: {why}"
     )

@@ -28,7 +28,7 @@ from elastic.worker import complaints
 from elastic.worker.c10d import default_group
 from elastic.worker.catching_up import catch_up
 from elastic.worker.context import WorkerContext
-from elastic.worker.due_steps import DueSteps
+from elastic.worker.due_steps import DueSteps, parameters_of
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.keeping import Keeper
 from elastic.worker.loader import Batch
@@ -91,6 +91,7 @@ class StepEngine(Preparing):
         # Where each member of this group runs code of its own next; and our reports in it.
         self._places: tuple[Cursor, ...] = ()
         self._reports, self._due, self._padding = ReportPlaces(), DueSteps(), Padding()
+        self._asked: list[torch.optim.Optimizer] = []  # To step, in this iteration.
         self._stack, self.at_close = ExitStack(), ExitStack()
 
     def configure(self, options: Mapping[str, Any]) -> None:
@@ -242,10 +243,10 @@ class StepEngine(Preparing):
         is_last, padded = batch.micro_batch == last - 1, self._padding.pad(batch)
         if padded is None:
             reducer.begin_micro_batch(batch.micro_batch)
-        self._batch = batch = padded or batch
+        self._batch, self._asked = padded or batch, []
         self._phase = Phase.DUE if is_last and padded is None else Phase.GATHERING
         seed_everything(micro_batch_seed(epochs.seed, self.cursor, batch.micro_batch))
-        return batch.value
+        return self._batch.value
 
     def _close_iteration(self) -> None:
         """The loop asks for more: the user's code for the last micro-batch is through."""
@@ -267,14 +268,31 @@ class StepEngine(Preparing):
     # ------------------------------------------------------------------- optimizer steps
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> None:
-        """Take a call of `optimizer.step()`; the last of a step's commits it."""
-        if not self.has_begun or self._phase is Phase.OUTSIDE:
-            real()
+        """Take a call of `optimizer.step()`; the last of a step's commits it.
+
+        Raises:
+            UsageError: it would change the weights of this rank alone, or not at all.
+        """
+        if self.has_begun and self._phase is not Phase.OUTSIDE:
+            if optimizer in self._asked and self._phase is not Phase.VOID:
+                raise complaints.stepped_twice(optimizer)
+            self._take_step(optimizer, real)
             return
+        if self._epoch is not None and any(p.grad is not None for p in parameters_of(optimizer)):
+            raise complaints.stepped_outside(optimizer, self.state.models)
+        real()
+
+    def optimizer_skipped(self, optimizer: Any) -> None:
+        """Count a step that a scaler left out, because gradients overflowed."""
+        if optimizer not in self._asked and self._phase is not Phase.OUTSIDE:
+            self._take_step(optimizer, lambda: None)
+
+    def _take_step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> None:
+        self._asked.append(optimizer)
         unit, reducer = self._units[id(optimizer)], self._the_reducer()
         if self._phase is Phase.GATHERING:
             reducer.unit_stepped(unit)
-        if self._phase is not Phase.DUE or optimizer in self._due:
+        if self._phase is not Phase.DUE:
             return
         if self._is_broken() or not reducer.settle(unit):
             self._make_void()
@@ -285,11 +303,6 @@ class StepEngine(Preparing):
             self._due.hold_back(optimizer)
         else:
             self._commit()
-
-    def optimizer_skipped(self, optimizer: Any) -> None:
-        """Count a step that a scaler left out, because gradients overflowed."""
-        if optimizer not in self._due:
-            self.optimizer_step(optimizer, lambda: None)
 
     def optimizer_zeroed(self, optimizer: Any) -> None:
         """Forget what was gathered for an optimizer that has not stepped in this iteration."""

@@ -100,3 +100,37 @@ def test_a_loop_that_is_left_in_the_middle_of_a_step_leaves_nothing_for_the_next
         return None
 
     assert run(loop) == [pytest.approx(1.0)]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_second_step_in_an_iteration_is_refused(number: int) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        for _ in train.epochs(1):
+            for place, (x,) in enumerate(loader):
+                for _ in range(2 if place == number else 1):
+                    iterate(model, optimizer, x)
+
+    with pytest.raises(UsageError, match="was called twice in one iteration"):
+        run(loop)
+
+
+def test_training_with_a_model_that_was_left_in_evaluation_mode_is_refused() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        for _ in train.epochs(2):
+            for (x,) in loader:
+                iterate(model, optimizer, x)
+            model.eval()
+
+    with pytest.raises(UsageError, match=r"call model\.train\(\)"):
+        run(loop)
+
+
+def test_training_with_a_loader_that_is_not_prepared_is_refused() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        optimizer.step()
+        for _ in train.epochs(1):
+            optimizer.step()  # Without gradients it does nothing, and quiets schedulers.
+            iterate(model, optimizer, next(iter(loader.dataset))[0])
+
+    with pytest.raises(UsageError, match="train with the batches of a prepared loader"):
+        run(loop)
