@@ -39,8 +39,8 @@ class Steps(Protocol):
         """Do the step, or note that it is due, or nothing."""
         ...
 
-    def is_due(self) -> bool:
-        """Return whether what happens once per step happens now.
+    def is_due(self, optimizer: Any) -> bool:
+        """Return whether the gradients of this optimizer are those that it steps with.
 
         That is outside of steps, and when all gradients of one are there.
         """
@@ -158,7 +158,7 @@ def scalers_know(steps: Steps) -> Iterator[None]:
 
     @functools.wraps(unscale)
     def unscale_(self: Any, optimizer: Any) -> None:
-        if not steps.is_prepared(optimizer) or steps.is_due():
+        if not steps.is_prepared(optimizer) or steps.is_due(optimizer):
             unscale(self, optimizer)
 
     @functools.wraps(step)
@@ -166,7 +166,7 @@ def scalers_know(steps: Steps) -> Iterator[None]:
         if not steps.is_prepared(optimizer):
             return step(self, optimizer, *args, **named)
         # Whether gradients overflowed is found in those of the whole step, the same on all ranks.
-        if not steps.is_due():
+        if not steps.is_due(optimizer):
             steps.optimizer_skipped(optimizer)  # Later gradients are not for this step of it.
             return None
         result = step(self, optimizer, *args, **named)

@@ -175,7 +175,9 @@ class Reducer:
 
     def unit_stepped(self, unit: Unit) -> None:
         """From here on this micro-batch's gradients of this unit are left where they are."""
-        self._stepped[self._number_of[id(unit)]] = True
+        number = self._number_of[id(unit)]
+        self._take_assigned(number)
+        self._stepped[number] = True
 
     def unit_zeroed(self, unit: Unit) -> None:
         """The gradients of this micro-batch so far do not count; nothing if the unit has stepped.
@@ -196,6 +198,7 @@ class Reducer:
         """
         number = self._number_of[id(unit)]
         if not self._is_void and not self._reduced[number]:
+            self._take_assigned(number)
             self._reduce([number])
         return not self._is_void and self.broken is None
 
@@ -390,6 +393,17 @@ class Reducer:
                 self._buckets, deal, self._group, is_bitwise=self._is_bitwise
             )
         return self._made[deal]
+
+    def _take_assigned(self, number: int) -> None:
+        """Take what a loop has put into `p.grad` without backward, as from `autograd.grad`."""
+        if self._is_void or self._number is None or self._stepped[number] or self._reduced[number]:
+            return  # Of the whole step, or of nothing that is done.
+        for bucket in self._of_unit[number]:
+            for place, parameter in enumerate(bucket.parameters):
+                if parameter.grad is not None:
+                    bucket.touched[place] = None
+            if bucket.touched:
+                bucket.move_gradients(self._leaf(bucket))
 
     def _drop_gradients(self) -> None:
         for bucket in self._buckets:

@@ -339,10 +339,12 @@ class StepEngine(Preparing):
 
     # ------------------------------------------------------------------- what prepared objects ask
 
-    def is_due(self) -> bool:
-        """Return whether what happens once per step happens now."""
-        if self._phase is Phase.DUE and self._is_broken():
-            self._make_void()
+    def is_due(self, optimizer: Any) -> bool:
+        """Return whether the gradients of this optimizer are those that it steps with."""
+        if self._phase is Phase.DUE:
+            is_settled = self._the_reducer().settle(self._units[id(optimizer)])
+            if not is_settled or self._is_broken():
+                self._make_void()
         return self._phase in (Phase.OUTSIDE, Phase.DUE)
 
     def has_stepped(self) -> bool:

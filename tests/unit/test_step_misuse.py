@@ -134,3 +134,33 @@ def test_training_with_a_loader_that_is_not_prepared_is_refused() -> None:
 
     with pytest.raises(UsageError, match="train with the batches of a prepared loader"):
         run(loop)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_the_loop_puts_in_place_itself_are_those_of_the_step(
+    scale: float, clips: bool
+) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1.0)
+        parameters = list(model.parameters())
+        nn.init.ones_(parameters[0])
+        nn.init.zeros_(parameters[1])
+        for _ in train.epochs(1):
+            for place, (x,) in enumerate(loader):
+                loss = scaler.scale((model(x) - 1).square().mean())
+                gradients = torch.autograd.grad(loss, parameters)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                if clips:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                if place == 3:
+                    break
+        return [parameter.item() for parameter in parameters]
+
+    x = torch.arange(8.0) / 32
+    right = [1 - 0.01 * (2 * (x - 1) * x).mean().item(), -0.01 * (2 * (x - 1)).mean().item()]
+    assert run(loop) == [pytest.approx(right)]
