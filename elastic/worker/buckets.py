@@ -28,10 +28,12 @@ class Unit:
     Attributes:
         name: for people.
         parameters: (name, parameter) of those that require gradients.
+        shared: more that the optimizer steps, which are another unit's already.
     """
 
     name: str
     parameters: list[tuple[str, nn.Parameter]]
+    shared: list[nn.Parameter] = field(default_factory=list)
 
 
 class Flat:
@@ -94,6 +96,11 @@ class Bucket:
         """No parameter has a gradient yet."""
         self.touched.clear()
         self.used = [False] * len(self.parameters)
+
+    def forget(self, place: int) -> None:
+        """One of them has none any more."""
+        self.touched.pop(place, None)
+        self.used[place] = False
 
     def flat(self) -> Flat:
         """Return a buffer that nobody uses."""

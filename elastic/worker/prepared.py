@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any, Protocol
@@ -185,6 +185,28 @@ def scalers_know(steps: Steps) -> Iterator[None]:
     finally:
         cls.scale, cls.unscale_ = scale, unscale  # type: ignore[method-assign]
         cls.step, cls.update = step, update  # type: ignore[method-assign]
+
+
+@contextmanager
+def modules_know(zeroed: Callable[[Sequence[torch.nn.Parameter]], None]) -> Iterator[None]:
+    """Let `zero_grad` of any module drop gradients that are not in `p.grad` any more.
+
+    GANs are trained with that of their networks as often as with that of optimizers, and each part
+    of a prepared model has it.
+    """
+    cls = torch.nn.Module
+    real = cls.zero_grad
+
+    @functools.wraps(real)
+    def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        zeroed(list(self.parameters()))
+        real(self, set_to_none)
+
+    cls.zero_grad = zero_grad  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        cls.zero_grad = real  # type: ignore[method-assign]
 
 
 class Prepared(torch.nn.Module):

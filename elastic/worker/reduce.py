@@ -67,6 +67,11 @@ class Reducer:
         self._of_unit = [
             [b for b in self._buckets if b.unit == number] for number in range(len(units))
         ]
+        self._place_of = {
+            id(parameter): (bucket, place)
+            for bucket in self._buckets
+            for place, parameter in enumerate(bucket.parameters)
+        }
         self._group: Any = None
         self._share: Share | StreamShare | None = None
         self._control: Sequence[float] = ()
@@ -83,6 +88,7 @@ class Reducer:
         self._is_on = self._is_last = self._is_void = False
         self._reached = [False] * len(units)
         self._stepped = [False] * len(units)
+        self._stepped_by_others: set[int] = set()
         self._reduced = [False] * len(units)
         self._sent = [False] * len(self._buckets)
         self._hooks = [
@@ -153,6 +159,7 @@ class Reducer:
         self._number = number
         self._is_last = number == self._the_share().held[1] - 1
         self._stepped = [False] * len(self._stepped)
+        self._stepped_by_others.clear()
         self._sent = [False] * len(self._sent)
         self._waiting.clear()
         for bucket in self._buckets:
@@ -178,6 +185,7 @@ class Reducer:
         number = self._number_of[id(unit)]
         self._take_assigned(number)
         self._stepped[number] = True
+        self._stepped_by_others.update(id(parameter) for parameter in unit.shared)
 
     def unit_zeroed(self, unit: Unit) -> None:
         """The gradients of this micro-batch so far do not count; nothing if the unit has stepped.
@@ -187,8 +195,22 @@ class Reducer:
         number = self._number_of[id(unit)]
         if self._number is None or self._stepped[number]:
             return
+        if self._stepped_by_others:
+            self.parameters_zeroed([parameter for _, parameter in unit.parameters])
+            return
         for bucket in self._of_unit[number]:
             bucket.begin_micro_batch()
+
+    def parameters_zeroed(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Do the same for some parameters of any units."""
+        if not self._is_on or self._number is None:
+            return
+        for parameter in parameters:
+            bucket, place = self._place_of.get(id(parameter), (None, 0))
+            if bucket is None or self._stepped[bucket.unit]:
+                continue
+            if id(parameter) not in self._stepped_by_others:
+                bucket.forget(place)
 
     def settle(self, unit: Unit) -> bool:
         """Have the gradient of the whole step in `p.grad`; called on the last micro-batch.

@@ -153,6 +153,14 @@ class ShardedReducer:
         if not self._stepped[number]:
             self._fresh[number] = self._none(self._units[number])
 
+    def parameters_zeroed(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Do the same for some parameters of any units."""
+        zeroed = {id(parameter) for parameter in parameters}
+        for number, fresh in enumerate(self._fresh):
+            for place, parameter in enumerate(self._units[number]):
+                if id(parameter) in zeroed and not self._stepped[number]:
+                    fresh[place] = None
+
     def settle(self, unit: Unit) -> bool:
         """Have the gradient of the whole step in `p.grad`; called on the last micro-batch.
 

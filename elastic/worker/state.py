@@ -96,14 +96,15 @@ class TrainState:
         taken: set[int] = set()
         units = {}
         for number, optimizer in enumerate(self.optimizers):
-            parameters = []
+            unit = units[id(optimizer)] = Unit(f"optimizer {number}", [])
             for options in optimizer.param_groups:
                 for parameter in options["params"]:
-                    if parameter.requires_grad and id(parameter) not in taken:
+                    if parameter.requires_grad and id(parameter) in taken:
+                        unit.shared.append(parameter)
+                    elif parameter.requires_grad:
                         taken.add(id(parameter))
                         name = names.get(id(parameter), f"parameter {len(taken)}")
-                        parameters.append((name, parameter))
-            units[id(optimizer)] = Unit(f"optimizer {number}", parameters)
+                        unit.parameters.append((name, parameter))
         return units
 
     @property

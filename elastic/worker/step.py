@@ -35,7 +35,7 @@ from elastic.worker.loader import Batch
 from elastic.worker.logbook import Logbook, ReportPlaces
 from elastic.worker.meeting import share_book, share_latest
 from elastic.worker.outcome import is_group_broken
-from elastic.worker.prepared import Phase, scalers_know
+from elastic.worker.prepared import Phase, modules_know, scalers_know
 from elastic.worker.preparing import Preparing
 from elastic.worker.reduce import Reducer, Unit
 from elastic.worker.rows import StepRow, read_rows, tell_rows
@@ -143,6 +143,7 @@ class StepEngine(Preparing):
             self.state, units, consistency=self._consistency, activity=activity
         )
         self._stack.enter_context(scalers_know(self))
+        self._stack.enter_context(modules_know(self._reducer.parameters_zeroed))
         self.has_begun = True
         self._home.defer(self.recovery in ("auto", "in_place"))
         if self._context.join is not None:

@@ -160,3 +160,24 @@ def test_two_optimizers_step_a_parameter_by_one_gradient_and_not_by_two(backward
         for one in plain:
             one.step()
     assert near(model, twin)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_network_may_drop_what_another_ones_loss_has_left_in_it(wrapped: bool) -> None:
+    pair, twin = Pair(prepare=True), Pair(prepare=False)
+    judge = nn.Sequential(pair.judge) if wrapped else pair.judge
+    for _ in train.epochs(1):
+        for _, x, _ in loader():
+            pair.train_maker(x)
+            judge.zero_grad()
+            pair.judge_loss(x).backward()
+            pair.of_judge.step()
+    for _, x, _ in whole_batches():
+        twin.of_maker.zero_grad()
+        twin.maker_loss(x).backward()
+        twin.of_judge.zero_grad()
+        twin.judge_loss(x).backward()
+        twin.of_maker.step()
+        twin.of_judge.step()
+    assert near(pair.judge, twin.judge)
+    assert near(pair.maker, twin.maker)
