@@ -4,9 +4,9 @@ Rule: each micro-batch begins with the buffers of the step's beginning. After th
 the mean of what its micro-batches made of it, added in the order of the tree; one of integers is
 what micro-batch 0 made of it. So it depends neither on the number of ranks nor on who computed
 what. Buffers that nothing changes cost one look at their version; torch's normalization layers
-change theirs without a new version, and are always taken to have done so while they train. They
-are put back without one too: a graph that was made before has no use for their old values, and
-torch would refuse to go through it.
+change theirs without a new version, and are always taken to have done so while they train; so are
+layers of users' own whose code names torch's function for it. They are put back without one too: a
+graph that was made before has no use for their old values, and torch would refuse to go through it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class _Kept:
     buffer: torch.Tensor
     base: torch.Tensor
     version: int
+    is_statistic: bool
+    """Its layer may change it without a new version."""
     counter: _Kept | None = None
     """Of a normalization layer's statistics: the buffer that counts how often they changed."""
 
@@ -59,7 +61,11 @@ class _Kept:
         """Return whether it may differ from its value at the step's beginning."""
         if self.buffer._version != self.version or self.now is not self.buffer:
             return True
-        if isinstance(self.owner, _NormBase) and self.owner.training:
+        if (
+            self.owner.training
+            and self.buffer.is_floating_point()
+            and _normalizes(type(self.owner))
+        ):
             return True
         # An evaluation at the end of an iteration may have left its layers in that mode.
         return self.counter is not None and self.counter.has_changed()
@@ -73,11 +79,20 @@ class _Kept:
         """
         if self.now is not self.buffer:
             self.owner._buffers[self.own_name] = self.buffer
-        if is_void or isinstance(self.owner, _NormBase):
+        if is_void or self.is_statistic:
             with torch.autograd._unsafe_preserve_version_counter(self.buffer):
                 self.buffer.copy_(value)
         else:
             self.buffer.copy_(value)
+
+
+def _normalizes(owner: type[nn.Module]) -> bool:
+    """Return whether a layer may change its statistics by `torch.batch_norm`, or what it calls."""
+    if issubclass(owner, _NormBase):
+        return True
+    users = [one for one in owner.__mro__ if not one.__module__.startswith("torch.")]
+    codes = [getattr(thing, "__code__", None) for one in users for thing in vars(one).values()]
+    return any("batch_norm" in name for code in codes if code is not None for name in code.co_names)
 
 
 class ModelBuffers:
@@ -88,7 +103,7 @@ class ModelBuffers:
         self._kept = [
             _Kept(
                 f"{number}.{path}.{name}", part, name,
-                buffer, buffer.detach().clone(), buffer._version,
+                buffer, buffer.detach().clone(), buffer._version, _normalizes(type(part)),
             )
             for number, module in enumerate(modules)
             for path, part in module.named_modules()

@@ -88,6 +88,34 @@ def test_statistics_are_the_mean_by_samples_to_the_bit(make: Make, counts: tuple
         assert torch.equal(getattr(model[1], name), (total / sum(counts)).float())
 
 
+class OwnNorm(nn.Module):
+    """A layer of a user's own around torch's function, which shows no change of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("stored_mean", torch.zeros(6))
+        self.register_buffer("stored_var", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normalized(x)
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(
+            x, self.stored_mean, self.stored_var, training=self.training
+        )
+
+
+def test_statistics_of_a_users_own_layer_are_the_mean_too(make: Make) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(5, 6), OwnNorm(), nn.Linear(6, 3)), normed()
+    layers[1].load_state_dict(layers[0].state_dict(), strict=False)
+    for model in layers:
+        unit = unit_of(model)
+        one_step(make([unit], [model]), unit, model, mean_square)
+    for own, torchs in (("stored_mean", "running_mean"), ("stored_var", "running_var")):
+        assert torch.equal(getattr(layers[0][1], own), getattr(layers[1][1], torchs))
+
+
 def test_buffers_are_put_back_where_the_group_is_over_before_the_commit(make: Make) -> None:
     model = normed()
     unit = unit_of(model)
