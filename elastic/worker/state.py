@@ -148,6 +148,10 @@ class TrainState:
             UsageError: it is the state of other objects; nothing was changed then.
         """
         mine = self.take()
+        if len(state["models"]) == len(self.models):
+            pairs = zip(self.models, mine["models"], state["models"], strict=True)
+            theirs = [_without_caches(*one) for one in pairs]
+            state = {**state, "models": theirs}
         _check_same(mine, state)
         with torch.no_grad():
             for ours, theirs in zip(mine["models"], state["models"], strict=True):
@@ -182,6 +186,23 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     for name, buffer in model.named_buffers():
         yield f"{name} (buffer)", buffer
+
+
+def _without_caches(model: nn.Module, ours: State, theirs: State) -> State:
+    """Take out what only one of two states has, or of another size, and say what is left of theirs.
+
+    Only buffers that `state_dict` leaves out: tables that grow with what forward meets, such as
+    those of rotary embeddings. Who needs a larger one makes it.
+    """
+    left = dict(theirs)
+    for path, part in model.named_modules():
+        for own_name in part._non_persistent_buffers_set:
+            name = f"{path}.{own_name} (buffer)" if path else f"{own_name} (buffer)"
+            mine, other = ours.get(name), theirs.get(name)
+            if mine is None or other is None or mine.shape != other.shape:
+                ours.pop(name, None)
+                left.pop(name, None)
+    return left
 
 
 def _load(optimizer: torch.optim.Optimizer, state: State) -> None:

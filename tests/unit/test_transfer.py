@@ -296,3 +296,42 @@ def test_an_optimizer_goes_on_as_its_sender_does_with_types_and_strides_of_its_o
         step(model, ours)
         step(other, theirs)
     assert same(newcomer.take(), state.take())
+
+
+class Rotary(nn.Module):
+    """Has tables that grow with what it meets, and one that is part of its state."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("table", torch.arange(float(length)), persistent=False)
+        self.register_buffer("late", None, persistent=False)
+        self.register_buffer("same", torch.full((3,), float(length)), persistent=False)
+
+
+def test_tables_that_have_grown_elsewhere_stay_as_they_are() -> None:
+    ours, theirs = Rotary(2), Rotary(5)
+    theirs.late = torch.ones(1)
+    theirs.kept.fill_(7.0)
+    states = []
+    for model in (ours, theirs):
+        states.append(TrainState())
+        states[-1].models.append(nn.Sequential(model))
+    states[0].put(sent(states[1].take()))
+    assert same(ours.layer.weight, theirs.layer.weight)
+    assert ours.kept.tolist() == [7.0, 7.0]
+    assert ours.same.tolist() == [5.0] * 3
+    assert ours.table.tolist() == [0.0, 1.0]
+    assert ours.late is None
+
+
+def test_a_buffer_of_another_size_that_is_part_of_the_state_is_refused() -> None:
+    states = []
+    for size in (2, 3):
+        states.append(TrainState())
+        states[-1].models.append(nn.BatchNorm1d(size, affine=False))
+    with pytest.raises(
+        UsageError, match=r"model 0, running_mean \(buffer\): \(2,\) in"
+    ):
+        states[0].put(states[1].take())
