@@ -15,6 +15,7 @@ from torch import nn
 from elastic.errors import UsageError
 from elastic.worker.buckets import Unit
 from elastic.worker.complaints import unknown_parameters
+from elastic.worker.due_steps import parameters_of
 from elastic.worker.sharded_state import has_shards, put_shards_back
 
 State = dict[str, Any]
@@ -45,6 +46,8 @@ class TrainState:
         self.schedulers: list[Stateful] = []
         self.scalers: list[Stateful] = []
         self.registered: dict[str, Stateful] = {}
+        # Of the optimizers: how many parameters they have, and those that want no gradients.
+        self._num_known, self._frozen = 0, list[nn.Parameter]()
         # States of scalers that the run has used already, and this member not yet.
         self._unused_scalers: list[Any] = []
 
@@ -85,6 +88,16 @@ class TrainState:
         ]
         if unknown:
             raise unknown_parameters(unknown)
+        every = [p for one in self.optimizers for p in parameters_of(one)]
+        self._num_known = len(every)
+        self._frozen = [p for p in every if not p.requires_grad and id(p) not in known]
+
+    def check_still_known(self, units: Mapping[int, Unit]) -> None:
+        """Do the same in the middle of an epoch, where it has to cost little."""
+        groups = (group for one in self.optimizers for group in one.param_groups)
+        num = sum(len(group["params"]) for group in groups)
+        if num != self._num_known or any(p.requires_grad for p in self._frozen):
+            self.check_known(units)
 
     def units(self) -> dict[int, Unit]:
         """Return the parameters that each optimizer steps, by its id; a shared one goes once."""

@@ -312,6 +312,7 @@ class StepEngine(Preparing):
 
     def _commit(self) -> None:
         """Change the weights: the step counts, here and, sooner or later, everywhere."""
+        self.state.check_still_known(self._units)
         rows = read_rows(self._the_reducer().rows)
         # Half a step must not be left behind; what leaves it all the same is nobody's state.
         with self._context.shielded():

@@ -86,6 +86,20 @@ def test_parameters_that_are_unfrozen_inside_the_loop_are_refused() -> None:
         run(loop, frozen=True)
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_parameters_that_come_in_the_middle_of_an_epoch_are_refused(adds: bool) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        for _ in train.epochs(1):
+            for place, (x,) in enumerate(loader):
+                if place == 5 and adds:
+                    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+                model.module.bias.requires_grad_(adds or place >= 5)
+                iterate(model, optimizer, x)
+
+    with pytest.raises(UsageError, match="parameters of a prepared optimizer"):
+        run(loop, frozen=not adds)
+
+
 def test_a_loop_that_is_left_in_the_middle_of_a_step_leaves_nothing_for_the_next() -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> Any:
         for epoch in train.epochs(2):

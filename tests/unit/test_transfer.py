@@ -331,7 +331,5 @@ def test_a_buffer_of_another_size_that_is_part_of_the_state_is_refused() -> None
     for size in (2, 3):
         states.append(TrainState())
         states[-1].models.append(nn.BatchNorm1d(size, affine=False))
-    with pytest.raises(
-        UsageError, match=r"model 0, running_mean \(buffer\): \(2,\) in"
-    ):
+    with pytest.raises(UsageError, match=r"model 0, running_mean \(buffer\): \(2,\) in"):
         states[0].put(states[1].take())
