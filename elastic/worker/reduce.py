@@ -29,6 +29,9 @@ from elastic.worker.tree_exchange import Deal
 
 __all__ = ["ROW", "Reducer", "Share", "Unit"]
 
+OWN = 2
+"""Numbers of a row that are the reducer's: which buffers change, whether backward comes again."""
+
 
 class Reducer:
     """Reduces the gradients of one train function's parameters.
@@ -141,7 +144,7 @@ class Reducer:
 
         Args:
             share: what we have to do in it.
-            control: at most `ROW` - 1 - `TOLD` numbers, which all ranks get to see in `rows`.
+            control: at most `ROW` - `OWN` - `TOLD` numbers, which all ranks get to see in `rows`.
         """
         if self._exchanges is None or share.deal != self._exchanges.deal:
             self._exchanges = self._exchanges_of(share.deal)
@@ -354,7 +357,8 @@ class Reducer:
 
     def _begin_exchange(self, bucket: Bucket) -> None:
         # By now forward is through, and we know which buffers it changes.
-        row = [self._buffers.look(), *self._the_share().told(), *self._control]
+        own = [self._buffers.look(), float(self._calls_several)]
+        row = [*own, *self._the_share().told(), *self._control]
         self._the_exchanges().start(bucket.number, row)
 
     def _reduce(self, numbers: list[int]) -> None:
@@ -380,7 +384,9 @@ class Reducer:
                 "forward changes buffers of the model on some ranks and not on others, so that "
                 "they cannot be averaged; let it change the same ones in every micro-batch"
             )
-        self.rows = [row[1 + TOLD :] for row in rows]
+        # One that has just come may see for the first time what others have seen long ago.
+        self._calls_several = self._calls_several or any(row[1] for row in rows)
+        self.rows = [row[OWN + TOLD :] for row in rows]
 
     def _show_totals(self, number: int) -> None:
         """Let `p.grad` be the step's gradient; None where no micro-batch has given one."""
@@ -466,4 +472,4 @@ class Reducer:
 
 
 def _divisor_of(share: StreamShare) -> Divisor:
-    return lambda rows: share.hear([row[1 : 1 + TOLD] for row in rows])
+    return lambda rows: share.hear([row[OWN : OWN + TOLD] for row in rows])

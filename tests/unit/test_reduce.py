@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import UsageError
+from elastic.worker.bucket_exchanges import Exchanges
 from tests.unit.reduce_under_test import (
     SIZE,
     Make,
@@ -222,6 +223,28 @@ def test_one_more_backward_call_than_before_is_refused(make: Make) -> None:
         mean_square(model, number).backward()
         with pytest.raises(UsageError, match="more often than those before it"):
             mean_square(model, number).backward()
+
+
+def test_one_that_comes_later_learns_from_others_how_often_backward_is_called(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twin = mlp(), mlp()
+    unit = unit_of(model)
+    reducer, finish = make([unit]), Exchanges.finish
+
+    def heard(self: Exchanges, numbers: list[int], **named: Any) -> list[tuple[float, ...]]:
+        (mine,) = finish(self, numbers, **named)
+        return [mine, (mine[0], 1.0, *mine[2:])]
+
+    monkeypatch.setattr(Exchanges, "finish", heard)
+    one_step(reducer, unit, model, mean_square, (SIZE,))
+    model.zero_grad()
+    for number in iterations(reducer, (SIZE,)):
+        for which in (model, twin):
+            mean_square(which, number).backward()
+            mean_square(which, number + 1).backward()
+        assert reducer.settle(unit)
+        assert same(gradients(model), gradients(twin))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from elastic.errors import InvariantViolation
-from elastic.worker.reduce import ROW, Unit
+from elastic.worker.reduce import OWN, ROW, Unit
 from elastic.worker.share import TOLD
 from tests.unit.reduce_under_test import (
     SIZE,
@@ -300,5 +300,5 @@ def test_rows_come_back_and_are_limited(make: Make) -> None:
     assert reducer.bytes_sent == 0
     reducer.begin_step(share_of((4,)), [1.0] * ROW)
     reducer.begin_micro_batch(0)
-    with pytest.raises(InvariantViolation, match=f"{1 + TOLD + ROW} numbers"):
+    with pytest.raises(InvariantViolation, match=f"{OWN + TOLD + ROW} numbers"):
         mean_square(model, 0).backward()
