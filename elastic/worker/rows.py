@@ -6,7 +6,8 @@ of different steps would be added without a sign of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ ROW = 40
 TAG = 1_000_000
 """Above the tags of transfers; those of buckets are above it."""
 STEP_BITS = 32
-HEAD = 3
+HEAD = 4
 """Numbers before the logged ones."""
 WISHES, SAVES, BUSY, RESTS = 1, 2, 4, 8
 """Bits of a row's first number."""
@@ -40,6 +41,7 @@ class StepRow:
         saves: it asks for a snapshot after the step.
         busy: it has no room for one.
         rests: it knows that all leave after the step, and come back later or never.
+        rates: fingerprint of the learning rates that they stepped by, 0 before the first step.
         cursor: the step that its gradients belong to.
         stepped: bits of the optimizers that stepped last in this group, 0 before the first step.
         values: what it has logged.
@@ -52,12 +54,14 @@ class StepRow:
     saves: bool = False
     busy: bool = False
     rests: bool = False
+    rates: int = 0
 
     def numbers(self) -> list[float]:
         """Return the row as it is sent: each number is exact in a float64."""
         where = (self.cursor.epoch << STEP_BITS) + self.cursor.step
         flags = self.wishes * WISHES + self.saves * SAVES + self.busy * BUSY + self.rests * RESTS
-        return [float(flags), float(where), float(self.stepped), *self.values]
+        head = (flags, where, self.stepped, self.rates)
+        return [*map(float, head), *self.values]
 
     @staticmethod
     def of(numbers: Sequence[float]) -> StepRow:
@@ -72,6 +76,7 @@ class StepRow:
             bool(flags & SAVES),
             bool(flags & BUSY),
             bool(flags & RESTS),
+            int(numbers[3]),
         )
 
 
@@ -79,7 +84,8 @@ def read_rows(rows: Sequence[Sequence[float]]) -> list[StepRow]:
     """Read what all ranks told, and refuse ranks that do not do the same.
 
     Raises:
-        UsageError: they are in different steps, or other optimizers of theirs have stepped.
+        UsageError: they are in different steps, other optimizers of theirs have stepped, or by
+            other learning rates.
     """
     told = [StepRow.of(row) for row in rows]
     for rank, one in enumerate(told):
@@ -99,7 +105,21 @@ def read_rows(rows: Sequence[Sequence[float]]) -> list[StepRow]:
                 f"depend on the number of an iteration or on a rank; let it depend on "
                 f"train.get_context().get_step()"
             )
+        if one.rates != told[0].rates:
+            raise UsageError(
+                f"rank {rank} had other learning rates than rank 0 in the step before step "
+                f"{first.step} of epoch {first.epoch}, so that their weights differ: a rate must "
+                f"not depend on the number of an iteration, on a loss, or on anything else that a "
+                f"rank has for itself; let it depend on train.get_context().get_step() or "
+                f"train.get_logged()"
+            )
     return told
+
+
+def rates_print(optimizers: Iterable[Any]) -> int:
+    """Return a number that is equal where the learning rates are; those in tensors are left out."""
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+    return zlib.crc32(repr([one for one in rates if isinstance(one, (int, float))]).encode())
 
 
 def fill_row(row: Any, values: Sequence[float]) -> None:

@@ -38,7 +38,7 @@ from elastic.worker.outcome import is_group_broken
 from elastic.worker.prepared import Phase, modules_know, scalers_know
 from elastic.worker.preparing import Preparing
 from elastic.worker.reduce import Reducer, Unit
-from elastic.worker.rows import StepRow, read_rows, tell_rows
+from elastic.worker.rows import StepRow, rates_print, read_rows, tell_rows
 from elastic.worker.rungs import Carry, Home, Reenter
 from elastic.worker.seeding import seed_everything
 from elastic.worker.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
@@ -86,7 +86,7 @@ class StepEngine(Preparing):
         self._batch: Batch | None = None
         self._epoch: int | None = None
         self._error: BaseException | None = None
-        self._leaves, self._stepped = False, 0
+        self._leaves, self._stepped, self._rates = False, 0, 0
         self._passed: int | None = None
         # Where each member of this group runs code of its own next; and our reports in it.
         self._places: tuple[Cursor, ...] = ()
@@ -238,7 +238,7 @@ class StepEngine(Preparing):
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
             wish = place.link.wish(place.generation)  # Once: it may change.
             told = tuple(self.logbook.row()), *self._keeper.flags(wish)
-            row = StepRow(wish is not None, self.cursor, self._stepped, *told)
+            row = StepRow(wish is not None, self.cursor, self._stepped, *told, rates=self._rates)
             reducer.begin_step(share, row.numbers())
             self._padding.begin_step(share)
         is_last, padded = batch.micro_batch == last - 1, self._padding.pad(batch)
@@ -321,6 +321,7 @@ class StepEngine(Preparing):
                 self._make_void()
                 return
             self._has_state, self._stepped = False, self._due.bits(self.state.optimizers)
+            self._rates = rates_print(self.state.optimizers)
             self._due.do()
             self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
             self._phase, self._has_state = Phase.COMMITTED, True
@@ -430,7 +431,7 @@ class StepEngine(Preparing):
 
     def _attach(self) -> None:
         self._the_reducer().attach(default_group())
-        self._stepped, self._reports = 0, ReportPlaces()
+        self._stepped, self._rates, self._reports = 0, 0, ReportPlaces()
         self._deal()
 
     def _agree(self) -> int:

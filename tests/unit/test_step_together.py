@@ -13,7 +13,7 @@ from elastic.errors import UsageError
 from elastic.worker.logbook import Logbook
 from elastic.worker.prepared import scalers_know
 from elastic.worker.reduce import Reducer, Share, Unit
-from elastic.worker.rows import StepRow, read_rows
+from elastic.worker.rows import StepRow, rates_print, read_rows
 from elastic.worker.state import TrainState
 
 EPOCHS = Epochs(64, micro_batch=4, num_micro_batches=4)
@@ -48,7 +48,7 @@ def test_everyone_knows_who_runs_which_code_again(
 
 
 def test_a_row_is_read_as_it_was_sent() -> None:
-    row = StepRow(True, Cursor(12, 3_000_000_000), 5, (0.5, -1.0))
+    row = StepRow(True, Cursor(12, 3_000_000_000), 5, (0.5, -1.0), rates=2**32 - 1)
     assert StepRow.of(row.numbers()) == row
 
 
@@ -61,6 +61,19 @@ def test_ranks_in_different_steps_are_refused_before_anything_is_committed() -> 
 def test_ranks_whose_optimizers_differ_are_refused() -> None:
     rows = [StepRow(False, Cursor(0, 3), 3).numbers(), StepRow(False, Cursor(0, 3), 1).numbers()]
     with pytest.raises(UsageError, match="rank 1 has stepped other optimizers than rank 0"):
+        read_rows(rows)
+
+
+def test_ranks_whose_learning_rates_differ_are_refused() -> None:
+    parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    groups = [{"params": one, "lr": rate} for one, rate in zip(parameters, (0.1, 0.2), strict=True)]
+    rows = []
+    for factor in (1.0, 1.0, 0.5):
+        optimizer = torch.optim.SGD(groups)
+        optimizer.param_groups[1]["lr"] *= factor
+        rows.append(StepRow(False, Cursor(0, 3), 1, rates=rates_print([optimizer])).numbers())
+    assert len(read_rows(rows[:2])) == 2
+    with pytest.raises(UsageError, match="rank 2 had other learning rates than rank 0"):
         read_rows(rows)
 
 
