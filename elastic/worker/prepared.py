@@ -10,6 +10,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
@@ -116,6 +117,11 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
     setattr(optimizer, MARK, True)
 
 
+def _bare(cls: Any) -> Any:
+    """Return an object of this class without any attributes, as pickle makes it."""
+    return cls.__new__(cls)
+
+
 def adopt_scheduler(scheduler: Any, steps: Steps) -> None:
     """Replace `step` of this very scheduler, by giving it a class of its own.
 
@@ -135,8 +141,14 @@ def adopt_scheduler(scheduler: Any, steps: Steps) -> None:
     def step(self: Any, *args: Any, **named: Any) -> Any:
         return steps.once(lambda: cls.step(self, *args, **named))
 
-    # A class of its own, because a scheduler's attributes are its state.
-    scheduler.__class__ = type(cls.__name__, (cls,), {"step": step, MARK: True})
+    def reduce(self: Any, protocol: int) -> Any:
+        del protocol
+        return _bare, (cls,), vars(self)
+
+    # A class of its own, because a scheduler's attributes are its state. Nobody else could find it:
+    # copies, and what is saved as a whole, are of the user's.
+    mine = {"step": step, "__reduce_ex__": reduce, MARK: True}
+    scheduler.__class__ = type(cls.__name__, (cls,), mine)
 
 
 @contextmanager
@@ -209,6 +221,25 @@ def modules_know(zeroed: Callable[[Sequence[torch.nn.Parameter]], None]) -> Iter
         cls.zero_grad = real  # type: ignore[method-assign]
 
 
+def _leave(module: torch.nn.Module) -> torch.nn.Module:
+    return module
+
+
+@dataclass
+class _Ties:
+    """What ties a prepared model to its run; one that is saved as a whole leaves it behind."""
+
+    wrap: Callable[[torch.nn.Module], torch.nn.Module] = _leave
+    is_ours: Callable[[], bool] = bool
+    plain: torch.nn.Module | None = None
+
+    def __reduce__(self) -> Any:
+        return _Ties, ()
+
+    def __deepcopy__(self, memo: Any) -> _Ties:
+        return _Ties(self.wrap, self.is_ours)
+
+
 class Prepared(torch.nn.Module):
     """The user's model as `module`; gradients are the engine's business while it trains.
 
@@ -229,23 +260,22 @@ class Prepared(torch.nn.Module):
         super().__init__()
         self.module = module
         # Not as attributes of a module, which would make them part of its state.
-        self.__dict__["_wrap"] = wrap
-        self.__dict__["_plain"] = None
-        self.__dict__["_is_ours"] = lambda: False
+        self.__dict__["_ties"] = _Ties(wrap)
 
     def trains_in_steps(self, is_ours: Callable[[], bool]) -> None:
         """Ask this, at each forward, whether the engine takes the gradients."""
-        self.__dict__["_is_ours"] = is_ours
+        self.__dict__["_ties"].is_ours = is_ours
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Call the user's model."""
-        if self.__dict__["_is_ours"]() or not torch.is_grad_enabled():
+        ties: _Ties = self.__dict__["_ties"]
+        if ties.is_ours() or not torch.is_grad_enabled():
             return self.module(*args, **named)
-        if self.__dict__["_plain"] is None:
-            self.__dict__["_plain"] = self.__dict__["_wrap"](self.module)
-        return self.__dict__["_plain"](*args, **named)
+        if ties.plain is None:
+            ties.plain = ties.wrap(self.module)
+        return ties.plain(*args, **named)
 
     def no_sync(self) -> Any:
         """Do as DistributedDataParallel's, where that is in use."""
-        plain = self.__dict__["_plain"]
+        plain: Any = self.__dict__["_ties"].plain
         return plain.no_sync() if plain is not None else nullcontext()

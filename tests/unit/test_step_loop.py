@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -136,6 +137,27 @@ def test_a_model_without_samples_left_in_a_step_still_steps() -> None:
         assert train.get_logged() == {"count": 1.0}
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert train.get_context().get_epoch() == 1
+
+
+def test_whole_objects_may_be_saved_and_copied_within_the_loop(tmp_path: Path) -> None:
+    loop = Loop.make()
+    scheduler = prepare_scheduler(torch.optim.lr_scheduler.StepLR(loop.optimizer, 1))
+    average = torch.optim.swa_utils.AveragedModel(loop.model)
+    for _, x, y in loop.batches():
+        square(loop.model(x), y).backward()
+        loop.optimizer.step()
+        scheduler.step()
+        average.update_parameters(loop.model)
+        twin = copy.deepcopy(loop.model)
+        square(twin(x), y).backward()
+        for thing in (loop.model, loop.optimizer, scheduler, average):
+            torch.save(thing, tmp_path / "whole.pt")
+            found = torch.load(tmp_path / "whole.pt", weights_only=False)
+            if isinstance(thing, nn.Module):
+                assert torch.equal(found(x), thing(x))
+            else:
+                assert found.state_dict() == thing.state_dict()
+            assert type(copy.deepcopy(thing)) is type(found)
 
 
 def test_after_the_loop_optimizers_and_losses_are_ordinary_again() -> None:
