@@ -59,6 +59,23 @@ def read_again(epoch: int) -> UsageError:
     )
 
 
+def check_forward(models: Sequence[nn.Module]) -> None:
+    """Refuse layers that change their weights in forward, each rank by what it has read.
+
+    Raises:
+        UsageError: naming one.
+    """
+    for number, model in enumerate(models):
+        for name, part in model.named_modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+                raise UsageError(
+                    f"model {number}, {name}: {type(part).__name__}(max_norm={part.max_norm}) "
+                    f"changes its weights in forward, on each rank those of its own samples, so "
+                    f"that they differ between ranks: leave max_norm out, and limit all rows where "
+                    f"train.stepped() says so, as by weight.data.renorm_(2, 0, max_norm)"
+                )
+
+
 def not_stepped(cursor: Cursor) -> UsageError:
     """An iteration with all gradients of a step ended without a call of `optimizer.step()`."""
     return UsageError(

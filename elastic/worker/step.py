@@ -136,6 +136,7 @@ class StepEngine(Preparing):
         """Meet the group: everyone's objects are prepared, and get the same state."""
         if self.has_begun:
             raise UsageError("train.epochs: a loop over it is running already")
+        complaints.check_forward(self.state.models)
         self._units = self.state.units()
         units, activity = list(self._units.values()), self._context.activity
         self.recovery = recovery_of(self.state, self.recovery)

@@ -86,6 +86,15 @@ def test_parameters_that_are_unfrozen_inside_the_loop_are_refused() -> None:
         run(loop, frozen=True)
 
 
+def test_a_layer_whose_forward_changes_its_weights_is_refused() -> None:
+    def loop(model: nn.Module, *_: Any) -> None:
+        model.module.words = nn.Embedding(3, 2, max_norm=1.0)
+        next(iter(train.epochs(1)))
+
+    with pytest.raises(UsageError, match=r"module\.words: Embedding\(max_norm=1.0\)"):
+        run(loop)
+
+
 @pytest.mark.parametrize("adds", [True, False])
 def test_parameters_that_come_in_the_middle_of_an_epoch_are_refused(adds: bool) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
