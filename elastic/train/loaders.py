@@ -27,6 +27,7 @@ from elastic.train.devices import get_device
 from elastic.train.session import require_context, require_place
 from elastic.worker.context import WorkerContext
 from elastic.worker.loader import MicroBatchLoader, is_plain
+from elastic.worker.prepared import is_training
 from elastic.worker.step import StepEngine
 from elastic.worker.streams import MicroBatches, StreamLoader
 
@@ -317,7 +318,7 @@ class PreparedLoader:
 def _trains(engine: StepEngine) -> bool:
     """Return whether what is read now is trained with, rather than evaluated."""
     models = engine.state.models
-    return torch.is_grad_enabled() and (not models or any(model.training for model in models))
+    return torch.is_grad_enabled() and (not models or any(is_training(one) for one in models))
 
 
 def _seed_of(loader: DataLoader[Any], default: int) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
+from elastic.worker.prepared import is_training
 
 
 def no_optimizer() -> UsageError:
@@ -107,7 +108,7 @@ def stepped_twice(optimizer: object) -> UsageError:
 
 def stepped_outside(optimizer: object, models: Sequence[nn.Module]) -> UsageError:
     """An optimizer was asked to step with gradients that nobody has reduced."""
-    evaluates = models and not any(model.training for model in models)
+    evaluates = models and not any(is_training(model) for model in models)
     why = (
         "all models are in evaluation mode, so that prepared loaders are read to evaluate: call "
         "model.train() before the loop over batches, and eval() for the layers that need it"

@@ -279,3 +279,11 @@ class Prepared(torch.nn.Module):
         """Do as DistributedDataParallel's, where that is in use."""
         plain: Any = self.__dict__["_ties"].plain
         return plain.no_sync() if plain is not None else nullcontext()
+
+
+def is_training(model: torch.nn.Module) -> bool:
+    """Return whether a prepared model is in training mode.
+
+    Of the user's own it is asked, which scripts may hold as well, and the wrapper follows.
+    """
+    return model.module.training if isinstance(model, Prepared) else model.training

@@ -187,3 +187,18 @@ def test_gradients_that_the_loop_puts_in_place_itself_are_those_of_the_step(
     x = torch.arange(8.0) / 32
     right = [1 - 0.01 * (2 * (x - 1) * x).mean().item(), -0.01 * (2 * (x - 1)).mean().item()]
     assert run(loop) == [pytest.approx(right)]
+
+
+def test_the_mode_of_a_prepared_model_is_that_of_the_users_own() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> list[int]:
+        seen = []
+        for _ in train.epochs(2):
+            model.module.train()
+            for (x,) in loader:
+                iterate(model, optimizer, x)
+            model.module.eval()
+            seen.append(sum(len(x) for (x,) in loader))
+            model.eval()
+        return seen
+
+    assert run(loop) == [[32, 32]]
