@@ -9,7 +9,8 @@ that it was asked with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -83,14 +84,25 @@ class DueSteps:
         """Return which of these were asked to step, one bit for each."""
         return sum(1 << number for number, one in enumerate(optimizers) if one in self)
 
-    def hold_back(self, optimizer: torch.optim.Optimizer) -> None:
+    def hold_back(
+        self, optimizer: torch.optim.Optimizer, shared: Iterable[torch.nn.Parameter] = ()
+    ) -> None:
         """Put its gradients away, where `zero_grad` and later backward calls do not reach them.
 
-        Also those of parameters that another optimizer has as well.
+        Copies are left to look at.
+
+        Args:
+            optimizer: that has stepped before others of the same step.
+            shared: parameters that several optimizers have; of these nothing is left.
         """
+        several = {id(parameter) for parameter in shared}
         for parameter in parameters_of(optimizer):
-            self._gradients.setdefault(id(parameter), parameter.grad)
+            held = self._gradients.setdefault(id(parameter), parameter.grad)
             parameter.grad = None
+            if held is not None and id(parameter) not in several:
+                # Without memory for that the loop has to do without.
+                with suppress(RuntimeError):
+                    parameter.grad = held.detach().clone()
 
     def do(self) -> None:
         """Step, in the order in which they were asked."""

@@ -61,11 +61,7 @@ class _Kept:
         """Return whether it may differ from its value at the step's beginning."""
         if self.buffer._version != self.version or self.now is not self.buffer:
             return True
-        if (
-            self.owner.training
-            and self.buffer.is_floating_point()
-            and _normalizes(type(self.owner))
-        ):
+        if self.is_statistic and self.owner.training and self.buffer.is_floating_point():
             return True
         # An evaluation at the end of an iteration may have left its layers in that mode.
         return self.counter is not None and self.counter.has_changed()

@@ -1,9 +1,9 @@
 """The gradient engine: takes gradients as backward makes them, and adds them over all ranks.
 
-Hooks on the parameters take gradients out of `p.grad`, so that a loop that clips, steps and
-zeroes in every iteration finds nothing to do until a step is complete. On a rank's last
-micro-batch full buckets are sent off while backward goes on; when it is over, `p.grad` is the
-gradient of the whole step, a mean over its samples.
+Hooks on the parameters take gradients out of `p.grad`. On a rank's last micro-batch full buckets
+are sent off while backward goes on; when it is over, `p.grad` is the gradient of the whole step, a
+mean over its samples. Before, and in a step that is void, there is something in it as well, because
+loops look at it without asking (`p.grad.norm()`); what they make of that counts for nothing.
 
 Rule: every rank does the same exchanges in the same order, whatever its gradients are. A group
 that breaks leaves an error in `broken` and no exception: the step is void, and is done again.
@@ -25,6 +25,7 @@ from elastic.worker.buckets import BUCKET_BYTES, Bucket, Flat, Unit, lay_out
 from elastic.worker.model_buffers import ModelBuffers
 from elastic.worker.rows import ROW, Divisor
 from elastic.worker.share import TOLD, Share, StreamShare
+from elastic.worker.shown import hide, is_shown, show_so_far, show_zeros
 from elastic.worker.tree_exchange import Deal
 
 __all__ = ["ROW", "Reducer", "Share", "Unit"]
@@ -106,6 +107,8 @@ class Reducer:
     def attach(self, group: Any) -> None:
         """Go on in another group; None for none. What was under way in the old one is forgotten."""
         self.abandon()
+        if self._is_on:
+            self._drop_gradients()
         if self._made:
             # The old group may write to their memory until its works are gone: not used again.
             self._graveyard = [self._made, self._leaves]
@@ -176,12 +179,12 @@ class Reducer:
         self._buffers.restore()
 
     def abandon(self) -> None:
-        """The rest of this iteration is void: gradients are dropped, buffers put back."""
+        """The rest of this iteration is void: gradients count for nothing, buffers are put back."""
         if self._is_on:
             self._is_void = True
             self._number = None
             self._buffers.restore(is_void=True)
-            self._drop_gradients()
+            show_zeros(self._buckets)
 
     def unit_stepped(self, unit: Unit) -> None:
         """From here on this micro-batch's gradients of this unit are left where they are."""
@@ -304,6 +307,8 @@ class Reducer:
         if not self._is_on:
             yield
             return
+        if not (self._is_void or self._is_last):
+            hide(self._not_stepped())
         again = [n for n, done in enumerate(self._reduced) if done and not self._stepped[n]]
         for number in again:
             # A second call adds to the leaf, not to the total; that is reduced once more.
@@ -314,7 +319,7 @@ class Reducer:
         yield
         self._activity.beats += 1
         if self._is_void:
-            self._drop_gradients()
+            show_zeros(self._buckets)
         else:
             self._after_backward(again)
 
@@ -330,6 +335,10 @@ class Reducer:
             if bucket.touched:
                 bucket.move_gradients(self._leaf(bucket))
         if not self._is_last:
+            for bucket in self._not_stepped():
+                # Nobody needs the last step's total any more.
+                idle = self._the_exchanges().of[bucket.number].total
+                show_so_far(bucket, self._leaf(bucket), bucket.view(idle))
             return
         self._calls_several = self._calls_several or any(n in reached for n in again)
         self._reduce([number for number in reached if not self._stepped[number]])
@@ -428,10 +437,14 @@ class Reducer:
             return  # Of the whole step, or of nothing that is done.
         for bucket in self._of_unit[number]:
             for place, parameter in enumerate(bucket.parameters):
-                if parameter.grad is not None:
+                if parameter.grad is not None and not is_shown(bucket, place):
                     bucket.touched[place] = None
             if bucket.touched:
                 bucket.move_gradients(self._leaf(bucket))
+
+    def _not_stepped(self) -> list[Bucket]:
+        """Return the buckets of units that have not stepped in this micro-batch."""
+        return [bucket for bucket in self._buckets if not self._stepped[bucket.unit]]
 
     def _drop_gradients(self) -> None:
         for bucket in self._buckets:

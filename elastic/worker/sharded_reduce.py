@@ -92,6 +92,8 @@ class ShardedReducer:
     def attach(self, group: Any) -> None:
         """Be in a group; None for none."""
         self.abandon()
+        if self._is_on:
+            self._forget_fresh()
         self.rest()
         self.broken, self._group = None, group
         self._buffers.attach(group if group is not None and group.size() > 1 else None)
@@ -137,11 +139,12 @@ class ShardedReducer:
         self._buffers.restore()
 
     def abandon(self) -> None:
-        """The rest of this iteration is void: gradients are dropped, buffers put back."""
+        """The rest of this iteration is void: gradients count for nothing, buffers are put back."""
         if self._is_on:
             self._is_void, self._number = True, None
             self._buffers.restore(is_void=True)
-            self._forget_fresh()
+            # A loop may look at `p.grad` without asking whether it is there.
+            self._show_fresh(torch.Tensor.detach)
 
     def unit_stepped(self, unit: Unit) -> None:
         """From here on this micro-batch's gradients of this unit are left where they are."""
@@ -205,7 +208,6 @@ class ShardedReducer:
         yield
         self._activity.beats += 1
         if self._is_void:
-            self._forget_fresh()
             return
         for number in range(len(self._units)):
             if not self._stepped[number]:
@@ -215,6 +217,15 @@ class ShardedReducer:
             for number in range(len(self._units)):
                 if not self._stepped[number] and not self._is_void:
                     self._show(number)
+        else:
+            self._show_fresh(torch.Tensor.clone)
+
+    def _show_fresh(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let `p.grad`, where there is none, be what this micro-batch has given so far."""
+        for parameters, fresh in zip(self._units, self._fresh, strict=True):
+            for parameter, gradient in zip(parameters, fresh, strict=True):
+                if parameter.grad is None and gradient is not None:
+                    parameter.grad = copied(gradient)
 
     def _take(self, number: int) -> None:
         """Put aside what backward has left in `p.grad`."""

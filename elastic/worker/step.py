@@ -302,7 +302,7 @@ class StepEngine(Preparing):
         reducer.unit_stepped(unit)
         self._due.add(optimizer, real)
         if len(self._due) < len(self._units):
-            self._due.hold_back(optimizer)
+            self._due.hold_back(optimizer, (p for u in self._units.values() for p in u.shared))
         else:
             self._commit()
 

@@ -160,7 +160,7 @@ def test_a_group_that_breaks_during_backward_lets_it_end(
         patch.setattr(Exchanges, "start", breaks)
         for number in iterations(reducer, (SIZE,)):
             mean_square(model, number).backward()
-            assert all(p.grad is None for p in model.parameters())
+            assert not any(p.grad is None for p in model.parameters()), "loops look at them"
             assert not reducer.settle(unit)
     assert isinstance(reducer.broken, RuntimeError)
     reducer.attach(None)
@@ -178,7 +178,7 @@ def test_a_graph_from_before_a_void_moment_may_still_be_gone_through(
         loss = mean_square(model, number)
         reducer.abandon()
         loss.backward()
-        assert all(p.grad is None for p in model.parameters())
+        assert not reducer.settle(unit)
 
 
 def test_statistics_count_where_an_iteration_ends_in_evaluation_mode(make: Make) -> None:

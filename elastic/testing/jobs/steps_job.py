@@ -128,6 +128,9 @@ def train_func(config: dict) -> dict:
             (loss + module.ledger[ids].mean()).backward()
             torch.nn.utils.clip_grad_norm_(module.net.parameters(), 1.0)
             optimizer.step()
+            # As loops do: without asking whether it is there.
+            largest = max(p.grad.abs().max() for p in module.net.parameters())  # type: ignore[union-attr]
+            assert largest <= 1.0
             counter.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -1,0 +1,59 @@
+"""What is in `p.grad` before a step is complete, and in one that is void: something to look at.
+
+Loops ask for norms, clip or log without asking whether there is a gradient. While each rank has one
+micro-batch of a step there always is; once there are fewer ranks, there must be one, too.
+
+Rule: what is shown is a copy, and what a loop makes of it counts for nothing. Backward never adds
+to it: it would find a zero where there was none, and -0.0 + 0.0 has other bits than -0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from elastic.worker.buckets import Bucket, Flat
+
+
+def show_so_far(bucket: Bucket, leaf: Flat, idle: Flat) -> None:
+    """Show what a micro-batch has given so far.
+
+    Args:
+        bucket: of the parameters.
+        leaf: with the gradients that were moved.
+        idle: memory that nobody needs now.
+    """
+    if not any(bucket.used):
+        return
+    idle.tensor.copy_(leaf.tensor)
+    for place, parameter in enumerate(bucket.parameters):
+        if bucket.used[place]:
+            parameter.grad = idle.views[place]
+
+
+def show_zeros(buckets: Sequence[Bucket]) -> None:
+    """Show zeros where backward has been; what it has given may still be on its way to others."""
+    for bucket in buckets:
+        for place, parameter in enumerate(bucket.parameters):
+            if parameter.grad is None and (bucket.used[place] or place in bucket.touched):
+                # Without memory for that the loop has to do without.
+                with suppress(RuntimeError):
+                    parameter.grad = torch.zeros_like(parameter)
+
+
+def hide(buckets: Sequence[Bucket]) -> None:
+    """Take away what is shown."""
+    for bucket in buckets:
+        for place, parameter in enumerate(bucket.parameters):
+            if is_shown(bucket, place):
+                parameter.grad = None
+
+
+def is_shown(bucket: Bucket, place: int) -> bool:
+    """Return whether what is in `p.grad` was taken already, or made of that by the loop."""
+    if bucket.used[place]:
+        return True
+    shown = bucket.seen.views[place] if bucket.seen is not None else None
+    return shown is not None and bucket.parameters[place].grad is shown
