@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,9 +17,11 @@ from elastic.testing.training import DataPlane
 from elastic.testing.world import MS, S, Timeline
 
 NOTICE_NS_MIN = 30 * S
+"""Longer than any script needs to its next boundary, with all that comes before and after."""
 HEARD_NS = 450 * MS
 """What a machine says is heard by then: what nobody heard of was not announced."""
-"""Longer than any script needs to its next boundary, with all that comes before and after."""
+UNHEARD_NS = 1 * S
+"""That a group goes on again may be unknown for so long: workers tell twice a second."""
 
 
 @dataclass(frozen=True)
@@ -441,9 +444,15 @@ class Faults:
             self.plane.try_form(group)
 
     def is_stuck(self, job_id: JobId, generation: int) -> bool:
-        """Return whether a group will not go on by itself."""
+        """Return whether a group will not go on by itself, as far as anybody can have heard."""
         group = self.plane.groups[job_id, generation]
-        return self.plane.is_held(group, group.members.values() or group.waiting.values())
+        members = group.members.values() or group.waiting.values()
+        nodes = {process.node_id for process in members}
+        since_ns = self.timeline.now_ns - UNHEARD_NS
+        return self.plane.is_held(group, members) or any(
+            self.plane.links.were_cut(one, other, since_ns)
+            for one, other in itertools.combinations(sorted(nodes), 2)
+        )
 
     def _kill_everything(self) -> None:
         if not self.timeline.chance(0.1):
