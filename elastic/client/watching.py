@@ -128,8 +128,8 @@ class _Progress:
         told: hashes of all that were passed on: a new leader knows the newest that was durable, and
             shows that again.
         from_snapshot: it came with a snapshot; its note may still come, and is no new report.
-        place: generation and index of the newest report whose note came; a new leader is told of it
-            once more, and tells us.
+        places: generations and indices of reports whose notes came; a new leader is told of the
+            newest ones once more, and tells us.
         is_fresh: the next snapshot is the first one of a connection.
     """
 
@@ -137,7 +137,7 @@ class _Progress:
     metrics: str = ""
     told: set[int] = field(default_factory=lambda: {hash("")})
     from_snapshot: bool = False
-    place: tuple[str, str] = ("", "")
+    places: set[tuple[str, str]] = field(default_factory=set)
     is_fresh: bool = True
     over: set[str] = field(default_factory=set)
 
@@ -263,9 +263,10 @@ class Follower:
             place = (fields.get("generation", ""), fields.get("index", ""))
             metrics = fields.get("metrics", "")
             is_known = seen.from_snapshot and metrics == seen.metrics
-            if not is_known and place != seen.place:
+            if not is_known and place not in seen.places:
                 self._report(metrics, from_snapshot=False)
-            seen.place, seen.from_snapshot = place, False
+            seen.places.add(place)
+            seen.from_snapshot = False
 
     def _report(self, text: str, *, from_snapshot: bool) -> None:
         self._seen.metrics, self._seen.from_snapshot = text, from_snapshot

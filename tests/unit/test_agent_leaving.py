@@ -24,6 +24,7 @@ from elastic.core.messages import (
     Ping,
     Pong,
     Release,
+    ReportAck,
     Reported,
     StartWorker,
     Stop,
@@ -191,3 +192,15 @@ def test_a_cut_off_node_stays_while_it_drains_for_reports_that_nobody_has_taken(
     agent.do(Connected(agent.session))
     agent.hear(Welcome("c"))
     assert agent.sent(Reported) == [reported(W1, 1, 0)]
+
+
+def test_a_cut_off_node_that_drains_does_not_stay_for_reports_that_were_answered_once() -> None:
+    agent = with_worker()
+    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 1))
+    agent.process(1, reported(W1, 1, 0))
+    agent.hear(ReportAck(W1, 1, 0, True))
+    reconnect(agent)
+    # It was no leader that answered: nothing is told again.
+    agent.do(ConnectionLost(agent.session, "no leader", 0.0))
+    agent.do(DrainSignalled("SIGTERM", 30 * S))
+    assert of(agent.do(ProcessExited(1, CRASHED)), ExitAgent)

@@ -56,16 +56,13 @@ def test_the_newest_metrics_that_no_store_has_are_told_over_every_connection() -
         agent.hear(Welcome("c"))
         assert agent.sent(Reported) == [reported(W1, 1, 2)]
         agent.hear(ReportAck(W1, 1, 2, True))
-    # One after it comes after it, and takes its place.
+    # One after it takes its place, answered or not.
     agent.process(1, reported(W1, 1, 3))
-    reconnect(agent)
-    agent.hear(Welcome("c"))
-    assert agent.sent(Reported) == [reported(W1, 1, 2), reported(W1, 1, 3)]
-    for index in (2, 3):
-        agent.hear(ReportAck(W1, 1, index, True))
-    reconnect(agent)
-    agent.hear(Welcome("c"))
-    assert agent.sent(Reported) == [reported(W1, 1, 3)]
+    for _ in range(2):
+        reconnect(agent)
+        agent.hear(Welcome("c"))
+        assert agent.sent(Reported) == [reported(W1, 1, 3)]
+        agent.hear(ReportAck(W1, 1, 3, True))
 
 
 @pytest.mark.parametrize("why", ["durable", "left", "forgotten"])

@@ -271,7 +271,7 @@ class AgentMachine:
         # A coordinator that was greeted counts on this node already: it must hear that we leave.
         is_heard = books.connection.phase is ConnectionPhase.GREETED
         is_known = is_heard or books.connection.is_registered()
-        is_alone = not is_known and not len(books.reports)
+        is_alone = not is_known and books.reports.are_heard()
         if books.now_ns >= departure.stop_at_ns:
             books.begin_end(EXIT_DRAINED, f"the time to drain is over: {departure.reason}")
         elif is_alone and books.workers.are_gone():

@@ -152,6 +152,7 @@ class Unacknowledged:
         """Keep at most `limit` reports (more only if all of them carry checkpoints)."""
         self._kept: dict[ReportKey, Reported] = {}
         self._newest: dict[WorkerId, Reported] = {}
+        self._again: set[ReportKey] = set()
         self._limit = limit
         self._out = out
 
@@ -191,11 +192,17 @@ class Unacknowledged:
             generations: that our workers are in; what was reported before is over.
         """
         again: dict[ReportKey, Reported] = {}
+        newer = {key[0] for key, one in self._kept.items() if is_metrics(one.report)}
         for worker_id, reported in self._newest.items():
-            if generations.get(worker_id) == reported.report.generation:
-                report = reported.report
+            report = reported.report
+            if generations.get(worker_id) == report.generation and worker_id not in newer:
                 again[worker_id, report.generation, report.index] = reported
+        self._again = {*again} | (self._again & {*self._kept})
         self._kept, self._newest = again | self._kept, {}
+
+    def are_heard(self) -> bool:
+        """Return whether a coordinator has answered all of them, be it an earlier one."""
+        return {*self._kept} <= self._again
 
     def all(self) -> tuple[Reported, ...]:
         """Return what must be sent again, in the order in which it came."""
