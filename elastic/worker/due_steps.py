@@ -125,6 +125,12 @@ class DueSteps:
         self._calls, self._asked, self._gradients = [], {}, {}
 
 
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step would do more than forget: some gradient is there that is not zero."""
+    found = [one.grad for one in parameters_of(optimizer) if one.grad is not None]
+    return any(type(one) is not torch.Tensor or one.is_sparse or bool(one.any()) for one in found)
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return all that it steps."""
     return [one for group in optimizer.param_groups for one in group["params"]]

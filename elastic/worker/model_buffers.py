@@ -61,8 +61,11 @@ class _Kept:
         """Return whether it may differ from its value at the step's beginning."""
         if self.buffer._version != self.version or self.now is not self.buffer:
             return True
-        if self.is_statistic and self.owner.training and self.buffer.is_floating_point():
-            return True
+        if self.is_statistic and self.buffer.is_floating_point():
+            if self.owner.training:
+                return True
+            if not isinstance(self.owner, _NormBase):
+                return not torch.equal(self.buffer, self.base)  # It has no counter.
         # An evaluation at the end of an iteration may have left its layers in that mode.
         return self.counter is not None and self.counter.has_changed()
 
@@ -82,13 +85,15 @@ class _Kept:
             self.buffer.copy_(value)
 
 
-def _normalizes(owner: type[nn.Module]) -> bool:
+def _normalizes(owner: nn.Module) -> bool:
     """Return whether a layer may change its statistics by `torch.batch_norm`, or what it calls."""
-    if issubclass(owner, _NormBase):
+    if isinstance(owner, _NormBase):
         return True
-    users = [one for one in owner.__mro__ if not one.__module__.startswith("torch.")]
+    users = [one for one in type(owner).__mro__ if not one.__module__.startswith("torch.")]
     codes = [getattr(thing, "__code__", None) for one in users for thing in vars(one).values()]
-    return any("batch_norm" in name for code in codes if code is not None for name in code.co_names)
+    names = {name for code in codes if code is not None for name in code.co_names}
+    # What the layer has itself, as a part of that name, is not torch's function.
+    return any("batch_norm" in name and not hasattr(owner, name) for name in names)
 
 
 class ModelBuffers:
@@ -99,7 +104,7 @@ class ModelBuffers:
         self._kept = [
             _Kept(
                 f"{number}.{path}.{name}", part, name,
-                buffer, buffer.detach().clone(), buffer._version, _normalizes(type(part)),
+                buffer, buffer.detach().clone(), buffer._version, _normalizes(part),
             )
             for number, module in enumerate(modules)
             for path, part in module.named_modules()

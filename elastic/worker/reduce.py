@@ -106,8 +106,9 @@ class Reducer:
 
     def attach(self, group: Any) -> None:
         """Go on in another group; None for none. What was under way in the old one is forgotten."""
-        self.abandon()
         if self._is_on:
+            self._is_void, self._number = True, None
+            self._buffers.restore(is_void=True)
             self._drop_gradients()
         if self._made:
             # The old group may write to their memory until its works are gone: not used again.
@@ -441,6 +442,9 @@ class Reducer:
                     bucket.touched[place] = None
             if bucket.touched:
                 bucket.move_gradients(self._leaf(bucket))
+                if not self._is_last:
+                    idle = self._the_exchanges().of[bucket.number].total
+                    show_so_far(bucket, self._leaf(bucket), bucket.view(idle))
 
     def _not_stepped(self) -> list[Bucket]:
         """Return the buckets of units that have not stepped in this micro-batch."""

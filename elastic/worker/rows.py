@@ -119,7 +119,7 @@ def read_rows(rows: Sequence[Sequence[float]]) -> list[StepRow]:
 def rates_print(optimizers: Iterable[Any]) -> int:
     """Return a number that is equal where the learning rates are; those in tensors are left out."""
     rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-    return zlib.crc32(repr([one for one in rates if isinstance(one, (int, float))]).encode())
+    return zlib.crc32(repr([float(one) for one in rates if isinstance(one, (int, float))]).encode())
 
 
 def fill_row(row: Any, values: Sequence[float]) -> None:

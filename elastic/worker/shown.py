@@ -34,13 +34,26 @@ def show_so_far(bucket: Bucket, leaf: Flat, idle: Flat) -> None:
 
 
 def show_zeros(buckets: Sequence[Bucket]) -> None:
-    """Show zeros where backward has been; what it has given may still be on its way to others."""
-    for bucket in buckets:
-        for place, parameter in enumerate(bucket.parameters):
-            if parameter.grad is None and (bucket.used[place] or place in bucket.touched):
-                # Without memory for that the loop has to do without.
-                with suppress(RuntimeError):
-                    parameter.grad = torch.zeros_like(parameter)
+    """Show zeros where backward has been; what it has given may still be on its way to others.
+
+    All look at the same memory: a survivor is to be in the next group soon.
+    """
+    bare = [
+        (parameter, bucket.strides[place])
+        for bucket in buckets
+        for place, parameter in enumerate(bucket.parameters)
+        if parameter.grad is None and (bucket.used[place] or place in bucket.touched)
+    ]
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter, _ in bare:
+        kind = (parameter.dtype, parameter.device)
+        sizes[kind] = max(sizes.get(kind, 0), parameter.numel())
+    # Without memory for that the loop has to do without.
+    with suppress(RuntimeError):
+        zeros = {kind: torch.zeros(n, dtype=kind[0], device=kind[1]) for kind, n in sizes.items()}
+        for parameter, strides in bare:
+            own = zeros[parameter.dtype, parameter.device]
+            parameter.grad = own.as_strided(parameter.shape, strides)
 
 
 def hide(buckets: Sequence[Bucket]) -> None:

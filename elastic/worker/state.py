@@ -225,14 +225,19 @@ def _load(optimizer: torch.optim.Optimizer, state: State) -> None:
     keeps the strides of what was received, which fused optimizers take to be the parameter's.
     """
     optimizer.load_state_dict(state)
+    if not ("state" in state and "param_groups" in state):
+        return  # Of an optimizer with a form of its own.
     groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
     for parameter, number in (
         pair
-        for ours, theirs in groups
-        for pair in zip(ours["params"], theirs["params"], strict=True)
+        for ours, others in groups
+        for pair in zip(ours["params"], others["params"], strict=True)
     ):
         kept = optimizer.state.get(parameter, {})
-        for name, sent in state["state"].get(number, {}).items():
+        theirs = state["state"].get(number, {})
+        if not (isinstance(kept, dict) and isinstance(theirs, dict)):
+            continue
+        for name, sent in theirs.items():
             value = kept.get(name)
             if type(value) is not torch.Tensor or not isinstance(sent, torch.Tensor):
                 continue

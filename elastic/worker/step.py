@@ -28,7 +28,7 @@ from elastic.worker import complaints
 from elastic.worker.c10d import default_group
 from elastic.worker.catching_up import catch_up
 from elastic.worker.context import WorkerContext
-from elastic.worker.due_steps import DueSteps, parameters_of
+from elastic.worker.due_steps import DueSteps, has_gradients
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.keeping import Keeper
 from elastic.worker.loader import Batch
@@ -196,6 +196,7 @@ class StepEngine(Preparing):
                     break
         finally:
             if self._phase is Phase.COMMITTED:
+                self._due.end()
                 self.logbook.commit_step()  # The loop was left after a step.
             self._phase, self._batch = Phase.OUTSIDE, None
             self._padding.forget()
@@ -280,7 +281,7 @@ class StepEngine(Preparing):
                 raise complaints.stepped_twice(optimizer)
             self._take_step(optimizer, real)
             return
-        if self._epoch is not None and any(p.grad is not None for p in parameters_of(optimizer)):
+        if self._epoch is not None and has_gradients(optimizer):
             raise complaints.stepped_outside(optimizer, self.state.models)
         real()
 
@@ -442,8 +443,7 @@ class StepEngine(Preparing):
             Bytes that we sent or received.
         """
         steps = (self._loader or self.streams).steps_of(self.cursor.epoch)
-        is_inside = self._epoch == self.cursor.epoch
-        standing = Standing(self._has_state, self.cursor, steps, is_inside)
+        standing = Standing(self._has_state, self.cursor, steps, self._epoch == self.cursor.epoch)
         with self._context.activity.waiting():
             units, reach = list(self._units.values()), self._context.reach
             met, self.cursor = catch_up(self._keeper, standing, self.data, units, reach)

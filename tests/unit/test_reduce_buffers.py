@@ -256,3 +256,45 @@ def test_nothing_is_left_of_a_step_that_was_begun_anew(make: Make) -> None:
         reducer.abandon()
         reducer.attach(None)
         assert same(one_step(reducer, unit, model, mean_square, (SIZE,) * 4), right)
+
+
+def test_statistics_of_ones_own_layer_count_where_iterations_end_in_evaluation_mode(
+    make: Make,
+) -> None:
+    ways = []
+    for is_left in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), OwnNorm())
+        unit = unit_of(model)
+        reducer = make([unit], [model])
+        for number in iterations(reducer, (SIZE,) * 2):
+            model.train()
+            mean_square(model, number).backward()
+            model.train(not is_left)
+        assert reducer.settle(unit)
+        assert reducer.settle_buffers()
+        ways.append([one.clone() for one in model.buffers()])
+    assert same(*ways)
+    assert ways[0][0].any()
+
+
+class HasNorm(nn.Module):
+    """Has a part that is called like torch's function, and a table of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(5)
+        self.register_buffer("table", torch.rand(4, 5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.batch_norm(x) * self.table.sum().float()
+
+
+def test_a_table_beside_a_layer_that_is_called_batch_norm_is_no_statistic(make: Make) -> None:
+    model = HasNorm()
+    unit = unit_of(model)
+    reducer = make([unit], [model])
+    one_step(reducer, unit, model, mean_square, (SIZE,) * 3)
+    assert {name.rpartition(".")[2] for name in reducer._buffers._changed} == {
+        "running_mean", "running_var", "num_batches_tracked",
+    }  # fmt: skip

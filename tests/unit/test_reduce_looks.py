@@ -79,3 +79,34 @@ def test_a_micro_batch_shows_its_own_gradient_until_the_step_is_complete(make: M
 
 def close(found: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]) -> bool:
     return all(torch.allclose(a, b) for a, b in zip(found, right, strict=True) if a is not None)  # type: ignore[arg-type]
+
+
+def test_gradients_that_a_loop_has_put_there_itself_are_there_until_the_next_iteration(
+    make: Make,
+) -> None:
+    model = mlp()
+    unit = unit_of(model)
+    reducer = make([unit])
+    for number in iterations(reducer, (SIZE,) * 2):
+        own = torch.autograd.grad(mean_square(model, number), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), own, strict=True):
+            parameter.grad = gradient.clone()
+        if number == 0:
+            reducer.unit_stepped(unit)
+            assert same(gradients(model), own)
+    assert reducer.settle(unit)
+    assert same(gradients(model), written_out(model, mean_square, (SIZE,) * 2))
+
+
+def test_zeros_of_a_void_step_take_the_memory_of_the_largest_parameter(make: Make) -> None:
+    model = mlp()
+    unit = unit_of(model)
+    reducer = make([unit])
+    for number in iterations(reducer, (SIZE,)):
+        mean_square(model, number).backward()
+        model.zero_grad()
+        reducer.abandon()
+    shown = [p.grad for p in model.parameters() if p.grad is not None]
+    assert [one.shape for one in shown] == [p.shape for p in model.parameters()]
+    assert not any(one.any() for one in shown)
+    assert len({one.untyped_storage().data_ptr() for one in shown}) == 1

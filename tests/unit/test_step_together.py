@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -186,3 +187,11 @@ def test_one_that_missed_the_gate_hears_of_the_last_step_from_one_that_passed_it
     missed.take_latest([*passed.latest_row(), 0.0, 0.0])
     assert missed.latest == passed.latest
     assert missed.row() == [0.0, 0.0]
+
+
+def test_rates_are_the_same_whatever_number_holds_them() -> None:
+    """What was sent to a member that has joined is Python's own."""
+    prints = set()
+    for rate in (0.1, np.float64(0.1)):
+        prints.add(rates_print([torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=rate)]))
+    assert len(prints) == 1

@@ -181,3 +181,24 @@ def test_a_network_may_drop_what_another_ones_loss_has_left_in_it(wrapped: bool)
         twin.of_judge.step()
     assert near(pair.judge, twin.judge)
     assert near(pair.maker, twin.maker)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_scalers_update_before_the_last_optimizer_counts_in_a_loop_that_is_left(
+    is_early: bool,
+) -> None:
+    pair = Pair(prepare=True)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=1, init_scale=2.0)
+    for _ in train.epochs(1):
+        for number, (_, x, _) in enumerate(loader()):
+            scaler.scale(pair.judge_loss(x)).backward()
+            scaler.step(pair.of_judge)
+            if is_early:
+                scaler.update()
+            pair.maker_loss(x).backward()
+            pair.of_maker.step()
+            if not is_early:
+                scaler.update()
+            if number == GLOBAL // SIZE - 1:
+                break
+    assert scaler.get_scale() == 4.0

@@ -333,3 +333,40 @@ def test_a_buffer_of_another_size_that_is_part_of_the_state_is_refused() -> None
         states[-1].models.append(nn.BatchNorm1d(size, affine=False))
     with pytest.raises(UsageError, match=r"model 0, running_mean \(buffer\): \(2,\) in"):
         states[0].put(states[1].take())
+
+
+class Both(torch.optim.Optimizer):
+    """One optimizer of two, with a state of both, as people write for Muon beside Adam."""
+
+    def __init__(self, model: nn.Module) -> None:
+        params = list(model.parameters())
+        super().__init__(params, {"lr": 0.1})
+        self.parts = (
+            torch.optim.SGD(params[:1], lr=0.1, momentum=0.9), torch.optim.Adam(params[1:]),
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+
+
+def test_an_optimizer_with_a_state_of_its_own_form_receives_it() -> None:
+    states = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = nn.Linear(2, 2)
+        state = TrainState()
+        state.models.append(model)
+        both = Both(model)
+        state.optimizers.append(both)
+        if seed == 0:
+            model(torch.ones(1, 2)).sum().backward()
+            for part in both.parts:
+                part.step()
+        states.append((state, both))
+    states[1][0].put(copy.deepcopy(states[0][0].take()))
+    kept = states[1][1].parts[0].state_dict()["state"][0]["momentum_buffer"]
+    assert torch.equal(kept, states[0][1].parts[0].state_dict()["state"][0]["momentum_buffer"])
