@@ -61,10 +61,11 @@ class _Kept:
         """Return whether it may differ from its value at the step's beginning."""
         if self.buffer._version != self.version or self.now is not self.buffer:
             return True
-        if self.is_statistic and self.buffer.is_floating_point():
+        is_torchs = isinstance(self.owner, _NormBase)
+        if self.is_statistic and (is_torchs or self.buffer.is_floating_point()):
             if self.owner.training:
-                return True
-            if not isinstance(self.owner, _NormBase):
+                return True  # Also if forward went around it: ranks must agree.
+            if not is_torchs:
                 return not torch.equal(self.buffer, self.base)  # It has no counter.
         # An evaluation at the end of an iteration may have left its layers in that mode.
         return self.counter is not None and self.counter.has_changed()

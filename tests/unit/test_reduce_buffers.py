@@ -298,3 +298,16 @@ def test_a_table_beside_a_layer_that_is_called_batch_norm_is_no_statistic(make: 
     assert {name.rpartition(".")[2] for name in reducer._buffers._changed} == {
         "running_mean", "running_var", "num_batches_tracked",
     }  # fmt: skip
+
+
+def test_a_layer_that_forward_goes_around_in_some_micro_batches_is_averaged_all_the_same(
+    make: Make,
+) -> None:
+    """A batch of one sample has no variance, so that loops leave the layer out for it."""
+    model = normed()
+    unit = unit_of(model)
+    reducer = make([unit], [model])
+    for number in iterations(reducer, (SIZE, 1)):
+        (model if number == 0 else model[0])(torch.ones(SIZE, 5)).sum().backward()
+    assert reducer.settle(unit)
+    assert reducer.settle_buffers()
