@@ -107,8 +107,7 @@ class Reducer:
     def attach(self, group: Any) -> None:
         """Go on in another group; None for none. What was under way in the old one is forgotten."""
         if self._is_on:
-            self._is_void, self._number = True, None
-            self._buffers.restore(is_void=True)
+            self._make_void()
             self._drop_gradients()
         if self._made:
             # The old group may write to their memory until its works are gone: not used again.
@@ -182,10 +181,12 @@ class Reducer:
     def abandon(self) -> None:
         """The rest of this iteration is void: gradients count for nothing, buffers are put back."""
         if self._is_on:
-            self._is_void = True
-            self._number = None
-            self._buffers.restore(is_void=True)
+            self._make_void()
             show_zeros(self._buckets)
+
+    def _make_void(self) -> None:
+        self._is_void, self._number = True, None
+        self._buffers.restore(is_void=True)
 
     def unit_stepped(self, unit: Unit) -> None:
         """From here on this micro-batch's gradients of this unit are left where they are."""

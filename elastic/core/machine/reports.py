@@ -37,9 +37,9 @@ def take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
             )
         return
     # An agent that has connected anew tells its newest ones again, which we may know.
-    place = (report.generation, report.index)
-    is_again = is_metrics(report) and place == job.reported
-    if is_metrics(report) and place > job.reported:
+    place, is_users = (report.generation, report.index), is_metrics(report)
+    is_again = is_users and place == job.reported
+    if is_users and place > job.reported:
         # One whose checkpoint was uploaded meanwhile comes late, and is not the newest.
         job.metrics, job.reported = report.metrics, place
     if report.status in VALIDATION_OVER:
@@ -52,7 +52,7 @@ def take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
     cluster.do(
         SendAgent(session, ReportAck(report.worker_id, report.generation, report.index, True))
     )
-    if is_metrics(report) and not is_again:
+    if is_users and not is_again:
         cluster.note(
             "report",
             job.job_id,
