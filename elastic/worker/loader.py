@@ -39,7 +39,7 @@ class Batch:
         cursor: the step that it belongs to.
         micro_batch: its number in the step, 0 to V - 1.
         count: its samples. 0 in a ragged last step that has none left for it: `value` is then
-            the step's first sample, so that there is something to compute with.
+            that of the step's first samples, so that there is something to compute with.
         value: as the user's collate_fn gave it.
         more: another step may follow as far as this micro-batch's stream is concerned; of a
             dataset whose samples have numbers it says nothing.
@@ -223,8 +223,7 @@ class _Order:
         _, step, number = key
         first, last = self._epochs.positions(step, number)
         if first == last:
-            first = step * self._epochs.global_batch
-            last = first + 1
+            first, last = self._epochs.stand_in(step)
         return range(first, last)
 
     def _numbers(self, epoch: int, places: Sequence[range]) -> list[int]:

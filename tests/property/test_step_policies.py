@@ -236,7 +236,16 @@ def test_micro_batches_partition_an_epoch(epochs: Epochs) -> None:
             end = last
         counts = [last - first for first, last in spans]
         assert sum(counts) == epochs.step_size(step)
-        assert max(counts) - min(counts) <= 1
+        filled = [count for count in counts if count]
+        assert max(filled) - min(filled) <= 1
+        assert filled == counts[: len(filled)]
+        # One sample alone is none for BatchNorm.
+        low, high = epochs.stand_in(step)
+        assert spans[0][0] == low < high <= low + epochs.micro_batch
+        if epochs.micro_batch > 1 and sum(counts) > 1:
+            assert high - low > 1
+            # Pairs hold an odd number of samples only if one of them is none.
+            assert min(filled) > 1 or (epochs.micro_batch == 2 and sum(counts) % 2)
         if step < epochs.steps - 1 or epochs.drop_last:
             assert set(counts) == {epochs.micro_batch}
     left_out = epochs.num_samples - end

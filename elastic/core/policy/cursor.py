@@ -20,6 +20,8 @@ from elastic.errors import ConfigError, check
 ROUNDS = 6
 MASK_64 = (1 << 64) - 1
 MASK_32 = (1 << 32) - 1
+LEAST = 2
+"""Samples of a micro-batch if it can be: BatchNorm refuses to train on a single vector."""
 SEED_BITS = 63
 """Seeds fit into a signed 64-bit integer, which torch's generators take."""
 
@@ -89,13 +91,21 @@ class Epochs:
     def positions(self, step: int, micro_batch: int) -> Span:
         """Return the places in the epoch's order that a micro-batch takes; may be empty.
 
-        A ragged last step is spread evenly over all V micro-batches.
+        A ragged last step is spread evenly over as many micro-batches as have `LEAST` samples each;
+        the others have none.
         """
         check(0 <= micro_batch < self.num_micro_batches, f"micro-batch {micro_batch}")
         size, start = self.step_size(step), step * self.global_batch
-        first = micro_batch * size // self.num_micro_batches
-        last = (micro_batch + 1) * size // self.num_micro_batches
+        needed = -(-size // self.micro_batch)
+        filled = min(self.num_micro_batches, max(needed, size // LEAST))
+        first = min(micro_batch, filled) * size // filled
+        last = min(micro_batch + 1, filled) * size // filled
         return start + first, start + last
+
+    def stand_in(self, step: int) -> Span:
+        """Return the places of what is computed with in a micro-batch that has no samples."""
+        start = step * self.global_batch
+        return start, start + min(LEAST, self.micro_batch, self.step_size(step))
 
     def samples(self, epoch: int, step: int, micro_batch: int) -> tuple[int, ...]:
         """Return the sample ids of a micro-batch; empty ones exist in a ragged last step only."""

@@ -1,0 +1,124 @@
+"""Steps that are not full: what a model and a collate_fn of a newcomer's make of them."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from elastic import train
+from elastic.core.policy.cursor import Cursor
+from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
+from elastic.worker.stream_reader import copied
+from tests.unit.engine_under_test import inside_a_run, inside_again, square
+from tests.unit.streams_under_test import loader_of
+
+_inside = pytest.fixture(autouse=True, name="_inside")(inside_a_run)
+
+MICRO, V = 4, 3
+
+
+class Stream(IterableDataset[Any]):
+    """Yields what it was given, new each time."""
+
+    def __init__(self, make: Any, count: int) -> None:
+        self.make, self.count = make, count
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.count):
+            yield self.make(number)
+
+
+def one_epoch(samples: Any) -> int:
+    """Train a model with BatchNorm on single vectors; returns the steps that were done."""
+    with inside_again():
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+        model = prepare_model(plain)
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = prepare_data_loader(
+            DataLoader(samples, batch_size=MICRO), global_batch_size=MICRO * V
+        )
+        for _ in train.epochs(1):
+            for x, y in loader:
+                square(model(x), y).backward()
+                optimizer.step()
+        assert all(torch.isfinite(value).all() for value in plain.state_dict().values())
+        return train.get_context().get_step()
+
+
+@pytest.mark.parametrize("rest", range(2, MICRO * V + 1))
+def test_batchnorm_trains_on_any_rest_that_is_no_single_sample(rest: int) -> None:
+    x = torch.randn(MICRO * V + rest, 5, generator=torch.Generator().manual_seed(1))
+    one_epoch(TensorDataset(x, x.sum(1, keepdim=True)))
+
+
+def test_batchnorm_trains_where_a_stream_has_ended_before_others() -> None:
+    class Uneven(Stream):
+        def shard(self, num_shards: int, index: int) -> Stream:
+            return Stream(self.make, self.count * (2 if index == 0 else 1))
+
+    one_epoch(Uneven(lambda n: (torch.full((5,), float(n)), torch.ones(1)), MICRO))
+
+
+# ------------------------------------------------------------------- what a collate_fn changes
+
+
+def emptied(samples: list[dict[str, Any]]) -> list[int]:
+    """Be a collate_fn that takes out what it has dealt with, as some of Hugging Face's do."""
+    return [int(sample.pop("id")) for sample in samples]
+
+
+def test_a_collate_fn_may_empty_the_samples_of_a_step_that_is_done_again() -> None:
+    loader = loader_of(Stream(lambda n: {"id": n}, 10), collate_fn=emptied)
+    first = []
+    for _ in range(2):
+        loader.deal(Cursor(), (0, 4))
+        first.append([loader.next().value for _ in range(4)])
+    assert first == [[[0, 4], [1, 5], [2, 6], [3, 7]]] * 2
+    # Behind the end there is the last sample, which is whole as well.
+    rest = [loader.next() for _ in range(4)]
+    assert [(one.count, one.value) for one in rest] == [
+        (1, [8]), (1, [9]), (0, [9, 9]), (0, [9, 9]),
+    ]  # fmt: skip
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"a": [1, {"b": 2}]}, [[1], [2]], ({"a": 1}, 3), Point([1], 2), UserDict(a=1), {1, 2},
+        torch.ones(2), {"a": torch.ones(2)}, (np.ones(2),),
+    ],
+)  # fmt: skip
+def test_what_is_copied_shares_nothing_that_a_collate_fn_would_change(sample: Any) -> None:
+    def change(thing: Any) -> None:
+        if isinstance(thing, (torch.Tensor, np.ndarray)):
+            thing += 1
+            return
+        for inner in list(thing.values() if hasattr(thing, "values") else thing):
+            if not isinstance(inner, int):
+                change(inner)
+        if not isinstance(thing, tuple):
+            thing.clear()
+
+    before = repr(sample)
+    copy = copied(sample)
+    assert type(copy) is type(sample)
+    assert repr(copy) == before
+    change(copy)
+    assert repr(sample) == before
+
+
+def test_what_is_no_container_is_shared() -> None:
+    thing = object()
+    assert copied(thing) is thing
+    assert copied({"a": thing})["a"] is thing
