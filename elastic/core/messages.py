@@ -36,7 +36,7 @@ from elastic.core.world import (
 )
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 3
+PROTOCOL_MINOR = 4
 
 
 @dataclass(frozen=True)

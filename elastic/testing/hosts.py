@@ -20,7 +20,7 @@ from elastic.core.world import ExitCause, ExitKind, Node, NodeId, SessionId
 from elastic.testing.coordinators import CoordinatorHost
 from elastic.testing.copying import CopyDesk
 from elastic.testing.network import Network, Stream
-from elastic.testing.process import SimProcess
+from elastic.testing.process import PIDS_OF_A_LIFE, SimProcess
 from elastic.testing.training import DataPlane
 from elastic.testing.world import MS, Alarm, Timeline
 
@@ -221,7 +221,7 @@ class AgentHost:
 
     def _spawn(self, process_id: int) -> None:
         self._next_pid += 1
-        pid = self.life * 100_000 + self._next_pid
+        pid = self.life * PIDS_OF_A_LIFE + self._next_pid
         life = self.life
 
         def say(message: PipeToAgent) -> None:

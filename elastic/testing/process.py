@@ -49,6 +49,9 @@ from elastic.testing.world import MS, Timeline
 if TYPE_CHECKING:
     from elastic.testing.training import DataPlane
 
+PIDS_OF_A_LIFE = 100_000
+"""Each life of an agent numbers its processes from the next multiple on."""
+
 
 class SimProcess:
     """One process that an agent started: a spare, then perhaps a worker."""
@@ -95,6 +98,11 @@ class SimProcess:
         self.busy_with: FormGroup | EnterTrain | None = None
         self._pending: list[WorkerEvent] = []
         timeline.after(timeline.between(20 * MS, 1500 * MS), self.tell_machine, Started(pid))
+
+    @property
+    def life(self) -> int:
+        """Return of which life of its agent it is."""
+        return self.pid // PIDS_OF_A_LIFE
 
     def can_run(self) -> bool:
         """Return whether it makes progress."""

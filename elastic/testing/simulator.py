@@ -33,7 +33,15 @@ from elastic.core.events.coordinator import (
 from elastic.core.events.shared import Note
 from elastic.core.machine.nodes import PRESENT
 from elastic.core.machine.suspicion import FORMING_PROBES
-from elastic.core.messages import AgentMessage, Announce, CoordinatorMessage, Hello, Release
+from elastic.core.messages import (
+    PROTOCOL_MINOR,
+    AgentMessage,
+    Announce,
+    CoordinatorMessage,
+    Hello,
+    Release,
+)
+from elastic.core.policy.dialects import SINCE_MINORS
 from elastic.core.world import JobId, Node, NodeId
 from elastic.errors import ElasticError
 from elastic.testing import crowd, draws, holders
@@ -156,16 +164,21 @@ class Simulation:
             seed=seed,
         )
         self.crowd.leavers.waits = self.plane.loops.waits
+        self._let_versions_differ()
         self.holders = self._look_at_holders()
         self.submissions: dict[str, JobSpec] = {}
         # Which life of which agent was told that an operator wants it to leave.
         self.told_to_leave: dict[NodeId, int] = {}
         self.stops: set[JobId] = set()
 
+    def _let_versions_differ(self) -> None:
+        """In half of these runs so much that their workers do not understand each other."""
+        self.plane.copying.old = self.old
+        self.plane.strangers = self.old if self.seed % 32 == OLD_SEED else set()
+
     def _look_at_holders(self) -> holders.Holders:
         parts = (self.agents, self.coordinators, self.plane.copying)
         seen = holders.Cluster(*parts, self.network.conditions, self.disk)
-        self.plane.copying.old = self.old
         return holders.Holders(self.timeline, self.checkers, seen)
 
     @property
@@ -180,8 +193,10 @@ class Simulation:
 
     def _to_coordinator(self, stream: Stream, message: AgentMessage) -> None:
         life = self.by_node[stream.node_id].life
-        if isinstance(message, Hello) and (stream.node_id, life) in self.old:
-            message = replace(message, protocol_minor=0)
+        if isinstance(message, Hello) and self.old:
+            is_old = (stream.node_id, life) in self.old
+            newest = PROTOCOL_MINOR if self.plane.strangers else SINCE_MINORS[-1] - 1
+            message = replace(message, protocol_minor=0 if is_old else newest)
         self.host_of(stream).hears(stream.session, message)
 
     def _to_agent(self, stream: Stream, message: CoordinatorMessage) -> None:
@@ -272,6 +287,7 @@ class Simulation:
         self.timeline.run_until(SAFETY_NS)
         self.timeline.tell("world", "liveness phase: all is healed")
         self.faults.heal()
+        self._finish_upgrade()
         self.crowd.heal()
         steps_ns = sum(one.steps * one.step_ns for one in self.plane.scripts.values())
         limit = max(LIVENESS_NS, WAITING_NS + steps_ns)
@@ -291,6 +307,13 @@ class Simulation:
             self.checkers.steps,
             tuple(sorted((str(j), r.phase.value) for j, r in self.disk.records.items())),
         )
+
+    def _finish_upgrade(self) -> None:
+        """Start the old agents anew that are left: a job may not find enough nodes of either."""
+        for agent in self.agents:
+            if (agent.node_id, agent.life) in self.plane.strangers and agent.machine is not None:
+                agent.crash()
+                agent.start()
 
     def _plan_job(self, index: int) -> None:
         slots = sum(agent.node.num_slots for agent in self.agents)

@@ -11,6 +11,7 @@ from elastic.core.machine import (
     coordinator,
     copies,
     jobs,
+    nodes,
     pausing,
     queueing,
     requests,
@@ -144,6 +145,12 @@ def asks_nodes_with_members_alone_for_rows(patch: Patch) -> None:
 def deals_addresses_to_workers_of_older_agents(patch: Patch) -> None:
     """They ask a part of their share."""
     patch.setattr(announcing, "DEALT_SINCE_MINOR", 0)
+
+
+@bug
+def groups_workers_that_do_not_understand_each_other(patch: Patch) -> None:
+    """While a cluster is upgraded, nodes of both versions are taken."""
+    patch.setattr(nodes, "dialect_of", lambda minor: 0)
 
 
 @bug

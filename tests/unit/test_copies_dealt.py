@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastic.core.copy_messages import CopiesHeld, KeepCopy
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine.announcing import DEALT_SINCE_MINOR
-from elastic.core.messages import PROTOCOL_MINOR, Announce
+from elastic.core.messages import Announce
 from elastic.core.policy.replication import KEPT_S, asks
 from elastic.core.world import Assignment, HeldCopy, JobId, NodeId, WorkerPhase
 from elastic.wire.codec_stream import encode_coordinator_message
@@ -19,7 +19,7 @@ from elastic.worker.peer_copies import PeerCopies
 from tests.unit.test_coordinator_crowds import Crowd
 
 JOB = JobId("j")
-OLD = DEALT_SINCE_MINOR - 1
+OLD, NEW = DEALT_SINCE_MINOR - 1, DEALT_SINCE_MINOR
 
 
 def address(name: str) -> str:
@@ -34,14 +34,14 @@ class Ring:
         self.names = [f"n{number:04d}" for number in range(size)]
         self.played.hold()
         for number, name in enumerate(self.names):
-            self.join(name, OLD if number in old else PROTOCOL_MINOR)
+            self.join(name, OLD if number in old else NEW)
         for name in others:
             self.join(name)
         self.played.let_go()
         self.played.submit("j", 1, size)
         self.train(self.names)
 
-    def join(self, name: str, minor: int = PROTOCOL_MINOR) -> None:
+    def join(self, name: str, minor: int = NEW) -> None:
         self.played.agent(name, copies_at=address(name), protocol_minor=minor)
 
     def train(self, names: Sequence[str]) -> None:

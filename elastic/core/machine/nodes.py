@@ -12,6 +12,7 @@ from elastic.core.copy_messages import NO_DOORS, OWN_TLS_SINCE_MINOR, Doors
 from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.machine.transitions import NODE, check_move
 from elastic.core.messages import PROTOCOL_MINOR
+from elastic.core.policy.dialects import Dialect, dialect_of
 from elastic.core.policy.placement import Offer
 from elastic.core.view import NodeView
 from elastic.core.world import JobId, Node, NodeId, NodePhase, Resources, SessionId, WorkerId
@@ -72,6 +73,11 @@ class NodeState:
     copies: tuple[JobId, ...] = ()
     doors: Doors = NO_DOORS
     protocol_minor: int = PROTOCOL_MINOR
+
+    @property
+    def dialect(self) -> Dialect:
+        """What workers speak that are started here."""
+        return dialect_of(self.protocol_minor)
 
     def is_kept(self) -> bool:
         """Return whether it may leave but for what its memory holds."""

@@ -1,0 +1,40 @@
+"""Which workers understand each other, while a cluster is upgraded node by node.
+
+What the members of a group tell each other with every step has no room for what another version
+knows. So a change to it is a new dialect, and a group is of one: nodes of another take no workers
+of a job as long as it has any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Dialect = int
+"""Counted from the first one."""
+
+SINCE_MINORS = (0, 4)
+"""Minor versions of the protocol with which each dialect began; another one, another dialect."""
+
+
+def dialect_of(protocol_minor: int) -> Dialect:
+    """Return what workers speak that are started by an agent of this version."""
+    return max(number for number, since in enumerate(SINCE_MINORS) if since <= protocol_minor)
+
+
+def choose(living: Iterable[Dialect], slots: Iterable[tuple[Dialect, int]]) -> Dialect | None:
+    """Return the dialect of a job's new workers, None if there are no nodes.
+
+    Args:
+        living: what the workers of the job speak that it has.
+        slots: of each node, what its workers would speak, and how many it takes.
+
+    Returns:
+        What they speak already; for a job without any, that of most slots, then the newest.
+    """
+    spoken = next(iter(living), None)
+    if spoken is not None:
+        return spoken
+    room: dict[Dialect, int] = {}
+    for dialect, count in slots:
+        room[dialect] = room.get(dialect, 0) + count
+    return max(room, key=lambda one: (room[one], one), default=None)

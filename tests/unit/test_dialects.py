@@ -1,0 +1,119 @@
+"""Agents of two versions whose workers do not understand each other: no group has both."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.core.messages import PROTOCOL_MINOR, StartWorker
+from elastic.core.policy.dialects import SINCE_MINORS, choose, dialect_of
+from elastic.core.world import FIRST_AUTOMATIC, JobPhase, WorkerPhase
+from tests.unit.coordinator_under_test import STOPPED, Coordinator
+
+OLD = SINCE_MINORS[-1] - 1
+HINT = (
+    "on n3 there is another version of elastic-torch, whose workers do not train together with "
+    "this job's: upgrade the other nodes, too, or let the job go over by elastic pause and "
+    "elastic resume"
+)
+
+
+def test_each_version_of_the_protocol_has_one_dialect() -> None:
+    assert list(SINCE_MINORS) == sorted({0, *SINCE_MINORS})
+    assert SINCE_MINORS[-1] <= PROTOCOL_MINOR
+    assert [dialect_of(minor) for minor in SINCE_MINORS] == list(range(len(SINCE_MINORS)))
+    assert dialect_of(OLD) + 1 == dialect_of(PROTOCOL_MINOR) == dialect_of(PROTOCOL_MINOR + 9)
+
+
+def test_a_job_keeps_to_what_it_speaks_and_another_takes_what_has_most_room() -> None:
+    assert choose([0, 0], [(1, 100)]) == 0
+    assert choose([], [(0, 1), (1, 2), (0, 2)]) == 0
+    assert choose([], [(0, 2), (1, 2)]) == 1
+    assert choose([], []) is None
+
+
+def started(coordinator: Coordinator) -> list[str]:
+    return [message.worker_id for message in coordinator.sent(StartWorker)]
+
+
+@pytest.fixture
+def mixed() -> Coordinator:
+    """Job a trains on n1 and n2, and would like a third worker; n3 comes back upgraded."""
+    coordinator = Coordinator()
+    for name in ("n1", "n2"):
+        coordinator.agent(name, protocol_minor=OLD)
+    coordinator.submit("a", 2, 3, run_path="/runs/a")
+    coordinator.ready("n1/1", "n2/1")
+    coordinator.advance(3)
+    for worker in ("n1/1", "n2/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
+    coordinator.agent("n3")
+    return coordinator
+
+
+def test_a_node_that_was_upgraded_first_takes_no_worker_of_a_job_that_trains(
+    mixed: Coordinator,
+) -> None:
+    assert not started(mixed)
+    mixed.advance(60)
+    assert mixed.members("a") == "g1: n1/1 n2/1"
+    # One that is as old as they are does.
+    mixed.agent("n4", protocol_minor=OLD)
+    assert started(mixed) == ["n4/1"]
+
+
+def test_a_job_that_has_too_few_of_its_own_says_what_would_let_it_run(mixed: Coordinator) -> None:
+    mixed.disconnect("n2")
+    mixed.advance(20)
+    mixed.ready("n1/1")
+    assert not started(mixed)
+    assert mixed.job("a").record.phase is JobPhase.PENDING
+    assert mixed.job("a").reason.endswith(f"; {HINT}")
+
+
+def test_a_job_goes_over_when_its_last_old_worker_is_gone(mixed: Coordinator) -> None:
+    for name in ("n1", "n2"):
+        mixed.drain(name)
+    mixed.agent("n5")
+    mixed.advance(31)
+    for worker in ("n1/1", "n2/1"):
+        mixed.exits(worker, STOPPED)
+    mixed.advance(5)
+    mixed.ready("n3/1", "n5/1")
+    mixed.advance(3)
+    assert mixed.members("a") == "g2: n3/1 n5/1"
+
+
+def test_pausing_moves_a_job_to_the_version_that_most_of_the_cluster_has(
+    mixed: Coordinator,
+) -> None:
+    mixed.agent("n5")
+    mixed.pause("a")
+    checkpoint = {"checkpoint": "/runs/a/auto-1", "request": 1}
+    mixed.reports("n1/1", FIRST_AUTOMATIC + 1, **checkpoint)
+    mixed.ready("n1/1", "n2/1")
+    for worker in ("n1/1", "n2/1"):
+        mixed.exits(worker, STOPPED)
+    assert mixed.job("a").record.phase is JobPhase.PAUSED
+    mixed.resume("a")
+    assert started(mixed) == ["n3/1", "n5/1"]
+
+
+def test_a_plan_for_several_jobs_keeps_nothing_for_one_that_needs_other_nodes(
+    mixed: Coordinator,
+) -> None:
+    mixed.disconnect("n2")
+    mixed.advance(20)
+    mixed.ready("n1/1")
+    mixed.submit("b")
+    assert started(mixed) == ["n3/1"]
+    assert mixed.job("b").workers
+
+
+def test_a_coordinator_that_has_begun_anew_goes_by_what_agents_say(mixed: Coordinator) -> None:
+    mixed.restart()
+    mixed.agent("n3")
+    for name in ("n1", "n2"):
+        mixed.agent(name, protocol_minor=OLD)
+    mixed.advance(60)
+    assert mixed.members("a") == "g1: n1/1 n2/1"
+    assert len(mixed.job("a").workers) == 2
