@@ -132,9 +132,6 @@ class Simulation:
             )
             for i in range(rng.randint(1, 12))
         ]
-        # Agents that are upgraded when they are started again: nodes and lives.
-        old = self.agents[seed % 3 :: 3] if seed % 16 == OLD_SEED else []
-        self.old = {(agent.node_id, 1) for agent in old}
         self.by_node = {agent.node_id: agent for agent in self.agents}
         self.checkers.crowd.is_alive = lambda worker_id: any(
             process.worker_id == worker_id for agent in self.agents for process in agent.workers()
@@ -172,7 +169,12 @@ class Simulation:
         self.stops: set[JobId] = set()
 
     def _let_versions_differ(self) -> None:
-        """In half of these runs so much that their workers do not understand each other."""
+        """Draw agents that are upgraded when they are started again: nodes and lives.
+
+        In half of these runs so much that their workers do not understand each other.
+        """
+        old = self.agents[self.seed % 3 :: 3] if self.seed % 16 == OLD_SEED else []
+        self.old = {(agent.node_id, 1) for agent in old}
         self.plane.copying.old = self.old
         self.plane.strangers = self.old if self.seed % 32 == OLD_SEED else set()
 
