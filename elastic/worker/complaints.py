@@ -78,11 +78,12 @@ def check_forward(models: Sequence[nn.Module]) -> None:
 
 
 def not_stepped(cursor: Cursor) -> UsageError:
-    """An iteration with all gradients of a step ended without a call of `optimizer.step()`."""
+    """An iteration ended without a call of `optimizer.step()`."""
     return UsageError(
         f"optimizer.step() was not called in step {cursor.step} of epoch {cursor.epoch}: call it "
         f"in every iteration; to add up gradients of several batches, give prepare_data_loader a "
-        f"larger global_batch_size"
+        f"larger global_batch_size; to leave a batch out, call zero_grad() and step() all the "
+        f"same: it adds nothing then"
     )
 
 

@@ -33,6 +33,10 @@ class Phase(Enum):
     """The group broke: the rest of this iteration does nothing, the step is done again."""
 
 
+OPEN = (Phase.GATHERING, Phase.DUE)
+"""An iteration is to ask its optimizer to step: in each, or their number would decide."""
+
+
 class Steps(Protocol):
     """The engine, as prepared objects see it."""
 

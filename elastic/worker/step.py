@@ -35,7 +35,7 @@ from elastic.worker.loader import Batch
 from elastic.worker.logbook import Logbook, ReportPlaces
 from elastic.worker.meeting import share_book, share_latest
 from elastic.worker.outcome import is_group_broken
-from elastic.worker.prepared import Phase, modules_know, scalers_know
+from elastic.worker.prepared import OPEN, Phase, modules_know, scalers_know
 from elastic.worker.preparing import Preparing
 from elastic.worker.reduce import Reducer, Unit
 from elastic.worker.rows import StepRow, rates_print, read_rows, tell_rows
@@ -257,7 +257,7 @@ class StepEngine(Preparing):
         self._context.activity.beats += 1
         if self._phase is Phase.DUE and len(self._due):
             self._commit()  # Of several optimizers not all were asked to step.
-        if self._phase is Phase.DUE and not self._is_broken():
+        elif self._phase in OPEN and not (self._asked or self._is_broken()):
             raise complaints.not_stepped(self.cursor)
         if self._phase is Phase.COMMITTED:
             self._context.note_step()

@@ -179,6 +179,43 @@ def test_a_loop_that_never_steps_is_refused_by_the_step() -> None:
         each(loop.batches(), lambda batch: square(loop.model(batch[1]), batch[2]).backward())
 
 
+@pytest.mark.parametrize("left_out", range(V))
+def test_an_iteration_that_does_not_step_is_refused_wherever_it_is(left_out: int) -> None:
+    """As in loops that `continue` when a loss is not finite: at every world size, or at none."""
+    loop = Loop.make()
+
+    def one(numbered: tuple[int, Any]) -> None:
+        number, (_, x, y) = numbered
+        if number != V + left_out:
+            square(loop.model(x), y).backward()
+            loop.optimizer.step()
+
+    with pytest.raises(UsageError, match=r"leave a batch out, call zero_grad\(\) and step\(\)"):
+        each(enumerate(loop.batches(1)), one)
+
+
+@pytest.mark.parametrize("left_out", [*range(V), None])
+def test_a_batch_that_is_left_out_adds_nothing(left_out: int | None) -> None:
+    loop, twin = Loop.make(momentum=0.9, weight_decay=0.01), network()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    for number, (_, x, y) in enumerate(loop.batches(1)):
+        loss = square(loop.model(x), y)
+        if number // V != 1 or left_out not in (number % V, None):
+            loss.backward()
+        else:
+            loop.optimizer.zero_grad()
+        loop.optimizer.step()
+    for number, (_, x, y) in enumerate(whole_batches()):
+        plain.zero_grad()
+        parts = [part for part in range(V) if number != 1 or left_out not in (part, None)]
+        for part in parts:
+            some = slice(SIZE * part, SIZE * part + SIZE)
+            if len(x[some]):
+                (square(twin(x[some]), y[some]) * len(x[some]) / len(x)).backward()
+        plain.step()
+    assert near(loop.plain, twin)
+
+
 def test_a_closure_is_refused() -> None:
     loop = Loop.make(torch.optim.LBFGS)
     with pytest.raises(UsageError, match=r"LBFGS\.step\(closure\).*takes no closure"):
