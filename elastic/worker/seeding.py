@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from elastic.core.policy.cursor import AUGMENT, MASK_32, derive, sample_seed
+from elastic.core.policy.cursor import AUGMENT, MASK_32, Cursor, derive, sample_seed, step_seed
+from elastic.core.policy.streams import Data
 
 FIRST_SEED = 0
 """What is random before the first step is seeded with this, unless the train function does."""
@@ -38,6 +39,19 @@ def seed_everything(seed: int) -> None:
             generator.manual_seed(seed)
     np.random.seed(seed & MASK_32)
     random.seed(seed)
+
+
+def seed_step(data: Data | None, cursor: Cursor, shard: int = 0) -> None:
+    """Have optimizers that draw (noise, stochastic rounding) do so alike on all ranks.
+
+    Each comes from another micro-batch, and there are as many ranks as there happen to be.
+
+    Args:
+        data: has the seed of the run.
+        cursor: the step that they do.
+        shard: number of our part of the weights, 0 where all ranks have all of them.
+    """
+    seed_everything(step_seed(data.seed if data is not None else FIRST_SEED, cursor, shard))
 
 
 @dataclass(frozen=True)

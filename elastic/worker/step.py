@@ -40,7 +40,7 @@ from elastic.worker.preparing import Preparing
 from elastic.worker.reduce import Reducer, Unit
 from elastic.worker.rows import StepRow, rates_print, read_rows, tell_rows
 from elastic.worker.rungs import Carry, Home, Reenter
-from elastic.worker.seeding import seed_everything
+from elastic.worker.seeding import seed_everything, seed_step
 from elastic.worker.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
 from elastic.worker.stream_book import StreamBook
 from elastic.worker.streams import MicroBatches
@@ -230,8 +230,7 @@ class StepEngine(Preparing):
 
     def _open_iteration(self, loader: MicroBatches) -> Any:
         """Return the next micro-batch, with everything set for it."""
-        is_again = self._padding.is_under_way
-        batch = self._padding.take(loader.next)
+        is_again, batch = self._padding.is_under_way, self._padding.take(loader.next)
         check(batch.cursor == self.cursor, f"micro-batch of {batch.cursor}, not of {self.cursor}")
         reducer, epochs, place = self._the_reducer(), loader.epochs, self._context
         share = loader.share(batch, place.world_rank, place.world_size)
@@ -324,6 +323,7 @@ class StepEngine(Preparing):
                 return
             self._has_state, self._stepped = False, self._due.bits(self.state.optimizers)
             self._rates = rates_print(self.state.optimizers)
+            seed_step(self.data, self.cursor, self._context.world_rank * self.state.is_sharded)
             self._due.do()
             self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
             self._phase, self._has_state = Phase.COMMITTED, True

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elastic import train
+from elastic.core.policy.cursor import Cursor, step_seed
 from elastic.train.torch import (
     enable_reproducibility,
     prepare_data_loader,
@@ -248,6 +249,23 @@ def test_two_optimizers_share_a_scaler_and_one_may_overflow() -> None:
     assert bits(pair.maker) == start[1]
     assert all(torch.isfinite(p).all() for p in pair.judge.parameters())
     assert scaler.get_scale() == 4.0 / 2**STEPS
+
+
+def test_an_optimizer_that_draws_does_so_by_the_step_and_not_by_a_micro_batch() -> None:
+    drawn: list[tuple[int, float]] = []
+
+    class Drawing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            drawn.append((torch.initial_seed(), float(torch.rand(()))))
+            return super().step(closure)
+
+    loop = Loop.make(Drawing)
+    for _, x, y in loop.batches(2):
+        square(loop.model(x), y).backward()
+        loop.optimizer.step()
+    steps = [Cursor(epoch, step) for epoch in range(2) for step in range(STEPS)]
+    assert [seed for seed, _ in drawn] == [step_seed(0, cursor) for cursor in steps]
+    assert len({number for _, number in drawn}) == len(steps)
 
 
 def test_logged_values_are_means_over_the_samples_of_a_step() -> None:

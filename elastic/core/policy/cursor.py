@@ -186,7 +186,7 @@ def _mix_64(value: int) -> int:
 
 
 # Purposes that seeds are derived for, so that no two of them ever meet.
-SHUFFLE, DROPOUT, AUGMENT = 0, 1, 2
+SHUFFLE, DROPOUT, AUGMENT, STEP = 0, 1, 2, 5
 
 
 def shuffle_seed(seed: int, epoch: int) -> int:
@@ -197,6 +197,11 @@ def shuffle_seed(seed: int, epoch: int) -> int:
 def micro_batch_seed(seed: int, cursor: Cursor, micro_batch: int) -> int:
     """Return the seed of everything random in the training process during a micro-batch."""
     return derive(seed, DROPOUT, cursor.epoch, cursor.step, micro_batch)
+
+
+def step_seed(seed: int, cursor: Cursor, shard: int = 0) -> int:
+    """Return the seed of everything random while a step changes the weights, or a shard of them."""
+    return derive(seed, STEP, cursor.epoch, cursor.step, shard)
 
 
 def sample_seed(seed: int, epoch: int, sample: int) -> int:

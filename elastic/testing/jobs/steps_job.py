@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +97,18 @@ class WithLedger(nn.Module):
         return self.net(x)
 
 
+class NoisyAdamW(torch.optim.AdamW):
+    """Draws in each step, as those do that round by chance."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, and add a little noise."""
+        loss = super().step(closure)
+        with torch.no_grad():
+            for parameter in (one for group in self.param_groups for one in group["params"]):
+                parameter.add_(torch.randn_like(parameter), alpha=1e-6)
+        return loss
+
+
 def train_func(config: dict) -> dict:
     """Train, and say what the weights became."""
     if config["gpu"]:
@@ -104,9 +117,7 @@ def train_func(config: dict) -> dict:
     size = config["samples"]
     module = WithLedger(config["model"], config["width"], size)
     model = prepare_model(module)
-    optimizer = prepare_optimizer(
-        torch.optim.AdamW(module.net.parameters(), lr=1e-3, weight_decay=0.01)
-    )
+    optimizer = prepare_optimizer(NoisyAdamW(module.net.parameters(), lr=1e-3, weight_decay=0.01))
     counter = prepare_optimizer(torch.optim.SGD([module.ledger], lr=1.0))
     scheduler = prepare_scheduler(
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
