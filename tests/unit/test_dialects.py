@@ -21,6 +21,7 @@ def test_each_version_of_the_protocol_has_one_dialect() -> None:
     assert list(SINCE_MINORS) == sorted({0, *SINCE_MINORS})
     assert SINCE_MINORS[-1] <= PROTOCOL_MINOR
     assert [dialect_of(minor) for minor in SINCE_MINORS] == list(range(len(SINCE_MINORS)))
+    assert dialect_of(-1) == 0, "an agent may say anything"
     assert dialect_of(OLD) + 1 == dialect_of(PROTOCOL_MINOR) == dialect_of(PROTOCOL_MINOR + 9)
 
 

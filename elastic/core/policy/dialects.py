@@ -7,6 +7,7 @@ of a job as long as it has any.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 Dialect = int
@@ -18,7 +19,7 @@ SINCE_MINORS = (0, 4)
 
 def dialect_of(protocol_minor: int) -> Dialect:
     """Return what workers speak that are started by an agent of this version."""
-    return max(number for number, since in enumerate(SINCE_MINORS) if since <= protocol_minor)
+    return max(0, bisect_right(SINCE_MINORS, protocol_minor) - 1)
 
 
 def choose(living: Iterable[Dialect], slots: Iterable[tuple[Dialect, int]]) -> Dialect | None:
