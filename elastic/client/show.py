@@ -166,8 +166,10 @@ def print_nodes(nodes: tuple[NodeView, ...], now_ns: int, console: Console) -> N
         console.print("no nodes: start elastic-agent on a machine")
         return
     labelled = ("labels",) if any(view.node.labels for view in nodes) else ()
-    columns = ("node", "phase", "since", "free slots", "resources", *labelled, "host", "reason")
-    table = new_table(*columns)
+    # While a cluster is upgraded.
+    versions = ("version",) if len({view.node.version for view in nodes}) > 1 else ()
+    more = ("free slots", "resources", *labelled, *versions)
+    table = new_table("node", "phase", "since", *more, "host", "reason")
     for view in nodes:
         node = view.node
         amounts = [f"{name}={amount:g}" for name, amount in node.resources.as_dict().items()]
@@ -178,6 +180,7 @@ def print_nodes(nodes: tuple[NodeView, ...], now_ns: int, console: Console) -> N
             f"{view.free_slots}/{node.num_slots}",
             " ".join([*amounts, node.accelerator_type]).strip() or "-",
             *((_labels(view),) if labelled else ()),
+            *((escape(node.version) or "-",) if versions else ()),
             node.host or "-",
             escape(view.reason) or "-",
         )

@@ -16,7 +16,7 @@ from rich.console import Console
 from elastic.client.jobs import Client
 from elastic.client.output import HOLD_S, TRACEBACK, Lines
 from elastic.client.printer import Printer
-from elastic.client.show import print_cluster, status_as_dict
+from elastic.client.show import print_cluster, print_nodes, status_as_dict
 from elastic.client.sources import AGENTS_RETURN_S, LogSource
 from elastic.client.streams import Again
 from elastic.client.watching import follow
@@ -29,8 +29,19 @@ from elastic.client.wording import (
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import Cordon, JobRecord
 from elastic.core.events.shared import Note
-from elastic.core.view import ClusterView, JobView
-from elastic.core.world import Entry, EntryKind, Group, JobId, JobPhase, Member, NodeId, WorkerId
+from elastic.core.view import ClusterView, JobView, NodeView
+from elastic.core.world import (
+    Entry,
+    EntryKind,
+    Group,
+    JobId,
+    JobPhase,
+    Member,
+    Node,
+    NodeId,
+    NodePhase,
+    WorkerId,
+)
 from elastic.wire.codec_jobs import ClusterStatus, LogChunk, TimedNote, log_chunk_to_proto
 
 S = 1_000_000_000
@@ -70,6 +81,18 @@ def test_a_wait_says_for_what_and_since_when() -> None:
     assert waiting_line(view, 15 * S) == "waits since 12.0 s: needs 2 more workers"
     running = replace(view, record=replace(view.record, phase=JobPhase.RUNNING))
     assert waiting_line(running, 15 * S) == ""
+
+
+@pytest.mark.parametrize("versions", [("1.0", "1.0"), ("1.0", "1.1")])
+def test_the_versions_of_agents_are_shown_while_they_differ(versions: tuple[str, str]) -> None:
+    nodes = [
+        Node(NodeId(f"n{number}"), 1, "host", 1, version=version)
+        for number, version in enumerate(versions)
+    ]
+    console = Console(file=io.StringIO(), width=120)
+    print_nodes(tuple(NodeView(node, NodePhase.READY, 0, 1) for node in nodes), S, console)
+    shown = cast("io.StringIO", console.file).getvalue()
+    assert ("version" in shown) is ("1.1" in shown) is (versions[0] != versions[1])
 
 
 # --------------------------------------------------------------------------------- showing a job
