@@ -199,7 +199,8 @@ class Driver:
         """Ask the machine to take a job, and wait for its answer.
 
         A large function is in the store before the machine hears of its job: its pieces are many
-        writes, during which nobody's loss would be decided.
+        writes, during which nobody's loss would be decided. But nothing is written for a job that
+        would be refused: without compaction what was written once counts in etcd for ever.
 
         Args:
             spec: with an id.
@@ -211,6 +212,13 @@ class Driver:
         job_id, payload = spec.job_id, spec.entry.payload
         if len(payload) <= PIECE_BYTES or self._knows(job_id):
             return await self.request(lambda number: SubmitRequested(number, spec, submitter))
+        self._staging.check_open()
+        small = replace(spec, entry=replace(spec.entry, payload=b""))
+        asked = await self.request(
+            lambda number: SubmitRequested(number, small, submitter, only_asks=True)
+        )
+        if asked.error:
+            return asked
         is_taken = False
         with self._staging.held(job_id):
             try:

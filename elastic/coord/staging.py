@@ -105,6 +105,15 @@ class Staging:
         self._held: Counter[JobId] = Counter()
         self._is_over = False
 
+    def check_open(self) -> None:
+        """Refuse what would be written for nobody.
+
+        Raises:
+            Unavailable: the term is over.
+        """
+        if self._is_over:
+            raise Unavailable(OVER)
+
     async def stage(self, job_id: JobId, payload: bytes) -> None:
         """Return when a function is in the store.
 
@@ -113,8 +122,7 @@ class Staging:
         Raises:
             Unavailable: the term ended before.
         """
-        if self._is_over:
-            raise Unavailable(OVER)
+        self.check_open()
         load = Load(job_id, payload, asyncio.get_running_loop().create_future())
         self._waiting.add(load)
         self._queue.put_nowait(load)

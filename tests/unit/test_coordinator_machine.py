@@ -11,6 +11,7 @@ from elastic.core.config import JobSpec, ns
 from elastic.core.events.coordinator import (
     Persist,
     Recovered,
+    Reply,
     SendAgent,
     StopRequested,
     SubmitRequested,
@@ -33,7 +34,7 @@ from elastic.core.world import (
     NodePhase,
 )
 from elastic.errors import InvariantViolation
-from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
+from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running, spec
 
 
 def started(coordinator: Coordinator) -> list[str]:
@@ -89,6 +90,17 @@ def test_the_story_does_not_keep_the_function_of_a_job_that_was_refused() -> Non
     coordinator.step(SubmitRequested("r2", replace(spec, job_id=JobId("j-2"))))
     assert "already_exists" in str(coordinator.effects)
     assert sys.getrefcount(payload) == before
+
+
+def test_who_only_asks_is_answered_and_nothing_is_submitted() -> None:
+    coordinator = Coordinator()
+    asked = SubmitRequested("r1", spec("a"), only_asks=True)
+    coordinator.step(asked)
+    assert coordinator.effects == (Reply("r1", "", JobId("a")),)
+    assert not coordinator.machine.view(coordinator.now_ns).jobs
+    coordinator.submit("a")
+    coordinator.step(asked)
+    assert "already_exists" in str(coordinator.effects)
 
 
 def test_a_job_that_has_ended_is_remembered_without_its_function() -> None:

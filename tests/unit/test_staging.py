@@ -19,6 +19,7 @@ from elastic.core.events.coordinator import (
     JobRecord,
     Persist,
     Reply,
+    Several,
     StopRequested,
     SubmitRequested,
 )
@@ -66,19 +67,23 @@ class Gated(Weak):
 
 
 class Machine:
-    """Takes each job once, and refuses those named "no"."""
+    """Takes each job once, and refuses those named "no", or "late" if others came before."""
 
     def __init__(self) -> None:
         self.jobs: dict[JobId, JobRecord] = {}
 
     def step(self, event: CoordinatorEvent, now_ns: int) -> tuple[CoordinatorEffect, ...]:
+        if isinstance(event, Several):
+            return tuple(e for one in event.events for e in self.step(one, now_ns))
         if isinstance(event, StopRequested):
             self.jobs[event.job_id] = record(event.job_id)
             return (Persist((record(event.job_id),)), Reply(event.request_id, "", "stopped"))
         if not isinstance(event, SubmitRequested):
             return ()
-        if event.spec.name == "no":
+        if event.spec.name == "no" or (event.spec.name == "late" and not event.only_asks):
             return (Reply(event.request_id, "invalid", "no"),)
+        if event.only_asks:
+            return (Reply(event.request_id, "", event.spec.job_id),)
         job = JobRecord(event.spec, JobPhase.PENDING)
         self.jobs[event.spec.job_id] = job
         return (Persist((job,)), Reply(event.request_id, "", event.spec.job_id))
@@ -141,7 +146,7 @@ async def test_a_change_of_another_job_waits_for_one_piece_of_a_large_function_n
 async def test_a_function_for_which_no_job_came_is_removed(how: str) -> None:
     gated = Gated()
     driver = await driver_on(gated)
-    spec = replace(record(payload=BIG).spec, name="no")
+    spec = replace(record(payload=BIG).spec, name="late")
     with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(driver.run)
@@ -165,6 +170,18 @@ async def test_a_function_for_which_no_job_came_is_removed(how: str) -> None:
             assert not (await driver.submit(job.spec, "me")).error
             tasks.cancel_scope.cancel()
     assert await (await office(gated, "b")).load() == (job,)
+
+
+async def test_of_a_job_that_is_refused_no_function_is_written() -> None:
+    gated = Gated()
+    driver = await driver_on(gated)
+    spec = replace(record(payload=BIG).spec, name="no")
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(driver.run)
+            assert (await driver.submit(spec, "me")).error == "invalid"
+            tasks.cancel_scope.cancel()
+    assert not gated.asked
 
 
 async def test_a_submission_that_was_given_up_leaves_what_its_repeat_has_written() -> None:

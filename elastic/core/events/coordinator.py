@@ -148,11 +148,13 @@ class SubmitRequested:
 
     Attributes:
         submitter: by which token or certificate, "" if users are not told from each other.
+        only_asks: whether it would be taken at this moment is all that is to be answered.
     """
 
     request_id: str
     spec: JobSpec
     submitter: str = ""
+    only_asks: bool = False
 
 
 @dataclass(frozen=True)

@@ -266,6 +266,8 @@ class CoordinatorMachine:
             cluster.do(Reply(event.request_id, "invalid", refusal))
         elif over := requests.too_many_jobs(cluster, event.submitter):
             cluster.do(Reply(event.request_id, "exhausted", over))
+        elif event.only_asks:
+            cluster.do(Reply(event.request_id, "", spec.job_id))
         else:
             cluster.sequence += 1
             job = JobState(spec, cluster.sequence, JobPhase.PENDING, cluster.now_ns)
