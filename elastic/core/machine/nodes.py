@@ -169,6 +169,7 @@ class NodeBook:
         leaving: nodes that drain.
         faulty: nodes that are in quarantine for the faults of their workers, for a time.
         elders: nodes whose agents know no TLS but that of the cluster's certificates.
+        spoken: what workers speak on each node that is there, and whose agent has come by itself.
         recovered_ns: when the journal was read.
         returned_ns: when a node that was known from it only came back last.
         await_until_ns: whoever comes then, nobody waits for others any more.
@@ -181,6 +182,7 @@ class NodeBook:
     leaving: dict[NodeId, None] = field(default_factory=dict)
     faulty: dict[NodeId, None] = field(default_factory=dict)
     elders: dict[NodeId, None] = field(default_factory=dict)
+    spoken: dict[NodeId, Dialect] = field(default_factory=dict)
     recovered_ns: int = 0
     returned_ns: int = 0
     await_until_ns: int = 0
@@ -244,6 +246,10 @@ class NodeBook:
             self.elders[node_id] = None
         else:
             self.elders.pop(node_id, None)
+        if state.is_present() and not state.unconfirmed:
+            self.spoken[node_id] = state.dialect
+        else:
+            self.spoken.pop(node_id, None)
         if state.draining:
             self.leaving[node_id] = None
         else:
@@ -252,6 +258,10 @@ class NodeBook:
             self.unsettled[node_id] = None
         else:
             self.unsettled.pop(node_id, None)
+
+    def is_mixed(self) -> bool:
+        """Return whether there are nodes whose workers do not understand each other."""
+        return len(set(self.spoken.values())) > 1
 
     def unsettled_nodes(self) -> list[NodeState]:
         """Return the nodes that time may change, by id."""

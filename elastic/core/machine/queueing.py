@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic.core.config import JobSpec
+from elastic.core.machine import versions
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
-from elastic.core.policy import dialects, eviction, placement, queue
+from elastic.core.policy import eviction, placement, queue
 from elastic.core.policy.claims import NAMED_MAX, Claim, Grant
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.dialects import Dialect
@@ -97,7 +98,7 @@ def _grants(cluster: Cluster, jobs: list[JobState]) -> dict[JobId, Grant]:
     states = [s for s in cluster.book.ordered() if may_host(s)]
     rooms = [room_of(cluster, state) for state in states]
     claims = [claim_of(cluster, job) for job in jobs]
-    if len({state.dialect for state in states}) > 1:
+    if cluster.book.is_mixed():
         # A label as good as any: what is wanted, and where it is, is all that a plan need know.
         rooms = [_labelled(room, s.dialect) for room, s in zip(rooms, states, strict=True)]
         claims = [_selecting(cluster, job, c) for job, c in zip(jobs, claims, strict=True)]
@@ -111,20 +112,9 @@ def _labelled(room: Room, dialect: Dialect) -> Room:
 
 
 def _selecting(cluster: Cluster, job: JobState, claim: Claim) -> Claim:
-    wanted = (DIALECT_LABEL, str(_dialect(cluster, job)))
+    wanted = (DIALECT_LABEL, str(versions.dialect(cluster, job)))
     selector = (*claim.spec.label_selector, wanted)
     return replace(claim, spec=replace(claim.spec, label_selector=selector))
-
-
-def _dialect(cluster: Cluster, job: JobState) -> Dialect | None:
-    """Return what new workers of a job must speak, None if there are no nodes."""
-    living = (
-        cluster.node_of(worker).dialect
-        for worker in job.workers.values()
-        if worker.stop_cause is None
-    )
-    states = (state for state in cluster.book.nodes.values() if may_host(state))
-    return dialects.choose(living, ((s.dialect, s.node.num_slots) for s in states))
 
 
 def may_host(state: NodeState) -> bool:
@@ -234,21 +224,7 @@ def explain(cluster: Cluster, job: JobState, hosting: Mapping[NodeId, int], have
     if not reason:
         offers = [state.offer(hosting.get(state.node.node_id, 0)) for state in _open(cluster, job)]
         reason = placement.place(job.limits, offers, have).reason
-    return _with_cordons(cluster, _with_strangers(cluster, job, reason))
-
-
-def _with_strangers(cluster: Cluster, job: JobState, reason: str) -> str:
-    """Say that nodes are there whose workers would not understand the job's."""
-    dialect = _dialect(cluster, job)
-    names = [s.node.node_id for s in _hosts(cluster) if s.dialect != dialect]
-    if not names:
-        return reason
-    told = ", ".join(names[:NAMED_MAX]) + (", ..." if len(names) > NAMED_MAX else "")
-    return (
-        f"{reason}; on {told} there is another version of elastic-torch, whose workers do not "
-        f"train together with this job's: upgrade the other nodes, too, or let the job go over by "
-        f"elastic pause and elastic resume"
-    )
+    return _with_cordons(cluster, versions.explain(cluster, job, _hosts(cluster), reason))
 
 
 def _place(
@@ -291,7 +267,7 @@ def _with_cordons(cluster: Cluster, reason: str) -> str:
 
 def _open(cluster: Cluster, job: JobState) -> list[NodeState]:
     """Return the nodes on which new workers of a job may start, by id."""
-    dialect, out = _dialect(cluster, job), job.links.out
+    dialect, out = versions.dialect(cluster, job), job.links.out
     states = [s for s in _hosts(cluster) if s.node.node_id not in out]
     return [s for s in states if s.dialect == dialect]
 

@@ -22,15 +22,11 @@ from elastic.core.machine import (
     links,
     queueing,
     saves,
+    versions,
 )
 from elastic.core.machine.announcing import tell
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
-from elastic.core.messages import (
-    Announce,
-    LeaveGroup,
-    StartWorker,
-    StopWorker,
-)
+from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker
 from elastic.core.policy import failure, membership
 from elastic.core.policy.membership import Act, Plan
 from elastic.core.policy.ranks import assign_ranks
@@ -67,6 +63,8 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
         # Once for all that came together: a cloud may take a thousand nodes at one moment.
         job.has_news_of_leavers = False
         remind_of_leavers(cluster, job, job.member_ids())
+    for worker_id in versions.strangers(cluster, job):
+        stop_worker(cluster, job, worker_id, versions.CAUSE)
     for _ in range(ROUNDS_MAX):
         _give_up_stuck(cluster, job)
         if _is_complete(job):

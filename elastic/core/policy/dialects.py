@@ -8,7 +8,6 @@ of a job as long as it has any.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
 
 Dialect = int
 """Counted from the first one."""
@@ -20,22 +19,3 @@ SINCE_MINORS = (0, 4)
 def dialect_of(protocol_minor: int) -> Dialect:
     """Return what workers speak that are started by an agent of this version."""
     return max(0, bisect_right(SINCE_MINORS, protocol_minor) - 1)
-
-
-def choose(living: Iterable[Dialect], slots: Iterable[tuple[Dialect, int]]) -> Dialect | None:
-    """Return the dialect of a job's new workers, None if there are no nodes.
-
-    Args:
-        living: what the workers of the job speak that it has.
-        slots: of each node, what its workers would speak, and how many it takes.
-
-    Returns:
-        What they speak already; for a job without any, that of most slots, then the newest.
-    """
-    spoken = next(iter(living), None)
-    if spoken is not None:
-        return spoken
-    room: dict[Dialect, int] = {}
-    for dialect, count in slots:
-        room[dialect] = room.get(dialect, 0) + count
-    return max(room, key=lambda one: (room[one], one), default=None)

@@ -91,6 +91,11 @@ def explain_misfit(spec: JobSpec, nodes: Sequence[Node]) -> str:
     return "" if decision.value or not offers else decision.reason
 
 
+def takes(spec: JobSpec, offer: Offer) -> bool:
+    """Return whether a node could take a worker of the job now."""
+    return _matches(spec, offer) and _capacity(spec, offer) > 0
+
+
 def _matches(spec: JobSpec, offer: Offer) -> bool:
     if spec.accelerator_type and offer.accelerator_type != spec.accelerator_type:
         return False
