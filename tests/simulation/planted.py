@@ -366,4 +366,4 @@ def takes_the_neighbour_of_a_hung_worker_for_ill(patch: Patch) -> None:
 @bug
 def ends_who_forms_with_the_one_that_it_waits_for(patch: Patch) -> None:
     """A group that does not form in time is ended as a whole."""
-    patch.setattr(lateness, "is_forming_stuck", lambda job: True)
+    patch.setattr(lateness, "first_out_ns", lambda job: 0)

@@ -16,15 +16,17 @@ def is_somebody_behind(job: JobState) -> bool:
     return any(w.report.generation < job.generation for w in _members(job))
 
 
-def is_forming_stuck(job: JobState) -> bool:
-    """Return whether members that form can be late: all have come into the group, and some train.
+def first_out_ns(job: JobState) -> int | None:
+    """Return since when members that still form can be late, None while they cannot.
 
     While somebody is behind they wait for it; while nobody trains nobody can tell which one hangs.
+    What held them all up until the first one was out (a link that was cut) is no fault of theirs.
     """
     members = _members(job)
-    return all(w.report.generation >= job.generation for w in members) and any(
-        w.report.phase in (WorkerPhase.TRAINING, WorkerPhase.FINISHED) for w in members
-    )
+    if any(w.report.generation < job.generation for w in members):
+        return None
+    out = (WorkerPhase.TRAINING, WorkerPhase.FINISHED)
+    return min((w.since_ns for w in members if w.report.phase in out), default=None)
 
 
 def watch_forming(cluster: Cluster, job: JobState) -> None:

@@ -311,7 +311,7 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
     of it, nobody can tell which one hangs: the group is formed anew, and that one will be missing.
     """
     members = job.member_ids() if job.is_open else ()
-    is_stuck: bool | None = None
+    first_out: list[int | None] = []
     for worker_id in [*members, *sorted(set(job.workers).difference(members))]:
         worker = job.workers.get(worker_id)
         if worker is None or worker.stop_cause is not None:
@@ -320,10 +320,11 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
         lingers_since_ns, worker.lingers_since_ns = worker.lingers_since_ns, None
         is_forming = report.phase is WorkerPhase.FORMING
         if members and report.generation >= job.generation:  # Only members have been told of it.
-            if is_forming and is_stuck is None:
-                is_stuck = lateness.is_forming_stuck(job)
-            if not is_forming or not is_stuck:
+            if is_forming and not first_out:
+                first_out.append(lateness.first_out_ns(job))
+            if not is_forming or (out_ns := first_out[0]) is None:
                 continue
+            since_ns = max(since_ns, out_ns)
         if not cluster.node_of(worker).is_live():
             continue
         what = f"join generation {job.generation}"
