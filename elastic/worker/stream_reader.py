@@ -9,24 +9,20 @@ Rule: whatever is asked for is answered, in any order: at worst a sequence is be
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import default_collate
 
 from elastic.core.policy.cursor import LEAST, Cursor
 from elastic.core.policy.microbatch import Span
 from elastic.core.policy.streams import Streams
 from elastic.errors import UsageError
+from elastic.worker.copying_samples import copied
 from elastic.worker.seeding import seed_everything
 from elastic.worker.stream_book import Snapshot
 from elastic.worker.stream_source import END, Source, reset_locks
-
-PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 
 
 @dataclass(frozen=True)
@@ -176,29 +172,3 @@ class StreamCollate:
             cursor, streams = request.cursor, self.streams
             seed_everything(streams.collate_seed(cursor.epoch, cursor.step, request.stream))
         return request.tag, (self.collate(samples), found)
-
-
-def copied(sample: Any) -> Any:
-    """Return a copy of what a collate_fn may change in a sample: containers, tensors and arrays.
-
-    Objects of classes that are none of these are shared.
-    """
-    if isinstance(sample, torch.Tensor):
-        return sample.clone()
-    if isinstance(sample, np.ndarray):
-        return sample.copy()
-    kind = type(sample)
-    if kind is dict:
-        return {key: _copied_within(value) for key, value in sample.items()}
-    if kind is list or kind is tuple:
-        return kind(_copied_within(value) for value in sample)
-    if isinstance(sample, tuple) and hasattr(sample, "_make"):
-        return sample._make(_copied_within(value) for value in sample)
-    if isinstance(sample, (MutableMapping, MutableSequence, MutableSet)):
-        return copy.copy(sample)
-    return sample
-
-
-def _copied_within(value: Any) -> Any:
-    # Token ids are lists of thousands of numbers.
-    return value if type(value) in PLAIN else copied(value)
