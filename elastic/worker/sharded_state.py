@@ -158,6 +158,24 @@ def rows_of(tensor: torch.Tensor, rank: int) -> Rows | None:
     return chunk(tensor.shape[0], mesh.size(dim), place[0][dim])
 
 
+def shard_number(tensors: Iterable[torch.Tensor]) -> int:
+    """Return a number that ranks with the same part of these tensors share, and no others do.
+
+    Returns:
+        This rank's place along the dimensions of the mesh that the first one that is cut is cut
+        over; 0 if none is.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and is_sharded(tensor):
+            mesh, number = tensor.device_mesh, 0
+            places = mesh.get_coordinate() or [0] * mesh.ndim
+            for dim, (place, one) in enumerate(zip(places, tensor.placements, strict=True)):
+                if not isinstance(one, Replicate):
+                    number = number * mesh.size(dim) + place
+            return number
+    return 0
+
+
 def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Return these rows as part of a tensor that lies as this one does."""
     return DTensor.from_local(

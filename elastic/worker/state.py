@@ -16,7 +16,7 @@ from elastic.errors import UsageError
 from elastic.worker.buckets import Unit
 from elastic.worker.complaints import unknown_parameters
 from elastic.worker.due_steps import parameters_of
-from elastic.worker.sharded_state import has_shards, put_shards_back
+from elastic.worker.sharded_state import has_shards, put_shards_back, shard_number
 
 State = dict[str, Any]
 
@@ -124,6 +124,12 @@ class TrainState:
     def is_sharded(self) -> bool:
         """Return whether every member has rows of the models' parameters, and none all of them."""
         return has_shards(self.models)
+
+    @property
+    def shard_number(self) -> int:
+        """The same on all members that have the same part of the weights; 0 if all have all."""
+        # Of optimizers: modules show whole parameters while they are gathered.
+        return shard_number(p for one in self.optimizers for p in parameters_of(one))
 
     def aliases(self) -> list[dict[str, str]]:
         """Return for each model the other names of shared parameters, each with its first one."""

@@ -323,7 +323,7 @@ class StepEngine(Preparing):
                 return
             self._has_state, self._stepped = False, self._due.bits(self.state.optimizers)
             self._rates = rates_print(self.state.optimizers)
-            seed_step(self.data, self.cursor, self._context.world_rank * self.state.is_sharded)
+            seed_step(self.data, self.cursor, self.state.shard_number)
             self._due.do()
             self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
             self._phase, self._has_state = Phase.COMMITTED, True

@@ -23,7 +23,7 @@ from elastic.worker.saving import Saver, Seat
 from elastic.worker.sharded_choice import Key, Told, choices, complete
 from elastic.worker.sharded_restore import Restorer
 from elastic.worker.sharded_state import check_shards, rows_of, spread_of
-from elastic.worker.state import State
+from elastic.worker.state import State, TrainState
 from tests.unit.sharded_under_test import (
     Member,
     Memory,
@@ -104,6 +104,25 @@ def test_what_cannot_be_saved_is_refused_when_the_model_is_prepared() -> None:
     copied = DTensor.from_local(torch.zeros(2), mesh, [Replicate()], run_check=False)
     assert spread_of(copied) is None
     assert rows_of(copied, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers"), [((4,), [0, 1, 2, 3]), ((2, 2), [0, 1, 0, 1]), ((4, 1), [0] * 4)]
+)
+def test_ranks_that_hold_the_same_rows_draw_the_same(
+    shape: tuple[int, ...], numbers: list[int]
+) -> None:
+    found = []
+    for rank in range(4):
+        # No nn.Parameter: torch would take the mesh that it knows already, that of rank 0.
+        rows = sharded(torch.zeros(4, 1), mesh_of(rank, shape)).requires_grad_()
+        state = TrainState()
+        state.optimizers.append(torch.optim.SGD([nn.Parameter(torch.zeros(2)), rows]))
+        found.append(state.shard_number)
+    assert found == numbers
+    plain = TrainState()
+    plain.optimizers.append(torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
+    assert plain.shard_number == 0
 
 
 # ------------------------------------------------------------------------------ nodes' memory
