@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -165,6 +166,8 @@ def scalers_know(steps: Steps) -> Iterator[None]:
     """
     cls = torch.amp.GradScaler
     scale, unscale, step, update = cls.scale, cls.unscale_, cls.step, cls.update
+    # Scalers whose optimizers had no gradients in this step.
+    with_nothing: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(scale)
     def scale_(self: Any, outputs: Any) -> Any:
@@ -174,8 +177,10 @@ def scalers_know(steps: Steps) -> Iterator[None]:
 
     @functools.wraps(unscale)
     def unscale_(self: Any, optimizer: Any) -> None:
-        if not steps.is_prepared(optimizer) or steps.is_due(optimizer):
-            unscale(self, optimizer)
+        is_ours = steps.is_prepared(optimizer)
+        if is_ours and (not steps.is_due(optimizer) or _is_left_out(self, optimizer, steps)):
+            return
+        unscale(self, optimizer)
 
     @functools.wraps(step)
     def step_(self: Any, optimizer: Any, *args: Any, **named: Any) -> Any:
@@ -185,6 +190,10 @@ def scalers_know(steps: Steps) -> Iterator[None]:
         if not steps.is_due(optimizer):
             steps.optimizer_skipped(optimizer)  # Later gradients are not for this step of it.
             return None
+        if _is_left_out(self, optimizer, steps):
+            with_nothing.add(self)
+            steps.optimizer_skipped(optimizer)
+            return None
         result = step(self, optimizer, *args, **named)
         steps.optimizer_skipped(optimizer)
         return result
@@ -192,7 +201,14 @@ def scalers_know(steps: Steps) -> Iterator[None]:
     @functools.wraps(update)
     def update_(self: Any, *args: Any, **named: Any) -> None:
         # One for all optimizers of the step, whose overflows it counts.
-        steps.once(lambda: update(self, *args, **named), thing=self)
+        def now() -> None:
+            had_nothing = self in with_nothing
+            with_nothing.discard(self)
+            # It raises if it has seen no gradients at all.
+            if args or named or not had_nothing or _has_checked(self):
+                update(self, *args, **named)
+
+        steps.once(now, thing=self)
 
     cls.scale, cls.unscale_ = scale_, unscale_  # type: ignore[method-assign]
     cls.step, cls.update = step_, update_  # type: ignore[method-assign]
@@ -201,6 +217,23 @@ def scalers_know(steps: Steps) -> Iterator[None]:
     finally:
         cls.scale, cls.unscale_ = scale, unscale  # type: ignore[method-assign]
         cls.step, cls.update = step, update  # type: ignore[method-assign]
+
+
+def _is_left_out(scaler: Any, optimizer: Any, steps: Steps) -> bool:
+    """Return whether all batches of the step were left out, here and everywhere."""
+    if steps.has_stepped() or not scaler.is_enabled():
+        return False  # Not in a step.
+    found = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    if found and scaler._scale is None:
+        # Others have scaled in the very first step, and this rank has left out all of its own.
+        steps.add_scaler(scaler)
+        scaler._lazy_init_scale_growth_tracker(found[0].device)
+    return not found
+
+
+def _has_checked(scaler: Any) -> bool:
+    """Return whether a scaler has looked for overflows since its last update."""
+    return any(one["found_inf_per_device"] for one in scaler._per_optimizer_states.values())
 
 
 @contextmanager

@@ -231,6 +231,27 @@ def test_a_step_that_overflows_is_left_out_and_counts() -> None:
     assert train.get_context().get_epoch() == 1
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_scaler_takes_a_step_of_which_all_batches_are_left_out(step: int, clips: bool) -> None:
+    loop = Loop.make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    changed, left = set(), range(step * V, step * V + V)
+    for count, (_, x, y) in enumerate(loop.batches(1)):
+        before = bits(loop.plain)
+        loop.optimizer.zero_grad()
+        if count not in left:
+            scaler.scale(square(loop.model(x), y)).backward()
+        if clips:
+            scaler.unscale_(loop.optimizer)
+        scaler.step(loop.optimizer)
+        scaler.update()
+        if bits(loop.plain) != before:
+            changed.add(count // V)
+    assert changed == set(range(STEPS)) - {step}
+    assert scaler.get_scale() == 4.0 * 2 ** (STEPS - 1)
+
+
 def test_two_optimizers_share_a_scaler_and_one_may_overflow() -> None:
     pair = Pair(prepare=True)
     loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
