@@ -9,10 +9,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 # Cheapest first: a broken rule is reported in seconds, a broken recovery in minutes.
-# The first share nothing and run on all cores at once; the others start processes that want the
-# cores for themselves.
+# The first share nothing and run on all cores at once; those of a file of the next share what they
+# have started; the last start processes that want the cores for themselves.
 PURE := tidy unit property scenarios simulation
-REAL := integration chaos
+PAIRS := integration
+ALONE := chaos
 # For example: make test PYTEST_FLAGS="-x -k sqlite"
 PYTEST_FLAGS ?=
 
@@ -46,7 +47,8 @@ endef
 
 pytest: $(INSTALLED)  ## the tests without the checks
 	@$(call run,-n logical $(PURE:%=tests/%))
-	@$(call run,--durations 15 $(REAL:%=tests/%))
+	@$(call run,--durations 15 -n 2 --dist loadfile $(PAIRS:%=tests/%))
+	@$(call run,--durations 15 $(ALONE:%=tests/%))
 
 chaos: $(INSTALLED)  ## the tests that take minutes or hours
 	@$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS) tests

@@ -218,7 +218,8 @@ def test_following_calls_back_in_the_callers_thread(client: Client) -> None:
     assert view.record.result == '"done"'
     assert reports == [{"loss": 0.5}]
     assert threads == {threading.get_ident()}
-    assert {"group_formed", "report", "job_ended"} <= set(notes)
+    # The group may have been there first; its worker reports once somebody follows.
+    assert {"report", "job_ended"} <= set(notes)
 
 
 def test_an_error_in_a_callback_ends_the_following_and_leaves_no_thread(client: Client) -> None:
