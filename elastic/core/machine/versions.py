@@ -63,9 +63,11 @@ def explain(cluster: Cluster, job: JobState, hosts: Iterable[NodeState], reason:
         hosts: on which workers may start.
         reason: why it waits.
     """
-    ours = dialect(cluster, job) if cluster.book.is_mixed() else None
-    if ours is None:
+    if not cluster.book.is_mixed():
         return reason
+    ours = dialect(cluster, job)
+    if ours is None and job.workers:
+        return "the nodes of its workers are not back: of two versions, theirs must be known first"
     others = [s for s in hosts if s.dialect != ours and placement.takes(job.limits, s.offer(0))]
     if not others:
         return reason
