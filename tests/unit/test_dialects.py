@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic.core.messages import PROTOCOL_MINOR, StartWorker, StopWorker
 from elastic.core.policy.dialects import SINCE_MINORS, dialect_of
 from elastic.core.world import FIRST_AUTOMATIC, JobPhase, WorkerPhase
-from tests.unit.coordinator_under_test import STOPPED, Coordinator
+from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator
 
 OLD = SINCE_MINORS[-1] - 1
 HINT = (
@@ -164,6 +166,40 @@ def test_a_fresh_job_goes_where_it_can_run(why: str) -> None:
     coordinator.submit("b", **wants.get(why, {}))
     coordinator.advance(5)
     assert [str(w.report.worker_id) for w in coordinator.job("b").workers] == ["n3/1"]
+
+
+def test_a_job_that_has_not_begun_does_not_hold_on_to_what_it_has() -> None:
+    coordinator = Coordinator()
+    for name in ("n1", "n2"):
+        coordinator.agent(name, protocol_minor=OLD)
+    coordinator.submit("b", 2)
+    coordinator.ready("n1/1")
+    coordinator.disconnect("n2")
+    coordinator.advance(20)
+    coordinator.agent("n3")
+    assert not coordinator.sent(StopWorker), "there is no room for it either"
+    coordinator.agent("n4")
+    assert [str(m.worker_id) for m in coordinator.sent(StopWorker)] == ["n1/1"]
+    coordinator.exits("n1/1", STOPPED)
+    coordinator.advance(5)
+    coordinator.ready("n3/1", "n4/1")
+    coordinator.advance(5)
+    assert coordinator.members("b") == "g1: n3/1 n4/1"
+
+
+def test_an_urgent_job_takes_the_place_of_a_lesser_one_whatever_its_version() -> None:
+    coordinator = Coordinator(replace(CONFIG, preemption_min_run_s=0))
+    for name in ("n1", "n2"):
+        coordinator.agent(name, protocol_minor=OLD)
+    coordinator.submit("low", 2, run_path="/runs/low")
+    coordinator.ready("n1/1", "n2/1")
+    coordinator.advance(3)
+    for worker in ("n1/1", "n2/1"):
+        coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
+    coordinator.agent("n3")
+    coordinator.submit("top", priority=10)
+    coordinator.submit("mid", priority=5)
+    assert coordinator.job("low").reason.startswith("gives way to mid")
 
 
 def test_a_job_that_fits_on_old_nodes_alone_starts_there() -> None:

@@ -5,6 +5,7 @@ Rule: this module keeps books; what a change means for jobs is decided by the co
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from elastic.core.config import ns
@@ -170,6 +171,7 @@ class NodeBook:
         faulty: nodes that are in quarantine for the faults of their workers, for a time.
         elders: nodes whose agents know no TLS but that of the cluster's certificates.
         spoken: what workers speak on each node that is there, and whose agent has come by itself.
+        speakers: how many of those nodes there are of each dialect.
         recovered_ns: when the journal was read.
         returned_ns: when a node that was known from it only came back last.
         await_until_ns: whoever comes then, nobody waits for others any more.
@@ -183,6 +185,7 @@ class NodeBook:
     faulty: dict[NodeId, None] = field(default_factory=dict)
     elders: dict[NodeId, None] = field(default_factory=dict)
     spoken: dict[NodeId, Dialect] = field(default_factory=dict)
+    speakers: Counter[Dialect] = field(default_factory=Counter)
     recovered_ns: int = 0
     returned_ns: int = 0
     await_until_ns: int = 0
@@ -246,10 +249,12 @@ class NodeBook:
             self.elders[node_id] = None
         else:
             self.elders.pop(node_id, None)
+        before = self.spoken.pop(node_id, None)
+        if before is not None:
+            self.speakers[before] -= 1
         if state.is_present() and not state.unconfirmed:
             self.spoken[node_id] = state.dialect
-        else:
-            self.spoken.pop(node_id, None)
+            self.speakers[state.dialect] += 1
         if state.draining:
             self.leaving[node_id] = None
         else:
@@ -261,7 +266,7 @@ class NodeBook:
 
     def is_mixed(self) -> bool:
         """Return whether there are nodes whose workers do not understand each other."""
-        return len(set(self.spoken.values())) > 1
+        return sum(1 for number in self.speakers.values() if number) > 1
 
     def unsettled_nodes(self) -> list[NodeState]:
         """Return the nodes that time may change, by id."""

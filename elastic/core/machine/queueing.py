@@ -224,7 +224,7 @@ def explain(cluster: Cluster, job: JobState, hosting: Mapping[NodeId, int], have
     if not reason:
         offers = [state.offer(hosting.get(state.node.node_id, 0)) for state in _open(cluster, job)]
         reason = placement.place(job.limits, offers, have).reason
-    return _with_cordons(cluster, versions.explain(cluster, job, _hosts(cluster), reason))
+    return _with_cordons(cluster, versions.explain(cluster, job, reason))
 
 
 def _place(
@@ -268,15 +268,8 @@ def _with_cordons(cluster: Cluster, reason: str) -> str:
 def _open(cluster: Cluster, job: JobState) -> list[NodeState]:
     """Return the nodes on which new workers of a job may start, by id."""
     dialect, out = versions.dialect(cluster, job), job.links.out
-    states = [s for s in _hosts(cluster) if s.node.node_id not in out]
+    states = [s for s in versions.hosts(cluster) if s.node.node_id not in out]
     return [s for s in states if s.dialect == dialect]
-
-
-def _hosts(cluster: Cluster) -> list[NodeState]:
-    """Return the nodes on which new workers may start, by id."""
-    now_ns = cluster.now_ns
-    states = [state for state in cluster.book.ordered() if may_host(state)]
-    return [state for state in states if not cluster.book.closed(state, now_ns)]
 
 
 def _within_project(

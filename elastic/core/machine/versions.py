@@ -1,12 +1,13 @@
 """Which nodes a job may use while a cluster is upgraded node by node; see `dialects`.
 
 Rule: as long as a job has workers it speaks what they do, those of its newest group before others.
-Nothing is started while nobody knows what that is; whoever turns out to speak another is stopped.
+Where nodes of two versions are there, nothing is started while nobody knows what that is; whoever
+turns out to speak another is stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elastic.core.machine.jobs import Cluster, JobState
@@ -15,7 +16,7 @@ from elastic.core.policy import placement
 from elastic.core.policy.claims import NAMED_MAX
 from elastic.core.policy.dialects import Dialect
 from elastic.core.policy.placement import Offer
-from elastic.core.world import ExitCause, ExitKind, WorkerId
+from elastic.core.world import NO_GENERATION, ExitCause, ExitKind, NodeId, WorkerId
 
 CAUSE = ExitCause(ExitKind.STOPPED, detail="it does not understand the others: another version")
 
@@ -28,18 +29,25 @@ def dialect(cluster: Cluster, job: JobState) -> Dialect | None:
     spoken = cluster.book.spoken
     if not cluster.book.is_mixed():
         return next(iter(spoken.values()), None)
-    living = [w for w, worker in job.workers.items() if worker.stop_cause is None]
+    living = {w: one.node_id for w, one in job.workers.items() if one.stop_cause is None}
+    known = [w for w in (*job.member_ids(), *sorted(living)) if living.get(w) in spoken]
     if not living:
         return _chosen(cluster, job)
-    for worker_id in (*job.member_ids(), *sorted(living)):
-        worker = job.workers.get(worker_id)
-        if worker is not None and worker.stop_cause is None and worker.node_id in spoken:
-            return spoken[worker.node_id]
-    return None
+    if not known:
+        return None
+    ours = spoken[living[known[0]]]
+    if job.generation == NO_GENERATION and not _has_enough(cluster, job, living, ours):
+        # There is nothing yet that would be lost.
+        other = _chosen(cluster, job)
+        return other if other is not None and _has_enough(cluster, job, {}, other) else ours
+    return ours
 
 
 def strangers(cluster: Cluster, job: JobState) -> tuple[WorkerId, ...]:
-    """Return workers that do not understand the job's others: given up, replaced, and back."""
+    """Return workers that do not understand the job's others.
+
+    Such as those that were given up, replaced by others, and are back.
+    """
     if not cluster.book.is_mixed():
         return ()
     ours, spoken = dialect(cluster, job), cluster.book.spoken
@@ -54,27 +62,26 @@ def strangers(cluster: Cluster, job: JobState) -> tuple[WorkerId, ...]:
     )
 
 
-def explain(cluster: Cluster, job: JobState, hosts: Iterable[NodeState], reason: str) -> str:
+def explain(cluster: Cluster, job: JobState, reason: str) -> str:
     """Add that nodes would take workers of the job, which would not understand its others.
 
     Args:
         cluster: all there is.
         job: that waits.
-        hosts: on which workers may start.
         reason: why it waits.
     """
     if not cluster.book.is_mixed():
         return reason
     ours = dialect(cluster, job)
-    if ours is None and job.workers:
+    if ours is None and any(worker.stop_cause is None for worker in job.workers.values()):
         return "the nodes of its workers are not back: of two versions, theirs must be known first"
-    others = [s for s in hosts if s.dialect != ours and placement.takes(job.limits, s.offer(0))]
-    if not others:
+    others = [state for state in hosts(cluster) if state.dialect != ours]
+    names = [s.node.node_id for s in others if placement.takes(job.limits, s.offer(0))]
+    if not names:
         return reason
-    names = [state.node.node_id for state in others]
     told = ", ".join(names[:NAMED_MAX]) + (", ..." if len(names) > NAMED_MAX else "")
     advice = "upgrade the other nodes, too"
-    if job.workers and job.spec.run_path:
+    if job.workers and (job.spec.run_path or job.generation == NO_GENERATION):
         advice += ", or let the job go over by elastic pause and elastic resume"
     return (
         f"{reason}; on {told} there is another version of elastic-torch, whose workers do not "
@@ -85,21 +92,52 @@ def explain(cluster: Cluster, job: JobState, hosts: Iterable[NodeState], reason:
 def _chosen(cluster: Cluster, job: JobState) -> Dialect | None:
     """Return what a job without workers begins with: the newest in which it can run.
 
-    At once, or else when others have left what nodes of that version have.
+    At once; or else in place of jobs of lower priority; or else when others have left.
     """
-    now_ns, book = cluster.now_ns, cluster.book
-    hosts = [s for s in book.ordered() if s.is_live() and not s.draining]
-    hosts = [s for s in hosts if not book.closed(s, now_ns)]
-    found = sorted({state.dialect for state in hosts}, reverse=True)
-    for is_empty in (False, True):
+    there, below = hosts(cluster), _held_below(cluster, job)
+    found = sorted({state.dialect for state in there}, reverse=True)
+    for offer in (
+        lambda state: state.offer(0),
+        lambda state: _offer_without(state, below.get(state.node.node_id, ())),
+        lambda state: _offer_without(state, tuple(state.held)),
+    ):
         for one in found:
-            offers = [_offer(s, is_empty=is_empty) for s in hosts if s.dialect == one]
+            offers = [offer(state) for state in there if state.dialect == one]
             if placement.place(job.limits, offers, 0).value:
                 return one
     return next(iter(found), None)
 
 
-def _offer(state: NodeState, *, is_empty: bool) -> Offer:
-    """Return what a node could take, now or if nobody else were there."""
-    offer = state.offer(0)
-    return replace(offer, free=offer.total, free_slots=state.node.num_slots) if is_empty else offer
+def _has_enough(
+    cluster: Cluster, job: JobState, living: Mapping[WorkerId, NodeId], ours: Dialect
+) -> bool:
+    """Return whether a job that has not begun has its min in a dialect, or finds it now."""
+    have = sum(1 for node_id in living.values() if cluster.book.spoken.get(node_id) == ours)
+    offers = [state.offer(0) for state in hosts(cluster) if state.dialect == ours]
+    return have >= job.limits.min_workers or bool(placement.place(job.limits, offers, have).value)
+
+
+def hosts(cluster: Cluster) -> list[NodeState]:
+    """Return the nodes on which new workers may start, by id."""
+    now_ns, book = cluster.now_ns, cluster.book
+    states = [state for state in book.ordered() if state.is_live() and not state.draining]
+    return [state for state in states if not book.closed(state, now_ns)]
+
+
+def _held_below(cluster: Cluster, job: JobState) -> dict[NodeId, tuple[WorkerId, ...]]:
+    """Return the workers of jobs of lower priority, by node."""
+    found: dict[NodeId, tuple[WorkerId, ...]] = {}
+    for other in cluster.active():
+        if other.spec.priority < job.spec.priority:
+            for worker_id, worker in other.workers.items():
+                found[worker.node_id] = (*found.get(worker.node_id, ()), worker_id)
+    return found
+
+
+def _offer_without(state: NodeState, workers: Sequence[WorkerId]) -> Offer:
+    """Return what a node could take if these workers were not there."""
+    free = state.node.resources
+    for worker_id, held in state.held.items():
+        free = free if worker_id in workers else free.minus(held)
+    slots = min(state.node.num_slots, state.free_slots() + len(workers))
+    return replace(state.offer(0), free=free, free_slots=slots)

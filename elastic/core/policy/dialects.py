@@ -1,8 +1,8 @@
 """Which workers understand each other, while a cluster is upgraded node by node.
 
 What the members of a group tell each other with every step has no room for what another version
-knows. So a change to it is a new dialect, and a group is of one: nodes of another take no workers
-of a job as long as it has any.
+knows. So a change to it is a new dialect, and all members of a group speak the same one: nodes of
+another take no workers of a job as long as it has any.
 """
 
 from __future__ import annotations
