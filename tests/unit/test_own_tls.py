@@ -271,7 +271,8 @@ def of(name: str, *, old: bool = False) -> dict[str, Any]:
     """Return what an agent tells of its doors."""
     if old:
         return {"copies_at": f"{name}:1", "protocol_minor": OWN_TLS_SINCE_MINOR - 1}
-    return {"copies_at": f"{name}:1", "copies_tls_at": f"{name}:2", "copies_fingerprint": name * 32}
+    own = {"copies_tls_at": f"{name}:2", "copies_fingerprint": name * 32}
+    return {"copies_at": f"{name}:1", "protocol_minor": OWN_TLS_SINCE_MINOR, **own}
 
 
 def told(old: Collection[str], *, is_sharded: bool) -> dict[str, Any]:
