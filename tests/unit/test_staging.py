@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio.abc import TaskGroup
 
 from elastic.coord import staging
 from elastic.coord.driver import Driver
@@ -99,6 +101,17 @@ async def driver_on(store: Weak, name: str = "a") -> Driver:
     return Driver(Machine(), await office(store, name), SystemClock())
 
 
+@asynccontextmanager
+async def serving(driver: Driver) -> AsyncIterator[TaskGroup]:
+    """Let a driver run beside what is tried, which has an end."""
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(driver.run)
+            await driver.wait_recovered()
+            yield tasks
+            tasks.cancel_scope.cancel()
+
+
 def other_change(request_id: str) -> StopRequested:
     return StopRequested(request_id, JobId("j-other"), "why")
 
@@ -147,28 +160,24 @@ async def test_a_function_for_which_no_job_came_is_removed(how: str) -> None:
     gated = Gated()
     driver = await driver_on(gated)
     spec = replace(record(payload=BIG).spec, name="late")
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(driver.run)
-            await driver.wait_recovered()
-            if how == "refused":
-                for _ in range(3):
-                    gated.leave.release()
-                assert (await driver.submit(spec, "me")).error == "invalid"
-            else:
-                with anyio.CancelScope() as patience:
-                    tasks.start_soon(cancel_when_asked, gated, patience, 2)
-                    gated.leave.release()
-                    await driver.submit(spec, "me")
+    async with serving(driver) as tasks:
+        if how == "refused":
+            for _ in range(3):
                 gated.leave.release()
-            while await gated.keys("pieces"):
-                await anyio.lowlevel.checkpoint()
-            # And the next one under this id has all of its own.
-            for _ in range(2):
+            assert (await driver.submit(spec, "me")).error == "invalid"
+        else:
+            with anyio.CancelScope() as patience:
+                tasks.start_soon(cancel_when_asked, gated, patience, 2)
                 gated.leave.release()
-            job = record(payload=OTHER)
-            assert not (await driver.submit(job.spec, "me")).error
-            tasks.cancel_scope.cancel()
+                await driver.submit(spec, "me")
+            gated.leave.release()
+        while await gated.keys("pieces"):
+            await anyio.lowlevel.checkpoint()
+        # And the next one under this id has all of its own.
+        for _ in range(2):
+            gated.leave.release()
+        job = record(payload=OTHER)
+        assert not (await driver.submit(job.spec, "me")).error
     assert await (await office(gated, "b")).load() == (job,)
 
 
@@ -176,11 +185,8 @@ async def test_of_a_job_that_is_refused_no_function_is_written() -> None:
     gated = Gated()
     driver = await driver_on(gated)
     spec = replace(record(payload=BIG).spec, name="no")
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(driver.run)
-            assert (await driver.submit(spec, "me")).error == "invalid"
-            tasks.cancel_scope.cancel()
+    async with serving(driver):
+        assert (await driver.submit(spec, "me")).error == "invalid"
     assert not gated.asked
 
 
@@ -190,20 +196,16 @@ async def test_a_submission_that_was_given_up_leaves_what_its_repeat_has_written
     spec = record(payload=BIG).spec
     for _ in range(100):
         gated.leave.release()
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(driver.run)
-            await driver.wait_recovered()
-            staging = driver._staging
-            with staging.held(spec.job_id):
-                await staging.stage(spec.job_id, BIG)
-                staging.drop(spec.job_id)  # Of the first try, whose caller has gone.
-                await staging.stage(JobId("j-behind"), BIG)
-                assert [key for key in await gated.keys("pieces") if spec.job_id in key]
-            staging.drop(spec.job_id)
-            while [key for key in await gated.keys("pieces") if spec.job_id in key]:
-                await anyio.lowlevel.checkpoint()
-            tasks.cancel_scope.cancel()
+    async with serving(driver):
+        staging = driver._staging
+        with staging.held(spec.job_id):
+            await staging.stage(spec.job_id, BIG)
+            staging.drop(spec.job_id)  # Of the first try, whose caller has gone.
+            await staging.stage(JobId("j-behind"), BIG)
+            assert [key for key in await gated.keys("pieces") if spec.job_id in key]
+        staging.drop(spec.job_id)
+        while [key for key in await gated.keys("pieces") if spec.job_id in key]:
+            await anyio.lowlevel.checkpoint()
 
 
 async def cancel_when_asked(gated: Gated, scope: anyio.CancelScope, number: int) -> None:

@@ -112,6 +112,10 @@ class NodeState:
         """Return whether its stream stands."""
         return self.phase in LIVE
 
+    def may_host(self) -> bool:
+        """Return whether workers may be on the node from now on."""
+        return self.is_live() and not self.draining
+
     def is_awaited(self) -> bool:
         """Return whether its agent is about to tell more of what happened while it was away."""
         return self.unconfirmed or self.reports_due > 0

@@ -15,7 +15,7 @@ from elastic.core.machine import versions
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import eviction, placement, queue
-from elastic.core.policy.claims import NAMED_MAX, Claim, Grant
+from elastic.core.policy.claims import NAMED_MAX, Claim, Grant, listed
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.dialects import Dialect
 from elastic.core.policy.packing import Room
@@ -95,7 +95,7 @@ def _grants(cluster: Cluster, jobs: list[JobState]) -> dict[JobId, Grant]:
     limited = {share.project for share in projects}
     if len(jobs) < 2 and not any(job.spec.project in limited for job in jobs):
         return {}
-    states = [s for s in cluster.book.ordered() if may_host(s)]
+    states = [s for s in cluster.book.ordered() if s.may_host()]
     rooms = [room_of(cluster, state) for state in states]
     claims = [claim_of(cluster, job) for job in jobs]
     if cluster.book.is_mixed():
@@ -115,11 +115,6 @@ def _selecting(cluster: Cluster, job: JobState, claim: Claim) -> Claim:
     wanted = (DIALECT_LABEL, str(versions.dialect(cluster, job)))
     selector = (*claim.spec.label_selector, wanted)
     return replace(claim, spec=replace(claim.spec, label_selector=selector))
-
-
-def may_host(state: NodeState) -> bool:
-    """Return whether workers may be on the node from now on."""
-    return state.is_live() and not state.draining
 
 
 def room_of(cluster: Cluster, state: NodeState) -> Room:
@@ -161,7 +156,7 @@ def claim_of(cluster: Cluster, job: JobState) -> Claim:
     return Claim(
         spec=limits,
         sequence=job.sequence,
-        seats=tuple((w, nodes[w].node.node_id) for w in alive if may_host(nodes[w])),
+        seats=tuple((w, nodes[w].node.node_id) for w in alive if nodes[w].may_host()),
         away=sum(1 for w in alive if not nodes[w].is_live()),
         out=frozenset(job.links.out),
         trains=job.is_open,
@@ -251,7 +246,7 @@ def _place(
 
 def _with_cordons(cluster: Cluster, reason: str) -> str:
     """Say that nodes are there on which nothing may start."""
-    live = [s for s in cluster.book.ordered() if may_host(s)]
+    live = [s for s in cluster.book.ordered() if s.may_host()]
     ill = [s for s in live if s.quarantine(cluster.now_ns)]
     if ill:
         named = [f"{s.node.node_id} is quarantined: {s.quarantine(cluster.now_ns)}" for s in ill]
@@ -259,7 +254,7 @@ def _with_cordons(cluster: Cluster, reason: str) -> str:
     closed = [s.node.node_id for s in live if s.node.node_id in cluster.book.cordons]
     if not closed:
         return reason
-    names = ", ".join(closed[:NAMED_MAX]) + (", ..." if len(closed) > NAMED_MAX else "")
+    names = listed(closed)
     if len(closed) == len(live):
         return f"no new worker may start: {names} cordoned; elastic uncordon NODE takes that back"
     return f"{reason}; cordoned: {names}"

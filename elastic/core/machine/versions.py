@@ -13,7 +13,7 @@ from dataclasses import replace
 from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import placement
-from elastic.core.policy.claims import NAMED_MAX
+from elastic.core.policy.claims import listed
 from elastic.core.policy.dialects import Dialect
 from elastic.core.policy.placement import Offer
 from elastic.core.world import NO_GENERATION, ExitCause, ExitKind, NodeId, WorkerId
@@ -30,12 +30,12 @@ def dialect(cluster: Cluster, job: JobState) -> Dialect | None:
     if not cluster.book.is_mixed():
         return next(iter(spoken.values()), None)
     living = {w: one.node_id for w, one in job.workers.items() if one.stop_cause is None}
-    known = [w for w in (*job.member_ids(), *sorted(living)) if living.get(w) in spoken]
     if not living:
         return _chosen(cluster, job)
-    if not known:
+    nodes = (living.get(worker_id) for worker_id in (*job.member_ids(), *sorted(living)))
+    ours = next((spoken[node_id] for node_id in nodes if node_id in spoken), None)
+    if ours is None:
         return None
-    ours = spoken[living[known[0]]]
     if job.generation == NO_GENERATION and not _has_enough(cluster, job, living, ours):
         # There is nothing yet that would be lost.
         other = _chosen(cluster, job)
@@ -48,15 +48,15 @@ def strangers(cluster: Cluster, job: JobState) -> tuple[WorkerId, ...]:
 
     Such as those that were given up, replaced by others, and are back.
     """
-    if not cluster.book.is_mixed():
+    ours = dialect(cluster, job) if cluster.book.is_mixed() else None
+    if ours is None:
         return ()
-    ours, spoken = dialect(cluster, job), cluster.book.spoken
+    spoken = cluster.book.spoken
     members = frozenset(job.member_ids() if job.is_open else ())
     return tuple(
         worker_id
         for worker_id, worker in sorted(job.workers.items())
-        if ours is not None
-        and worker.stop_cause is None
+        if worker.stop_cause is None
         and worker_id not in members
         and spoken.get(worker.node_id, ours) != ours
     )
@@ -79,13 +79,12 @@ def explain(cluster: Cluster, job: JobState, reason: str) -> str:
     names = [s.node.node_id for s in others if placement.takes(job.limits, s.offer(0))]
     if not names:
         return reason
-    told = ", ".join(names[:NAMED_MAX]) + (", ..." if len(names) > NAMED_MAX else "")
     advice = "upgrade the other nodes, too"
     if job.workers and (job.spec.run_path or job.generation == NO_GENERATION):
         advice += ", or let the job go over by elastic pause and elastic resume"
     return (
-        f"{reason}; on {told} there is another version of elastic-torch, whose workers do not "
-        f"train together with this job's: {advice}"
+        f"{reason}; on {listed(names)} there is another version of elastic-torch, whose workers do "
+        f"not train together with this job's: {advice}"
     )
 
 
@@ -120,8 +119,7 @@ def _has_enough(
 def hosts(cluster: Cluster) -> list[NodeState]:
     """Return the nodes on which new workers may start, by id."""
     now_ns, book = cluster.now_ns, cluster.book
-    states = [state for state in book.ordered() if state.is_live() and not state.draining]
-    return [state for state in states if not book.closed(state, now_ns)]
+    return [s for s in book.ordered() if s.may_host() and not book.closed(s, now_ns)]
 
 
 def _held_below(cluster: Cluster, job: JobState) -> dict[NodeId, tuple[WorkerId, ...]]:

@@ -5,6 +5,7 @@ Rule: a draft is changed by the plan that it is part of, and by nobody else; the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
@@ -112,6 +113,11 @@ class Draft:
 def rank(claim: Claim) -> tuple[int, int]:
     """Return what jobs are sorted by: priority, then age."""
     return -claim.spec.priority, claim.sequence
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return "n1, n2, n3, ..."."""
+    return ", ".join(names[:NAMED_MAX]) + (", ..." if len(names) > NAMED_MAX else "")
 
 
 def named(claim: Claim) -> str:

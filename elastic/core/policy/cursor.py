@@ -185,7 +185,7 @@ def _mix_64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-# Purposes that seeds are derived for, so that no two of them ever meet.
+# Purposes that seeds are derived for, so that no two of them ever meet; 4 is `streams.STREAM`.
 SHUFFLE, DROPOUT, AUGMENT, STEP = 0, 1, 2, 5
 
 
