@@ -41,14 +41,14 @@ from elastic.core.events.agent import (
     ProcessStopped,
     SpawnFailed,
 )
-from elastic.core.messages import Assign, PipeToWorker
+from elastic.core.messages import PROTOCOL, Assign, PipeToWorker
 from elastic.errors import ElasticError, PeerError, check
 from elastic.wire.async_pipe import AsyncPipe
 
 log = logging.getLogger(__name__)
 
-WORKER_COMMAND = (sys.executable, "-m", "elastic.worker.main")
-ZYGOTE_COMMAND = (sys.executable, "-m", "elastic.worker.zygote")
+WORKER_COMMAND = (sys.executable, "-m", "elastic.worker.main", "--protocol", PROTOCOL)
+ZYGOTE_COMMAND = (sys.executable, "-m", "elastic.worker.zygote", "--protocol", PROTOCOL)
 LOOK_INTERVAL_S = 0.2
 """How often the kernel is asked which processes are stopped."""
 END_PAUSE_S = 0.01

@@ -33,9 +33,9 @@ from elastic.client.terminal import (
 )
 from elastic.client.values import parse_ranks
 from elastic.client.wording import waiting_line
+from elastic.core.messages import PROTOCOL
 from elastic.core.view import JobView
 from elastic.runtime.clock import SystemClock
-from elastic.runtime.rpc import PROTOCOL
 
 _clock = SystemClock()
 

@@ -30,6 +30,7 @@ from elastic.coord.office import Office
 from elastic.coord.roles import ANYONE, CALLER, RULES, Caller, Role, Rule, caller_of_uri
 from elastic.coord.server_limits import Door, Limits
 from elastic.coord.tokens import TokenList
+from elastic.core.messages import PROTOCOL
 from elastic.errors import Busy, ElasticError, NotAuthorized, NotLeading, PeerError, Refused
 from elastic.runtime.certificates import RevokedList, read_shown
 from elastic.runtime.clock import Clock
@@ -37,7 +38,6 @@ from elastic.runtime.eventlog import quoted
 from elastic.runtime.rpc import (
     COORDINATORS_KEY,
     FRESH_KEY,
-    PROTOCOL,
     PROTOCOL_KEY,
     bearer_of,
     check_version,

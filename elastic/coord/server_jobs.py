@@ -28,10 +28,10 @@ from elastic.core.events.coordinator import (
     ScaleRequested,
     StopRequested,
 )
+from elastic.core.messages import PROTOCOL
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId, NodeId, WorkerId
 from elastic.errors import UsageError
-from elastic.runtime.rpc import PROTOCOL
 from elastic.wire.codec_jobs import (
     ClusterStatus,
     LogChunk,

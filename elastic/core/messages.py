@@ -37,6 +37,7 @@ from elastic.core.world import (
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 4
+PROTOCOL = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic import errors
 from elastic.core.config import ENTRY_BYTES_MAX
-from elastic.core.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from elastic.core.messages import PROTOCOL, PROTOCOL_MAJOR
 from elastic.errors import (
     ConfigError,
     CoordinatorUnreachable,
@@ -29,7 +29,6 @@ from elastic.runtime.access import Access
 if TYPE_CHECKING:
     import grpc
 
-PROTOCOL = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
 MESSAGE_BYTES_MAX = 2 * ENTRY_BYTES_MAX
 """Above the largest job and the largest Hello (some thousand workers); the codec's limit too."""
 PENDING_REQUESTS_MAX = 100_000

@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from elastic.core.messages import PROTOCOL_MINOR
+from elastic.core.policy.dialects import dialect_of
 from elastic.errors import ConfigError, GroupError
 from elastic.worker import c10d
 from elastic.worker.life import Life, Undertaker
@@ -46,6 +48,15 @@ NCCL_ABORT_S = 30.0
 """An abort of NCCL that takes longer will not end; the process has to."""
 HURRY_S = 1e-4
 """How long a thread in a hurry waits for the interpreter; Python's own value is 5 ms."""
+
+
+def _prefix(spec: GroupSpec) -> str:
+    """Return what all keys of a group begin with.
+
+    A coordinator keeps members apart that do not speak alike, but for those of an earlier version,
+    which know nothing of it: such a group is not to form.
+    """
+    return f"{spec.job_id}/{spec.generation}/{dialect_of(PROTOCOL_MINOR)}"
 
 
 class StoreServer:
@@ -242,8 +253,7 @@ class ProcessGroups:
         life = self._life
         if life is None or life.store is None or not life.stands:
             raise GroupError("no group stands, so there is no store; form one first")
-        spec = life.spec
-        return PrefixStore(f"{spec.job_id}/{spec.generation}/elastic", life.store)
+        return PrefixStore(f"{_prefix(life.spec)}/elastic", life.store)
 
     # -------------------------------------------------------------------------------- any thread
 
@@ -316,7 +326,7 @@ class ProcessGroups:
         with c10d.same_excepthook():
             self._seams.init_process_group(
                 backend=spec.backend,
-                store=PrefixStore(f"{spec.job_id}/{spec.generation}", life.store),
+                store=PrefixStore(_prefix(spec), life.store),
                 rank=spec.rank,
                 world_size=spec.world_size,
                 timeout=timedelta(seconds=spec.timeout_s),

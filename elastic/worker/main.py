@@ -25,6 +25,7 @@ import click
 
 PR_SET_PDEATHSIG = 1
 EXIT_AGENT_GONE = 70
+EXIT_REPLACED = 71
 
 
 def die_with_parent() -> None:
@@ -44,6 +45,25 @@ def has_agent(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return not any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))
+
+
+def check_protocol(theirs: str) -> None:
+    """Exit if the package was replaced since the agent imported it, by one that speaks otherwise.
+
+    It would misread what the agent says, and the agent has told which workers ours understand.
+
+    Args:
+        theirs: the agent's protocol, "" if it is ours.
+    """
+    from elastic.core.messages import PROTOCOL
+
+    if theirs and theirs != PROTOCOL:
+        print(
+            f"the agent speaks protocol {theirs}, the elastic-torch that is installed now speaks "
+            f"{PROTOCOL}: restart elastic-agent on this node",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_REPLACED)
 
 
 def name_process(name: str) -> None:
@@ -138,8 +158,10 @@ def run_worker(sock: socket.socket, started_with: Mapping[str, str]) -> None:
 
 @click.command(help="A training process; started by elastic-agent.")
 @click.option("--pipe-fd", type=int, required=True, help="Inherited socket to the agent.")
-def main(pipe_fd: int) -> None:
+@click.option("--protocol", default="", help="Of the agent; empty: ours.")
+def main(pipe_fd: int, protocol: str) -> None:
     """Be a worker until told to end."""
+    check_protocol(protocol)
     be_worker(pipe_fd)
 
 

@@ -24,6 +24,7 @@ import click
 from elastic.worker.main import (
     EXIT_AGENT_GONE,
     be_worker,
+    check_protocol,
     die_with_parent,
     has_agent,
     name_process,
@@ -98,8 +99,10 @@ def _fork(writing: int) -> int:
 
 @click.command(help="The process that spares are forked from; started by elastic-agent.")
 @click.option("--socket-fd", type=int, required=True, help="Inherited socket to the agent.")
-def main(socket_fd: int) -> None:
+@click.option("--protocol", default="", help="Of the agent; empty: ours.")
+def main(socket_fd: int, protocol: str) -> None:
     """Import everything, then fork until the agent ends."""
+    check_protocol(protocol)
     die_with_parent()
     name_process("elastic-zygote")
     sock = socket.socket(fileno=socket_fd)

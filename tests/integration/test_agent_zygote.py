@@ -15,11 +15,12 @@ import pytest
 
 from elastic.agent.kernel import process_state
 from elastic.agent.logs import Logs
-from elastic.agent.processes import ZYGOTE_COMMAND, ChildProcesses, Launch
+from elastic.agent.processes import WORKER_COMMAND, ZYGOTE_COMMAND, ChildProcesses, Launch
 from elastic.agent.zygote import PR_SET_CHILD_SUBREAPER
 from elastic.core.events.agent import ProcessExited, ProcessSaid, ProcessStarted, SpawnFailed
 from elastic.core.messages import Ping, Pong, Warm
 from elastic.core.world import ExitCause, ExitKind
+from elastic.worker.main import EXIT_REPLACED
 from tests.integration.test_agent_processes import DEADLINE_S, ECHO, ENV, Events, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -45,10 +46,10 @@ def _adopts_no_more() -> Iterator[None]:
 class Node:
     """Processes of one agent."""
 
-    def __init__(self, folder: Path, zygote: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, zygote: tuple[str, ...], command: tuple[str, ...]) -> None:
         self.events = Events()
         self.logs = Logs(folder, "n1", None)
-        launch = Launch(env=ENV, command=ECHO, zygote=zygote)
+        launch = Launch(env=ENV, command=command, zygote=zygote)
         self.processes = ChildProcesses(launch, self.logs, self.events.post)
 
     @property
@@ -74,15 +75,24 @@ class Node:
 
 
 @asynccontextmanager
-async def running(folder: Path, zygote: tuple[str, ...] = ZYGOTE_COMMAND) -> AsyncIterator[Node]:
+async def running(
+    folder: Path,
+    zygote: tuple[str, ...] = ZYGOTE_COMMAND,
+    command: tuple[str, ...] = ECHO,
+) -> AsyncIterator[Node]:
     """A node that leaves nothing behind."""
-    node = Node(folder, zygote)
+    node = Node(folder, zygote, command)
     try:
         yield node
     finally:
         with anyio.CancelScope(shield=True):
             await node.processes.close(DEADLINE_S)
             await node.logs.close(DEADLINE_S)
+
+
+def other_version(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return how an agent of another version starts a process."""
+    return (*command[:-1], "1.999")
 
 
 COMPUTES = """
@@ -210,6 +220,17 @@ async def test_a_zygote_that_cannot_start_is_done_without(
         await node.warm(1)
         await node.warm(2)
         assert not any(isinstance(event, SpawnFailed) for event in node.events.all)
+
+
+async def test_spares_of_a_package_that_was_replaced_do_not_start(tmp_path: Path) -> None:
+    async with running(
+        tmp_path, zygote=other_version(ZYGOTE_COMMAND), command=other_version(WORKER_COMMAND)
+    ) as node:
+        node.processes.spawn(1)
+        cause = await node.exit_of(1)
+        assert (cause.kind, cause.code) == (ExitKind.CODE, EXIT_REPLACED)
+        assert "restart elastic-agent on this node" in cause.detail
+        await wait_until(lambda: not node.processes._has_zygote)
 
 
 async def test_closing_leaves_nothing_of_what_is_being_born(tmp_path: Path) -> None:

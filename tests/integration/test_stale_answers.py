@@ -11,9 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from elastic.client.cli import main
+from elastic.core.messages import PROTOCOL
 from elastic.core.view import ClusterView
 from elastic.errors import NotLeading
-from elastic.runtime.rpc import FRESH_KEY, PROTOCOL, status_of
+from elastic.runtime.rpc import FRESH_KEY, status_of
 from elastic.wire.codec_jobs import ClusterStatus, status_to_proto
 from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from elastic.agent.address import address_towards_any
 from elastic.agent.doctor.check import Check, fail, ok, warn
+from elastic.core.messages import PROTOCOL
 from elastic.core.world import host_of
 from elastic.errors import CoordinatorUnreachable, ElasticError
 from elastic.runtime.access import Access
-from elastic.runtime.rpc import PROTOCOL, is_loopback
+from elastic.runtime.rpc import is_loopback
 from elastic.runtime.stream import open_stream
 from elastic.wire.codec_stream import ATTACH_METHOD
 
