@@ -35,6 +35,7 @@ class CoordinatorHost:
         candidate: its claim to lead; None for one that is alone on its store.
         machine: of the term that it leads; None while it is down or a standby.
         doze_ns: for how long it is stopped behind the next probe that it sends, 0 for not at all.
+        stepped_ns: when its machine took its last step; what that asked for may come much later.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class CoordinatorHost:
         self.on_note: Callable[[Note], None] = lambda note: None
         self.is_frozen = False
         self.doze_ns = 0
+        self.stepped_ns = 0
         self._unread: list[events.CoordinatorEvent] = []
         self._inbox: deque[events.CoordinatorEvent] = deque()
         self._effects: deque[events.CoordinatorEffect] = deque()
@@ -171,7 +173,8 @@ class CoordinatorHost:
                 waiting = tuple(self._inbox)
                 self._inbox.clear()
                 event = events.Several(waiting) if len(waiting) > 1 else waiting[0]
-                self._effects.extend(self.machine.step(event, self.timeline.now_ns))
+                self.stepped_ns = self.timeline.now_ns
+                self._effects.extend(self.machine.step(event, self.stepped_ns))
             else:
                 self._arm()
                 return

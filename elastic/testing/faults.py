@@ -443,12 +443,18 @@ class Faults:
         for group in [*self.plane.groups.values()]:
             self.plane.try_form(group)
 
-    def is_stuck(self, job_id: JobId, generation: int) -> bool:
-        """Return whether a group will not go on by itself, as far as anybody can have heard."""
+    def is_stuck(self, job_id: JobId, generation: int, decided_ns: int) -> bool:
+        """Return whether a group will not go on by itself, as far as anybody can have heard.
+
+        Args:
+            job_id: of the group.
+            generation: its own.
+            decided_ns: when it was called stuck; with a slow store that is said seconds later.
+        """
         group = self.plane.groups[job_id, generation]
         members = group.members.values() or group.waiting.values()
         nodes = {process.node_id for process in members}
-        since_ns = self.timeline.now_ns - UNHEARD_NS
+        since_ns = decided_ns - UNHEARD_NS
         return self.plane.is_held(group, members) or any(
             self.plane.links.were_cut(one, other, since_ns)
             for one, other in itertools.combinations(sorted(nodes), 2)

@@ -240,7 +240,8 @@ class Simulation:
             innocent = [p for p in processes if p.worker_id == said["worker"] and not p.is_hung]
             self.checkers.accused_worker(said["worker"], is_guilty=not innocent)
         elif note.name == "group_stuck":
-            is_stuck = self.faults.is_stuck(JobId(note.job_id), int(said["generation"]))
+            decided_ns, generation = self.coordinator.stepped_ns, int(said["generation"])
+            is_stuck = self.faults.is_stuck(JobId(note.job_id), generation, decided_ns)
             self.checkers.accused_group(note.job_id, said["generation"], is_guilty=is_stuck)
 
     def _show_copies(self, note: Note) -> None:
