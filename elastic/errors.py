@@ -69,9 +69,13 @@ class CoordinatorUnreachable(Unavailable):
         self.address = address
         self.detail = detail
         because = f" ({detail})" if detail else ""
+        if "deadline exceeded" in detail.lower():
+            # Somebody may well be there: another one could not even listen at the address.
+            advice = "is it stopped or overloaded, or a firewall between? Else"
+        else:
+            advice = f"start one with 'elastic-coord serve --listen {address}', or"
         super().__init__(
-            f"no coordinator answers at {address}{because}; start one with "
-            f"'elastic-coord serve --listen {address}', or pass the right address"
+            f"no coordinator answers at {address}{because}; {advice} pass the right address"
         )
 
 

@@ -7,17 +7,16 @@ early; an interrupt or a time limit ends only the waiting.
 from __future__ import annotations
 
 import datetime
-import time
 from dataclasses import replace
 from typing import Any
 
 import click
-from rich.console import Console
 
 from elastic.client.attempts import Plan, attempt, note_end
 from elastic.client.job_options import job_options, take_job_options
 from elastic.client.jobs import Client, new_job_id
-from elastic.client.printer import REPEAT_S, Printer
+from elastic.client.polling import wait_until
+from elastic.client.printer import Printer
 from elastic.client.show import failure_text, job_as_dict
 from elastic.client.submission import Options, job_spec
 from elastic.client.terminal import (
@@ -33,15 +32,16 @@ from elastic.client.terminal import (
 )
 from elastic.client.values import parse_duration, parse_num_workers
 from elastic.client.watching import Follower
-from elastic.client.wording import workers
-from elastic.core.config import JobSpec
+from elastic.client.wording import duration, workers
+from elastic.core.config import DRAIN_TIMEOUT_S_MAX, JobSpec, ns
 from elastic.core.view import JobView
 from elastic.core.world import NodePhase, host_of
 from elastic.errors import Refused
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import is_loopback, parse_endpoints
 
-POLL_S = 0.5
+DEADLINE_S = 30.0
+"""Of a drain, unless the operator says another."""
 GONE = (NodePhase.LEFT, NodePhase.LOST)
 timeout_option = click.option(
     "--timeout",
@@ -187,6 +187,7 @@ def _exit_as(view: JobView) -> None:
 def stop(target: Target, job: str, reason: str, wait: bool, timeout_s: float | None) -> None:
     """Stop JOB (id or name) and its workers; exit 0 once that is done."""
     with target.connect() as client:
+        client.call_timeout_s = timeout_s
         job_id = client.get(job).record.spec.job_id
         client.stop(job_id, reason)
         if not wait:
@@ -200,8 +201,10 @@ def stop(target: Target, job: str, reason: str, wait: bool, timeout_s: float | N
 @click.command(context_settings={"show_default": True})
 @click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
 @click.option(
-    "--deadline", "deadline_s", default="30s", callback=parse_duration, metavar="TIME",
-    help="Workers that are still there then are ended where they stand.",
+    "--deadline", "deadline_s", callback=parse_duration, metavar="TIME", show_default="30s",
+    help="By when they are gone: workers that are still there in the last quarter of it, 5 s at "
+    "most, are ended where they stand. A node that drains already keeps its deadline, unless this "
+    "is sooner.",
 )  # fmt: skip
 @click.option("--reason", default="", show_default=False, help="Shown with the node.")
 @click.option("--wait/--no-wait", default=False, help="Until the nodes are gone.")
@@ -211,7 +214,7 @@ def stop(target: Target, job: str, reason: str, wait: bool, timeout_s: float | N
 def drain(
     target: Target,
     nodes: tuple[str, ...],
-    deadline_s: float,
+    deadline_s: float | None,
     reason: str,
     *,
     wait: bool,
@@ -219,16 +222,22 @@ def drain(
 ) -> None:
     """Let nodes go: their workers leave at a boundary, then their agents end."""
     with target.connect() as client:
+        client.call_timeout_s = timeout_s
         refusals: list[Refused] = []
         draining: list[str] = []
+        already = _draining(client) if deadline_s is None else frozenset()
         for node in nodes:
+            wish_s = deadline_s if deadline_s is not None else DEADLINE_S
             try:
-                client.drain(node, timeout_s=deadline_s, reason=reason)
+                # The sooner one counts: a wish for later than any asks when it is to be gone.
+                wish_s = DRAIN_TIMEOUT_S_MAX if node in already else wish_s
+                left_s = client.drain(node, timeout_s=wish_s, reason=reason)
             except Refused as error:
                 refusals.append(error)
             else:
                 draining.append(node)
-                click.echo(f"node {node} drains, within {deadline_s:g} s", err=True)
+                more = " already" if node in already or left_s < wish_s else ""
+                click.echo(f"node {node} drains{more}, within {duration(ns(left_s))}", err=True)
         if wait:
             _wait_until_gone(client, draining, timeout_s)
         for refusal in refusals[1:]:
@@ -237,26 +246,25 @@ def drain(
             raise refusals[0]
 
 
+def _draining(client: Client) -> frozenset[str]:
+    """Return which nodes drain."""
+    nodes = client.status().view.nodes
+    return frozenset(view.node.node_id for view in nodes if view.phase is NodePhase.DRAINING)
+
+
 def _wait_until_gone(client: Client, nodes: list[str], timeout_s: float | None) -> None:
     """Ask again and again until no node of these is there; say which are.
 
     Raises:
         TimeoutError: some are, at the end of the time.
+        Unavailable: see `wait_until`.
     """
-    printer = Printer(Console(stderr=True), ranks=None)
-    started = said_at = time.monotonic()
-    said = ""
-    while True:
+
+    def look() -> str:
         view = client.status().view
         left = [n for n in view.nodes if n.node.node_id in nodes and n.phase not in GONE]
-        if not left:
-            return
         busy = sum(w.node_id in nodes for job in view.jobs for w in job.workers)
         names = ", ".join(n.node.node_id for n in left)
-        text, waited_s = f"{names} still there, with {workers(busy)}", time.monotonic() - started
-        if timeout_s is not None and waited_s > timeout_s:
-            raise TimeoutError(f"{text} after {timeout_s:g} s; the drain goes on")
-        if text != said or time.monotonic() - said_at > REPEAT_S:
-            said, said_at = text, time.monotonic()
-            printer.say(f"waits since {waited_s:.1f} s: {text}")
-        time.sleep(POLL_S)
+        return f"{names} still there, with {workers(busy)}" if left else ""
+
+    wait_until(look, timeout_s, "the drain goes on")

@@ -53,6 +53,9 @@ class Client:
     `job` is an id, a unique beginning of one, or a name (of the job that has not ended, else of
     the one submitted last).
 
+    Attributes:
+        call_timeout_s: no call waits longer for an answer; None for what each has by itself.
+
     Example:
         >>> with Client("127.0.0.1:7070") as client:  # doctest: +SKIP
         ...     print(client.get("digits").reason)
@@ -69,6 +72,7 @@ class Client:
             ConfigError: an address is none.
         """
         text = address if isinstance(address, str) else ",".join(address)
+        self.call_timeout_s: float | None = None
         self._clock: Clock = SystemClock()
         self._endpoints = Endpoints(parse_endpoints(text), as_access(access), self._clock)
         self._streams: weakref.WeakSet[Stream[Any]] = weakref.WeakSet()
@@ -272,13 +276,17 @@ class Client:
         proto = self._ask("Status", jobs_pb2.StatusRequest(), stale_ok=stale_ok)
         return status_from_proto(proto, self._clock.monotonic_ns())
 
-    def drain(self, node: str, *, timeout_s: float = 30.0, reason: str = "") -> None:
+    def drain(self, node: str, *, timeout_s: float = 30.0, reason: str = "") -> float:
         """Let a node go: its workers leave at a boundary, then its agent ends.
 
         Args:
             node: its id.
-            timeout_s: until its workers are ended where they stand; 0 ends them at once.
+            timeout_s: until it is to be gone. Workers that are still there in the last quarter of
+                it, 5 s at most, are ended where they stand; 0 ends them at once.
             reason: for people.
+
+        Returns:
+            Seconds until the node is to be gone: fewer if it drains already, and sooner.
 
         Raises:
             NotFound: there is none.
@@ -286,7 +294,8 @@ class Client:
             ElasticError: see the class.
         """
         request = jobs_pb2.DrainRequest(node=node, timeout_s=timeout_s, reason=reason)
-        self._ask("Drain", request, timeout_s=CHANGE_TIMEOUT_S)
+        answer = self._ask("Drain", request, timeout_s=CHANGE_TIMEOUT_S)
+        return float(answer.timeout_s) or timeout_s  # Older coordinators do not say.
 
     def cordon(self, node: str, *, cordoned: bool = True, reason: str = "") -> None:
         """Let no new workers start on a node, or let them again; those that are there stay.
@@ -313,6 +322,8 @@ class Client:
             stub = jobs_pb2_grpc.ClusterStub if is_clusters else jobs_pb2_grpc.JobsStub
             return getattr(stub(channel), method)
 
+        if self.call_timeout_s is not None:
+            timeout_s = min(timeout_s, self.call_timeout_s)
         return self._endpoints.ask(start, request, timeout_s=timeout_s, stale_ok=stale_ok)
 
     def _stream(

@@ -6,21 +6,16 @@ good as once.
 
 from __future__ import annotations
 
-import time
-
 import click
-from rich.console import Console
 
-from elastic.client.changing import timeout_option
+from elastic.client.changing import GONE, timeout_option
 from elastic.client.jobs import Client
-from elastic.client.printer import REPEAT_S, Printer
+from elastic.client.polling import wait_until
 from elastic.client.terminal import Target, reporting_errors
 from elastic.client.wording import has_ended, trains_outside, workers
-from elastic.core.view import JobView
-from elastic.core.world import JobPhase
+from elastic.core.view import JobView, NodeView
+from elastic.core.world import JobPhase, NodeId, NodePhase
 from elastic.errors import Refused, UsageError
-
-POLL_S = 0.2
 
 
 @click.command()
@@ -36,6 +31,7 @@ def pause(target: Target, job: str, wait: bool, timeout_s: float | None) -> None
     is paused after a restart of the coordinator too.
     """
     with target.connect() as client:
+        client.call_timeout_s = timeout_s
         job_id = client.get(job).record.spec.job_id
         client.pause(job_id)
         if wait:
@@ -54,27 +50,21 @@ def _wait_until_paused(
     Raises:
         Refused: it ended, or somebody resumed it.
         TimeoutError: it still holds some at the end of the time.
+        Unavailable: see `wait_until`.
     """
-    printer = Printer(Console(stderr=True), ranks=None)
-    started = said_at = time.monotonic()
-    said = ""
-    while True:
+
+    def look() -> str:
         view = client.get(job_id)
         phase, name = view.record.phase, view.record.spec.name
         if phase is JobPhase.PAUSED and not view.workers:
-            return
+            return ""
         if has_ended(view):
             raise Refused(f"job {name} has ended meanwhile: {phase.value}")
         if not view.record.paused:
             raise Refused(f"job {name} was resumed meanwhile: {view.reason}")
-        text, waited_s = _pausing(view), time.monotonic() - started
-        if timeout_s is not None and waited_s > timeout_s:
-            again = target.command("resume", job_id)
-            raise TimeoutError(f"{text} after {timeout_s:g} s; the pause goes on; end it: {again}")
-        if (text != said and waited_s > 1) or time.monotonic() - said_at > REPEAT_S:
-            said, said_at = text, time.monotonic()
-            printer.say(f"waits since {waited_s:.1f} s: {text}")
-        time.sleep(POLL_S)
+        return _pausing(view)
+
+    wait_until(look, timeout_s, f"the pause goes on; end it: {target.command('resume', job_id)}")
 
 
 def _pausing(view: JobView) -> str:
@@ -145,6 +135,7 @@ def uncordon(target: Target, nodes: tuple[str, ...]) -> None:
 def _cordon(target: Target, nodes: tuple[str, ...], *, cordoned: bool, reason: str) -> None:
     """Tell each node's state; the first refusal is the outcome, after all were tried."""
     refusals: list[Refused] = []
+    told: list[str] = []
     with target.connect() as client:
         for node in nodes:
             try:
@@ -152,9 +143,22 @@ def _cordon(target: Target, nodes: tuple[str, ...], *, cordoned: bool, reason: s
             except Refused as error:
                 refusals.append(error)
             else:
-                what = "takes no new workers" if cordoned else "takes workers again"
-                click.echo(f"node {node} {what}", err=True)
+                told.append(node)
+        views = {view.node.node_id: view for view in client.status().view.nodes} if told else {}
+    for node in told:
+        click.echo(f"node {node} {_hosting(views.get(NodeId(node)), cordoned=cordoned)}", err=True)
     for refusal in refusals[1:]:
         click.echo(f"elastic: {refusal}", err=True)
     if refusals:
         raise refusals[0]
+
+
+def _hosting(view: NodeView | None, *, cordoned: bool) -> str:
+    """Return whether a node takes workers after the cordon, or its end."""
+    if cordoned:
+        return "takes no new workers"
+    if view is None or view.phase in GONE:
+        return "is not cordoned when it comes back; it is not there now"
+    if view.phase is NodePhase.DRAINING:
+        return "is cordoned no more, but drains: it takes no new workers"
+    return "takes workers again"

@@ -47,8 +47,10 @@ def parse_pairs(_: click.Context, __: click.Parameter, texts: Iterable[str]) -> 
     return pairs
 
 
-def parse_duration(_: click.Context, __: click.Parameter, text: str) -> float:
-    """Read "30", "30s", "2m" or "1h" as seconds."""
+def parse_duration(_: click.Context, __: click.Parameter, text: str | None) -> float | None:
+    """Read "30", "30s", "2m" or "1h" as seconds; None for what was not given."""
+    if text is None:
+        return None
     unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
     try:
         seconds = float(text[:-1] if unit else text) * (unit or 1.0)

@@ -18,7 +18,7 @@ from elastic.coord.follows import Merged
 from elastic.coord.lookup import Origin, find_job, has_ended, origins_of
 from elastic.coord.roles import CALLER
 from elastic.coord.server_desk import Desk, answering, streaming
-from elastic.core.config import check_name, ns
+from elastic.core.config import DRAIN_TIMEOUT_S_MAX, NS_PER_S, check_name, ns
 from elastic.core.events.coordinator import (
     CheckpointRequested,
     NodeCordonRequested,
@@ -49,7 +49,6 @@ LOOK_INTERVAL_S = 1.0
 """Telemetry (steps) changes a job without an event; those who watch see it within this."""
 NEW_WORKERS_INTERVAL_S = 0.25
 """Who follows output sees that of a new worker, all of it, within this."""
-DRAIN_TIMEOUT_S_MAX = 30 * 24 * 3600.0
 
 ID_CHARS = "abcdefghijklmnopqrstuvwxyz234567"
 ID_LENGTH = 6
@@ -291,10 +290,10 @@ class ClusterService:
                 f"drain timeout {timeout_s} s: expected 0 to {DRAIN_TIMEOUT_S_MAX:g} seconds"
             )
         node_id, reason = NodeId(request.node), request.reason or "drained by an operator"
-        await self._desk.ask(
+        left_ns = await self._desk.ask(
             lambda request_id: NodeDrainRequested(request_id, node_id, ns(timeout_s), reason)
         )
-        return jobs_pb2.DrainResponse()
+        return jobs_pb2.DrainResponse(timeout_s=int(left_ns) / NS_PER_S)
 
     @answering
     async def Cordon(self, request: jobs_pb2.CordonRequest) -> jobs_pb2.CordonResponse:

@@ -14,6 +14,7 @@ from elastic.core.world import Entry, JobId, Resources, Strategy
 from elastic.errors import ConfigError
 
 NS_PER_S = 1_000_000_000
+DRAIN_TIMEOUT_S_MAX = 30 * 24 * 3600.0
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ENTRY_BYTES_MAX = 16 * 1024 * 1024
 """A pickled train function larger than this carries data that belongs in a file."""

@@ -348,20 +348,27 @@ def test_nothing_to_list_is_said(coordinator: Coordinator) -> None:
 
 def test_a_node_is_drained_and_waited_for(coordinator: Coordinator, client: Client) -> None:
     with anyio.from_thread.start_blocking_portal() as portal:
-        joined = threading.Event()
+        joined, may_leave = threading.Event(), threading.Event()
 
         async def leave_when_released() -> None:
             async with ScriptedAgent(coordinator.address, node("leaver")) as agent:
                 await agent.join()
                 joined.set()
+                await anyio.to_thread.run_sync(may_leave.wait)
                 await agent.hear(Release)
 
         leaving = portal.start_task_soon(leave_when_released)
         assert joined.wait(DEADLINE_S)
+        first = elastic(coordinator, "drain", "leaver", "--deadline", "20m")
+        again = elastic(coordinator, "uncordon", "leaver")
+        later = elastic(coordinator, "drain", "leaver", "--deadline", "30m")
+        may_leave.set()
         done = elastic(coordinator, "drain", "leaver", "nosuch", "--wait", "--timeout", "10")
         leaving.result(DEADLINE_S)
+    assert "node leaver drains, within 20m 0s" in first.stderr
+    assert "drains: it takes no new workers" in again.stderr
+    assert "node leaver drains already, within 19m 5" in later.stderr
     assert done.exit_code == 2
-    assert "node leaver drains, within 30 s" in done.stderr
     assert "no node nosuch" in done.stderr
     phases = {str(n.node.node_id): n.phase for n in client.status().view.nodes}
     assert phases["leaver"] in (NodePhase.LEFT, NodePhase.LOST)

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.core.cluster_messages import Drain
-from elastic.core.config import ns
 from elastic.core.events.coordinator import AgentSaid, CloseSession, Forget, Persist, SendAgent
 from elastic.core.machine import coordinator as coordinator_module
 from elastic.core.messages import (
@@ -454,30 +452,3 @@ def test_a_worker_outside_the_group_has_no_rank() -> None:
     assert [(w.report.worker_id, w.rank) for w in coordinator.job("a").workers] == [
         ("n1/1", 0), ("n2/1", -1),
     ]  # fmt: skip
-
-
-def test_a_reason_that_no_store_would_keep_is_refused_and_the_node_is_as_it_was() -> None:
-    coordinator = Coordinator()
-    coordinator.agent("n1")
-    refused = coordinator.cordon("n1", "x" * 600_000)
-    assert refused.error == "exhausted"
-    assert "shorter reason" in refused.text
-    assert coordinator.cordon("n1", "upgrade").error == ""
-
-
-def test_an_agent_is_told_of_an_operators_drain_and_again_when_it_comes_back() -> None:
-    coordinator = running()
-    coordinator.drain("n2", 60, "upgrade")
-    assert coordinator.sent(Drain) == [Drain("upgrade", ns(60))]
-    coordinator.disconnect("n2")
-    coordinator.advance(0.2)
-    coordinator.agent("n2")
-    (again,) = coordinator.sent(Drain)
-    assert again.reason == "upgrade"
-    assert ns(59) < again.timeout_ns < ns(60)
-
-
-def test_a_drain_at_once_leaves_the_agent_time_to_see_its_workers_stopped() -> None:
-    coordinator = running()
-    coordinator.drain("n2", 0)
-    assert [order.timeout_ns for order in coordinator.sent(Drain)] == [ns(CONFIG.stop_grace_s)]

@@ -306,7 +306,8 @@ class Reply:
     Attributes:
         error: "" for success, else one of "already_exists", "not_found", "invalid",
             "failed_precondition", "exhausted".
-        text: for success the id of what was asked for, else what to tell the user.
+        text: for success the id of what was asked for, of a drain the nanoseconds that it has, else
+            what to tell the user.
     """
 
     request_id: str

@@ -306,8 +306,8 @@ class CoordinatorMachine:
             text = f"node {event.node_id} is {state.phase.value}, only a connected one can drain"
             self._cluster.do(Reply(event.request_id, "failed_precondition", text))
         else:
-            intake.order_drain(self._cluster, state, event.reason, event.timeout_ns)
-            self._cluster.do(Reply(event.request_id, "", event.node_id))
+            left_ns = intake.order_drain(self._cluster, state, event.reason, event.timeout_ns)
+            self._cluster.do(Reply(event.request_id, "", f"{left_ns}"))
 
 
 def _told(event: CoordinatorEvent) -> CoordinatorEvent:

@@ -162,7 +162,8 @@ class NodeState:
         told = f"quarantined: {quarantine}" if quarantine else ""
         kept = self.kept_for if self.is_kept() else ""
         reason = "; ".join(part for part in (self.reason, kept, told) if part)
-        return NodeView(self.node, self.phase, self.since_ns, self.free_slots(), reason)
+        free_slots = self.free_slots() if self.may_host() else 0
+        return NodeView(self.node, self.phase, self.since_ns, free_slots, reason)
 
 
 @dataclass

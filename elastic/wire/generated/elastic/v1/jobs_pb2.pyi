@@ -250,8 +250,10 @@ class DrainRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., timeout_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("timeout_s",)
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: float
+    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
 
 class CordonRequest(_message.Message):
     __slots__ = ("node", "cordoned", "reason")

@@ -1,0 +1,66 @@
+"""Commands that wait until something has happened, by asking again and again.
+
+Rule: what was ordered goes on whether or not anybody waits for it. So an outage of the coordinator
+is waited out like a slow node, and whatever ends the waiting says that it ends nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+from elastic.client.jobs import OUTAGE_LIMIT_S
+from elastic.client.printer import REPEAT_S, Printer
+from elastic.errors import CoordinatorUntrusted, Unavailable
+
+POLL_S = 0.3
+SAY_AFTER_S = 1.0
+"""What is over sooner is not worth a line."""
+
+
+def wait_until(look: Callable[[], str], timeout_s: float | None, goes_on: str) -> None:
+    """Ask again and again until nothing is waited for, and say what is.
+
+    Args:
+        look: asks the coordinator; returns what is still waited for, "" for nothing.
+        timeout_s: the longest wait, None for as long as it takes.
+        goes_on: said when the waiting ends early, such as "the drain goes on".
+
+    Raises:
+        TimeoutError: the time was over first.
+        Unavailable: no coordinator has answered for five minutes.
+        ElasticError: as `look` raises.
+    """
+    printer = Printer(Console(stderr=True), ranks=None)
+    started = said_at = time.monotonic()
+    away_since: float | None = None
+    said = text = ""
+    while True:
+        asked = time.monotonic()
+        try:
+            text = look()
+        except CoordinatorUntrusted:
+            raise
+        except Unavailable:
+            away_since = away_since or asked
+            if time.monotonic() - away_since > OUTAGE_LIMIT_S:
+                printer.say(goes_on)
+                raise
+            printer.outage(time.monotonic() - away_since)
+            text = text or "the coordinator does not answer"
+        else:
+            if away_since is not None:
+                printer.outage(0.0)
+                away_since = None
+            if not text:
+                return
+        waited_s = time.monotonic() - started
+        if timeout_s is not None and waited_s > timeout_s:
+            raise TimeoutError(f"{text} after {timeout_s:g} s; {goes_on}")
+        is_news = text != said and waited_s > SAY_AFTER_S
+        if away_since is None and (is_news or time.monotonic() - said_at > REPEAT_S):
+            said, said_at = text, time.monotonic()
+            printer.say(f"waits since {waited_s:.1f} s: {text}")
+        time.sleep(POLL_S)
