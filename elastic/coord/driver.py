@@ -19,6 +19,7 @@ import anyio
 
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import SLOW_S, patiently
+from elastic.coord.naps import watch_naps
 from elastic.coord.pieces import PIECE_BYTES
 from elastic.coord.sessions import Session, Sessions
 from elastic.coord.staging import Staging
@@ -40,6 +41,7 @@ from elastic.core.events.coordinator import (
     SendAgent,
     Several,
     SubmitRequested,
+    Woke,
 )
 from elastic.core.events.shared import Note, Tick
 from elastic.core.messages import AgentMessage, Hello, Welcome
@@ -140,6 +142,7 @@ class Driver:
         staging = asyncio.ensure_future(self._staging.run())
         # What ended it is noticed at once, and not at the next event.
         staging.add_done_callback(lambda _: self._queue.put_nowait((Tick(), False)))
+        naps = asyncio.ensure_future(watch_naps(self._woke))
         try:
             while True:
                 event = await self._next_event()
@@ -148,6 +151,7 @@ class Driver:
                 await self._step(event)
                 await self._gather()
         finally:
+            naps.cancel()
             staging.cancel()
             with anyio.CancelScope(shield=True):
                 # No write of this term may be under way in the next one.
@@ -268,6 +272,9 @@ class Driver:
         return any(job.record.spec.job_id == job_id for job in self.view().jobs)
 
     # ------------------------------------------------------------ the owner task
+
+    def _woke(self, slept_ns: int) -> None:
+        self._queue.put_nowait((Woke(slept_ns), False))
 
     async def _post(self, event: CoordinatorEvent) -> None:
         await self._room.acquire()

@@ -22,8 +22,10 @@ from elastic.core.world import SessionId
 from elastic.testing.disk import Disk
 from elastic.testing.network import Network
 from elastic.testing.terms import Candidate
-from elastic.testing.world import MS, Alarm, Timeline
+from elastic.testing.world import MS, Alarm, S, Timeline
 
+NAP_NS = 1 * S
+"""The driver notices a nap of this length."""
 WRITES = (events.Persist, events.PersistNodes)
 
 
@@ -65,6 +67,7 @@ class CoordinatorHost:
         self.is_frozen = False
         self.doze_ns = 0
         self.stepped_ns = 0
+        self._frozen_ns = 0
         self._unread: list[events.CoordinatorEvent] = []
         self._inbox: deque[events.CoordinatorEvent] = deque()
         self._effects: deque[events.CoordinatorEffect] = deque()
@@ -142,13 +145,16 @@ class CoordinatorHost:
         """
         if not self.is_up or frozen == self.is_frozen:
             return
-        self.is_frozen = frozen
+        slept_ns = self.timeline.now_ns - self._frozen_ns - paused_ns
+        self.is_frozen, self._frozen_ns = frozen, self.timeline.now_ns
         if self.candidate is not None:
             self.candidate.freeze(frozen, paused_ns)
         self.timeline.tell(self.name, "frozen" if frozen else "thaws")
         if not frozen:
             self._inbox.extend(self._unread)
             self._unread.clear()
+            if slept_ns >= NAP_NS and self.machine is not None:
+                self._inbox.append(events.Woke(slept_ns))
             self._pump()
 
     def hears(self, session: SessionId, message: AgentMessage) -> None:

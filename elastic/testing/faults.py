@@ -315,23 +315,28 @@ class Faults:
             self._part_coordinators()
 
     def _freeze_coordinator(self) -> None:
-        """Shorter than what lets agents give it up; now, or when it waits for answers."""
+        """Now, or when it waits for answers; seldom for so long that all agents give it up."""
         host = self.coordinator
         wait = self.timeline.between(50 * MS, 1400 * MS)
         if host.candidate is not None:
             self._freeze_candidate(host)
         elif self.timeline.chance(0.5):
             host.doze_ns = wait
-        else:
+        elif wait % 8:
             host.freeze(True)
             self.timeline.after(wait, host.freeze, False)
+        elif not host.is_frozen and host.is_up:
+            self._freeze_for(host, 30 * wait)
 
     def _freeze_candidate(self, host: CoordinatorHost) -> None:
         """For longer than its lease, too: agents and store give it up, and it knows of nothing."""
         if host.is_frozen or not host.is_up:
             return
         wait = self.timeline.between(50 * MS, 60 * S if self.timeline.chance(0.3) else 6 * S)
-        paused = wait if self.timeline.chance(0.3) else 0
+        self._freeze_for(host, wait, wait if self.timeline.chance(0.3) else 0)
+
+    def _freeze_for(self, host: CoordinatorHost, wait: int, paused: int = 0) -> None:
+        """For longer than agents wait for it; its clock stands still for some of it."""
         host.freeze(True)
         self.network.cut_host(host.name)
 

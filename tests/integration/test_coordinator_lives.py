@@ -15,12 +15,15 @@ import grpc.aio
 import pytest
 
 from elastic.client.jobs import Client
+from elastic.coord.naps import LOOK_S, NAP_S
 from elastic.core.cluster_messages import Coordinators
+from elastic.core.config import CoordinatorConfig, ns
 from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker, WorkerUpdate
 from elastic.core.world import (
     ExitCause,
     ExitKind,
     JobPhase,
+    NodePhase,
     WorkerPhase,
     WorkerReport,
 )
@@ -89,6 +92,31 @@ async def test_a_restart_after_kill_adopts_what_agents_report_and_no_worker_noti
                 isinstance(m, Announce) and m.assignment.worker_id == first.worker_id
                 for m in unasked
             )
+
+
+async def wait_asleep(process: subprocess.Popen[bytes]) -> None:
+    """Stop a process for so long that it will notice."""
+    process.send_signal(signal.SIGSTOP)
+    await anyio.sleep(2 * (NAP_S + LOOK_S))
+    process.send_signal(signal.SIGCONT)
+
+
+async def test_a_coordinator_that_was_stopped_waits_for_agents_as_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    with Coordinator(tmp_path / "c") as coordinator:
+        assert coordinator.process is not None
+        async with User(coordinator.address) as user:
+            async with ScriptedAgent(coordinator.address, node("n1")) as agent:
+                await agent.join()
+                await wait_asleep(coordinator.process)
+            # Its stream has ended since; twice the usual grace later it is still waited for.
+            usual_ns = ns(CoordinatorConfig.node_grace_s)
+            away = await user.wait_node("n1", lambda n: -n.since_ns > 2 * usual_ns)
+            assert away.phase is NodePhase.DISCONNECTED
+            async with ScriptedAgent(coordinator.address, node("n1")) as agent:
+                await agent.join()
+                await user.wait_node("n1", lambda n: n.phase is NodePhase.READY)
 
 
 async def test_sigterm_ends_in_order(tmp_path: Path) -> None:

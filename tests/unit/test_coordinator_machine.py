@@ -394,7 +394,7 @@ def test_half_a_replica_is_left_out_of_the_next_group_and_told_to_leave_the_old_
 def test_a_drained_node_leaves_at_a_boundary_and_its_agent_is_released(asks: str) -> None:
     coordinator = running(low=2)
     if asks == "operator":
-        assert coordinator.drain("n2").text == "n2"
+        assert coordinator.drain("n2").error == ""
     else:
         coordinator.notice("n2", 30)
     assert coordinator.node("n2").phase is NodePhase.DRAINING

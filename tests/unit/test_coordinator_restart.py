@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from elastic.core.config import ns
 from elastic.core.events.coordinator import Persist, Recovered
+from elastic.core.machine.absence import AWAY_GRACE_S
 from elastic.core.machine.coordinator import HOLD_AFTER_RESTART_S, CoordinatorMachine
-from elastic.core.machine.intake import UNCONFIRMED_GRACE_S
 from elastic.core.machine.nodes import RETURN_PART
 from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker, Welcome
 from elastic.core.projects import ProjectShare
@@ -176,7 +176,7 @@ def test_a_broken_group_shortens_the_wait_for_agents_that_are_about_to_come_back
     coordinator.broken("n1/1")
     coordinator.agent("n3")
     assert coordinator.members("a").startswith("g1")
-    coordinator.advance(UNCONFIRMED_GRACE_S)
+    coordinator.advance(AWAY_GRACE_S)
     assert coordinator.members("a") == "g2: n1/1 n3/1"
 
 

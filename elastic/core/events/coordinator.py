@@ -244,8 +244,20 @@ class ScaleRequested:
     max_workers: int
 
 
+@dataclass(frozen=True)
+class Woke:
+    """This coordinator did not run for a while: it was stopped, or its machine was.
+
+    Attributes:
+        slept_ns: for how long.
+    """
+
+    slept_ns: int
+
+
 CoordinatorEvent = (
     Recovered
+    | Woke
     | Several
     | AgentConnected
     | AgentDisconnected

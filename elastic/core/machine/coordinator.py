@@ -31,9 +31,11 @@ from elastic.core.events.coordinator import (
     Several,
     StopRequested,
     SubmitRequested,
+    Woke,
 )
 from elastic.core.events.shared import Tick
 from elastic.core.machine import (
+    absence,
     health,
     intake,
     invariants,
@@ -160,6 +162,8 @@ class CoordinatorMachine:
             requests.on_resume(cluster, event)
         elif isinstance(event, ScaleRequested):
             requests.on_scale(cluster, event)
+        elif isinstance(event, Woke):
+            absence.on_woke(cluster, event)
         elif isinstance(event, Recovered):
             self._recover(event)
         else:

@@ -20,6 +20,7 @@ from elastic.core.events.coordinator import (
 )
 from elastic.core.link_messages import LinksTried
 from elastic.core.machine import (
+    absence,
     charges,
     copies,
     health,
@@ -62,12 +63,6 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
-
-UNCONFIRMED_GRACE_S = 2.0
-"""After a restart, when a group is known to be broken or short of a member, its silent nodes are
-given up after this: their agents may be about to come back, and cannot all be the culprit. Until
-then the group is not replaced, because they may bring reports of it."""
-
 
 # ---------------------------------------------------------------- connections
 
@@ -232,8 +227,10 @@ def on_disconnected(cluster: Cluster, event: AgentDisconnected) -> None:
     else:
         state.move(NodePhase.DISCONNECTED, cluster.now_ns, event.reason)
         state.lost_at_ns = cluster.now_ns + ns(cluster.config.node_grace_s)
+        if cluster.now_ns < cluster.book.excused_until_ns:
+            absence.excuse(cluster, state)
         cluster.note("node_disconnected", node=state.node.node_id, reason=event.reason)
-        _check_broken_groups(cluster, state)
+        absence.check_broken_groups(cluster, state)
     cluster.book.settle(state)
     cluster.touch_active()
 
@@ -244,22 +241,6 @@ def give_up(cluster: Cluster, state: NodeState, reason: str) -> None:
         cluster.do(CloseSession(state.session, reason))
         on_disconnected(cluster, AgentDisconnected(state.session, reason))
         state.lost_at_ns = cluster.now_ns
-
-
-def _check_broken_groups(cluster: Cluster, state: NodeState) -> None:
-    """If a group with members on this node is known to be broken, the node is the cause."""
-    for worker_id in sorted(state.held):
-        job, _ = _find(cluster, worker_id)
-        if job is None or not job.is_open or not job.is_member(worker_id):
-            continue
-        members = [job.workers[w] for w in job.member_ids() if w in job.workers]
-        if any(_is_broken(job, member) for member in members):
-            state.lost_at_ns = cluster.now_ns
-
-
-def _is_broken(job: JobState, worker: WorkerState) -> bool:
-    report = worker.report
-    return report.phase is WorkerPhase.BROKEN and report.generation == job.generation
 
 
 def start_drain(cluster: Cluster, state: NodeState, reason: str, timeout_ns: int) -> None:
@@ -401,26 +382,13 @@ def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> Non
         cluster.replan = True
     if not waves.may_wait(cluster, job, worker, before):
         cluster.touch(job)
-    if _is_broken(job, worker) and job.is_open:
-        _blame_silent_nodes(cluster, job)
+    if absence.is_broken(job, worker) and job.is_open:
+        absence.blame_silent_nodes(cluster, job)
 
 
 def _answer(cluster: Cluster, state: NodeState, message: ForgetWorker | StopWorker) -> None:
     if state.session is not None:
         cluster.do(SendAgent(state.session, message))
-
-
-def _blame_silent_nodes(cluster: Cluster, job: JobState, *, only_unconfirmed: bool = False) -> None:
-    """The group is known to be broken: a node that is silent at this moment is the cause."""
-    for worker_id in job.member_ids():
-        worker = job.workers.get(worker_id)
-        node = cluster.node_of(worker) if worker else None
-        if node is None or node.phase is not NodePhase.DISCONNECTED or node.lost_at_ns is None:
-            continue
-        if only_unconfirmed and not node.unconfirmed:
-            continue
-        grace = ns(UNCONFIRMED_GRACE_S) if node.unconfirmed else 0
-        node.lost_at_ns = min(node.lost_at_ns, cluster.now_ns + grace)
 
 
 def lose_worker(
@@ -436,7 +404,7 @@ def lose_worker(
     rank = job.rank_of(worker_id)
     worker = cluster.remove_worker(job, worker_id)
     if rank >= 0 and job.is_open:
-        _blame_silent_nodes(cluster, job, only_unconfirmed=True)
+        absence.blame_silent_nodes(cluster, job, only_away=True)
     what = failure_policy.describe(worker.stop_cause or cause)
     cluster.note("worker_gone", job.job_id, worker=worker_id, rank=rank, cause=what)
     if job.has_ended() or not charge:

@@ -36,6 +36,7 @@ class NodeState:
         lost_at_ns: when a disconnected node is given up.
         leave_by_ns: when a draining node's workers must be out of their groups.
         unconfirmed: known only from the journal; its agent has not come back yet.
+        excused: its stream ended while this coordinator slept; its agent has not come back yet.
         reports_due: reports that its agent announced in its hello and that have not come yet.
         heard_ns: when its agent last said anything.
         announced: why it was to leave, "" if nobody said so in this life of its agent; stays when
@@ -69,6 +70,7 @@ class NodeState:
     released: bool = False
     kept_for: str = ""
     unconfirmed: bool = False
+    excused: bool = False
     reason: str = ""
     last_serial: int = 0
     copies: tuple[JobId, ...] = ()
@@ -118,7 +120,11 @@ class NodeState:
 
     def is_awaited(self) -> bool:
         """Return whether its agent is about to tell more of what happened while it was away."""
-        return self.unconfirmed or self.reports_due > 0
+        return self.is_away() or self.reports_due > 0
+
+    def is_away(self) -> bool:
+        """Return whether it may be there, and is not heard of for what happened to us."""
+        return self.unconfirmed or self.excused
 
     def is_present(self) -> bool:
         """Return whether its workers still count as living."""
@@ -180,6 +186,7 @@ class NodeBook:
         recovered_ns: when the journal was read.
         returned_ns: when a node that was known from it only came back last.
         await_until_ns: whoever comes then, nobody waits for others any more.
+        excused_until_ns: streams that end until then do so because the coordinator slept.
     """
 
     nodes: dict[NodeId, NodeState] = field(default_factory=dict)
@@ -194,6 +201,7 @@ class NodeBook:
     recovered_ns: int = 0
     returned_ns: int = 0
     await_until_ns: int = 0
+    excused_until_ns: int = 0
 
     def of_session(self, session: SessionId) -> NodeState | None:
         """Return the node that speaks over this session; None for an old or refused one."""
@@ -210,7 +218,7 @@ class NodeBook:
         """Note that the node's agent has come, or come back: it is not lost."""
         if state.unconfirmed:
             self.returned_ns = now_ns
-        state.unconfirmed, state.lost_at_ns = False, None
+        state.unconfirmed, state.excused, state.lost_at_ns = False, False, None
 
     def lost_at_ns(self, state: NodeState) -> int | None:
         """Return when a disconnected node is given up, None for another one."""

@@ -1,0 +1,74 @@
+"""Nodes whose stream has ended: how long they are waited for, and when they are to blame.
+
+Rule: a stream that ends is no death. Who trains with a dead node finds out by itself, and says so;
+and after a sleep of this coordinator, as after a restart, the streams of healthy nodes have ended.
+"""
+
+from __future__ import annotations
+
+from elastic.core.config import ns
+from elastic.core.events.coordinator import Woke
+from elastic.core.machine.jobs import Cluster, JobState, WorkerState
+from elastic.core.machine.nodes import NodeState
+from elastic.core.world import NodePhase, WorkerPhase
+
+WAKING_S = 2.0
+"""What ends so soon after this coordinator slept has ended for that."""
+AWAY_GRACE_S = 2.0
+"""After a restart, or when we slept, when a group is known to be broken or short of a member, its
+silent nodes are given up after this: their agents may be about to come back, and cannot all be the
+culprit. Until then the group is not replaced, because they may bring reports of it."""
+
+
+def on_woke(cluster: Cluster, event: Woke) -> None:
+    """We slept: agents have taken us for dead, and come back as after a restart of ours.
+
+    Their groups train meanwhile, or tell us of who is missing as soon as the first member is back.
+    """
+    book = cluster.book
+    book.excused_until_ns = cluster.now_ns + ns(WAKING_S)
+    for state in book.unsettled_nodes():
+        if state.phase is NodePhase.DISCONNECTED:
+            excuse(cluster, state)
+    cluster.note("woke", slept_s=f"{event.slept_ns / 1e9:.1f}")
+    cluster.touch_active()
+
+
+def excuse(cluster: Cluster, state: NodeState) -> None:
+    """Wait for a node whose stream has ended for our sake, as after a restart of ours."""
+    state.excused = True
+    until_ns = cluster.now_ns + ns(cluster.config.adoption_grace_s)
+    state.lost_at_ns = max(state.lost_at_ns or 0, until_ns)
+
+
+def check_broken_groups(cluster: Cluster, state: NodeState) -> None:
+    """If a group with members on this node is known to be broken, the node is the cause."""
+    for worker_id in sorted(state.held):
+        job = cluster.job_of(worker_id)
+        if job is None or not job.is_open or not job.is_member(worker_id):
+            continue
+        members = [job.workers[w] for w in job.member_ids() if w in job.workers]
+        if any(is_broken(job, member) for member in members):
+            state.lost_at_ns = cluster.now_ns + _patience_ns(state)
+
+
+def is_broken(job: JobState, worker: WorkerState) -> bool:
+    """Return whether a worker says that the newest group is broken."""
+    report = worker.report
+    return report.phase is WorkerPhase.BROKEN and report.generation == job.generation
+
+
+def blame_silent_nodes(cluster: Cluster, job: JobState, *, only_away: bool = False) -> None:
+    """The group is known to be broken: a node that is silent at this moment is the cause."""
+    for worker_id in job.member_ids():
+        worker = job.workers.get(worker_id)
+        node = cluster.node_of(worker) if worker else None
+        if node is None or node.phase is not NodePhase.DISCONNECTED or node.lost_at_ns is None:
+            continue
+        if not (only_away and not node.is_away()):
+            node.lost_at_ns = min(node.lost_at_ns, cluster.now_ns + _patience_ns(node))
+
+
+def _patience_ns(state: NodeState) -> int:
+    """Return how long a silent node of a broken group may still come back."""
+    return ns(AWAY_GRACE_S) if state.is_away() else 0
