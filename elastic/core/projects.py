@@ -56,6 +56,40 @@ class ProjectShare:
                 return f"{name}={limit / 1000:g}"
         return ""
 
+    def fitting(self, need: Resources, most: int) -> int:
+        """Return how many workers its limits leave room for if it has no others.
+
+        Args:
+            need: of each worker.
+            most: no more are asked for.
+        """
+        count = min(most, self.max_workers) if self.max_workers else most
+        limits = dict(self.max_resources.milli)
+        for name, amount in need.milli:
+            count = min(count, limits.get(name, count * amount) // amount)
+        return count
+
+    def limits(self) -> str:
+        """Return its limits as they are written: "max_workers=8,GPU=8", "" for none."""
+        return _limits(self.max_workers, self.max_resources.milli)
+
+    def widened(self, need: Resources, count: int) -> str:
+        """Return the limits that these workers are above, as they would have to be.
+
+        Args:
+            need: of each worker.
+            count: of workers.
+        """
+        above = count if 0 < self.max_workers < count else NO_LIMIT
+        taken = {name: count * amount for name, amount in need.milli}
+        short = [n for n, limit in self.max_resources.milli if taken.get(n, 0) > limit]
+        return _limits(above, [(name, taken[name]) for name in short])
+
+
+def _limits(max_workers: int, milli: Iterable[tuple[str, int]]) -> str:
+    parts = [f"max_workers={max_workers}"] if max_workers else []
+    return ",".join([*parts, *(f"{name}={amount / 1000:g}" for name, amount in milli)])
+
 
 def check_projects(projects: Iterable[ProjectShare]) -> None:
     """Refuse two descriptions of one project.

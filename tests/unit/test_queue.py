@@ -211,6 +211,73 @@ def test_a_limit_is_named_with_what_the_project_has() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("limit", "changes", "says"),
+    [
+        (
+            "max_workers=1", {},
+            "needs 2 workers, and project red may have max_workers=1: its own min is above that; "
+            "it can start after elastic scale b --min 1, or once elastic-coord serve runs with at "
+            "least max_workers=2 in --project red:...",
+        ),
+        (
+            "GPU=3,max_workers=3", {"resources_per_worker": GPU, "workers_per_replica": 2},
+            "needs 4 workers of GPU=1, and project red may have max_workers=3,GPU=3: its own min "
+            "is above that; it can start after elastic scale b --min 2, or once elastic-coord "
+            "serve runs with at least max_workers=4,GPU=4 in --project red:...",
+        ),
+        (
+            "GPU=0.5", {"resources_per_worker": GPU},
+            "needs 2 workers of GPU=1, and project red may have GPU=0.5: its own min is above "
+            "that; it can start once elastic-coord serve runs with at least GPU=2 in "
+            "--project red:...",
+        ),
+    ],
+)  # fmt: skip
+def test_a_job_that_is_above_the_limit_by_itself_waits_for_no_other(
+    limit: str, changes: dict[str, Any], says: str
+) -> None:
+    low = 2 * changes.get("workers_per_replica", 1)
+    waits = claim("b", low, project="red", **changes)
+    fellow = claim("a", 1, seats="n1", project="red")
+    for others in ([], [fellow]):
+        shares = [parse_project(f"red:{limit}")]
+        found = grants(*others, waits, rooms=[room("n1", 8, gpu=8, free=7)], shares=shares)
+        assert (found["b"].size, found["b"].reason) == (0, says)
+
+
+def test_in_vain_names_who_keeps_slots_although_it_lacks_others() -> None:
+    drains = replace(claim("a", 4, seats="n1"), trains=True)
+    found = grants(drains, claim("b", 1), rooms=[room("n1", 1, free=0)])
+    assert found["b"].reason == (
+        "needs 1 worker by PACK, 0 can be had: a (priority 0) keeps 1, and lacks workers itself; "
+        "waits for an end, or for more slots (1)"
+    )
+    others = claim("c", 1, seats="n2"), replace(claim("e", 1, seats="n3"), is_ending=True)
+    rooms = [room(name, 1, free=0) for name in ("n1", "n2", "n3")]
+    assert grants(drains, *others, claim("f", 1), rooms=rooms)["f"].reason.startswith(
+        "needs 1 worker by PACK, 0 can be had: c (priority 0) keeps 1, which is its min; "
+        "a (priority 0) keeps 1, and lacks workers itself; e (priority 0) keeps 1, and is about to "
+        "end; waits for an end, or for more slots (1)"
+    )
+
+
+def test_in_vain_says_what_keeps_it_from_nodes_that_nobody_holds() -> None:
+    strategy = Strategy.STRICT_PACK
+    away = claim("b", 2, away=1, strategy=strategy, keeps_state=True)
+    found = grants(away, claim("c", 1), rooms=[room("n1", 2)])
+    assert found["b"].reason == (
+        "needs 1 worker by STRICT_PACK, and no other job is in its way: workers of its own (1) "
+        "are on nodes that do not answer; waits for that to change"
+    )
+    out = replace(claim("b", 2), out=frozenset({NodeId("n2")}))
+    found = grants(out, claim("c", 1), rooms=[room("n1", 1), room("n2", 1)])
+    assert found["b"].reason == (
+        "needs 2 workers by PACK, and no other job is in its way: none may start on n2, cut off "
+        "from its other nodes; waits for that to change"
+    )
+
+
 # ---------------------------------------------------------------- what a project may have
 
 

@@ -5,7 +5,7 @@ Rule: a draft is changed by the plan that it is part of, and by nobody else; the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
@@ -105,6 +105,12 @@ class Draft:
             found[node_id] = found.get(node_id, 0) + 1
         return found
 
+    def holds(self, nodes: Container[NodeId]) -> int:
+        """Return how many workers it has in the plan so far, if any is on one of these nodes."""
+        if not any(node_id in nodes for node_id in self.hosting()):
+            return 0
+        return len(self.kept) + self.num_starts
+
     def unkept(self) -> list[Seat]:
         """Return its seats that are not counted yet."""
         return [seat for seat in self.claim.seats if seat[0] not in self.kept]
@@ -139,6 +145,37 @@ def gives(draft: Draft) -> str:
         return f"{named(claim)} gives way with all {count} as soon as {how}"
     where = "step boundary" if claim.in_place else "report"
     return f"{named(claim)} gives {count} back at its next {where}"
+
+
+def holders(held: Sequence[tuple[Draft, int]]) -> str:
+    """Say which jobs keep how many workers, and by which right.
+
+    Args:
+        held: jobs that keep some.
+    """
+    mins = [(d, n) for d, n in held if d.is_admitted and not d.claim.is_ending]
+    parts = [f"{named(d.claim)} keeps {n}" for d, n in mins[:NAMED_MAX]]
+    said = []
+    if parts:
+        more = f" and {len(mins) - NAMED_MAX} more" if len(mins) > NAMED_MAX else ""
+        right = "is its min" if len(mins) == 1 else "are their mins"
+        said.append(f"{', '.join(parts)}{more}, which {right}")
+    # A job that trains keeps what it has while others of its workers leave or are lost.
+    others = [(d, n) for d, n in held if not d.is_admitted or d.claim.is_ending]
+    for d, n in others[:NAMED_MAX]:
+        why = ", and is about to end" if d.claim.is_ending else ", and lacks workers itself"
+        said.append(f"{named(d.claim)} keeps {n}{why}")
+    return "; ".join(said)
+
+
+def hindrance(claim: Claim) -> str:
+    """Say what keeps workers of a job from nodes on which no other job holds any."""
+    said = []
+    if claim.away:
+        said.append(f"workers of its own ({claim.away}) are on nodes that do not answer")
+    if claim.out:
+        said.append(f"none may start on {listed(sorted(claim.out))}, cut off from its other nodes")
+    return " and ".join(said) or "the nodes on which its workers are have no more room"
 
 
 def workers(spec: JobSpec, count: int) -> str:

@@ -33,6 +33,8 @@ from elastic.core.policy.claims import (
     Grant,
     behind,
     gives,
+    hindrance,
+    holders,
     named,
     over,
     rank,
@@ -386,19 +388,22 @@ class _Plan:
         need = spec.min_workers - len(draft.kept) - draft.claim.away
         left = together(
             spec.strategy,
-            [self.space.capacity(n, spec.resources_per_worker) for n in shape.capacity],
+            [
+                self.space.capacity(n, spec.resources_per_worker)
+                for n in shape.capacity
+                if n not in draft.claim.out
+            ],
         )
-        holders = [
-            f"{named(d.claim)} keeps {len(d.kept) + d.num_starts}"
-            for d in self.drafts
-            if d.is_admitted and any(n in shape.capacity for n in d.hosting())
-        ]
-        others = f" and {len(holders) - NAMED_MAX} more" if len(holders) > NAMED_MAX else ""
+        held = [(d, n) for d in self.drafts if d is not draft and (n := d.holds(shape.capacity))]
+        if not held:
+            return (
+                f"needs {workers(spec, need)} by {spec.strategy.value}, and no other job is in its "
+                f"way: {hindrance(draft.claim)}; waits for that to change"
+            )
         return (
             f"needs {workers(spec, need)} by {spec.strategy.value}, {left} can be had: "
-            f"{', '.join(holders[:NAMED_MAX]) or 'nobody gives any back'}{others}, which "
-            f"{'is its min' if len(holders) == 1 else 'are their mins'}; waits for an end, or for "
-            f"more slots ({max(1, need - left)}){self._who_stays(draft)}"
+            f"{holders(held)}; waits for an end, or for more slots ({max(1, need - left)})"
+            f"{self._who_stays(draft)}"
         )
 
     def _who_stays(self, draft: Draft) -> str:
@@ -414,8 +419,21 @@ class _Plan:
         return "".join(lower[:NAMED_MAX])
 
     def _at_limit(self, spec: JobSpec, above: str) -> str:
-        has = self._workers.get(spec.project, 0)
+        """Say which limit of its project it is above: with others of the project, or by itself."""
+        has, share = self._workers.get(spec.project, 0), self._shares[spec.project]
+        needs = f"needs {workers(spec, spec.min_workers)}"
+        project = f"project {spec.project or '(none)'}"
+        alone = share.fitting(spec.resources_per_worker, spec.min_workers)
+        if alone == spec.min_workers:
+            return (
+                f"{needs}; {project} may have {above}, and jobs of it that come first need {has}: "
+                f"waits for one of them to end"
+            )
+        low = alone // spec.workers_per_replica * spec.workers_per_replica
+        scale = f"after elastic scale {spec.job_id} --min {low}, or " if low else ""
+        limits = share.widened(spec.resources_per_worker, spec.min_workers)
         return (
-            f"needs {workers(spec, spec.min_workers)}; project {spec.project or '(none)'} may "
-            f"have {above}, and jobs of it that come first need {has}: waits for one of them to end"
+            f"{needs}, and {project} may have {share.limits()}: its own min is above that; it can "
+            f"start {scale}once elastic-coord serve runs with at least {limits} in "
+            f"--project {spec.project}:..."
         )
