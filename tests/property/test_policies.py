@@ -211,6 +211,7 @@ def offers(draw: st.DrawFn) -> list[Offer]:
                 free_slots=draw(st.integers(0, 4)),
                 free=Resources.of({"GPU": draw(st.integers(0, total))}),
                 total=Resources.of({"GPU": total}),
+                slots=draw(st.integers(0, 6)),
                 accelerator_type=draw(st.sampled_from(["", "H100"])),
                 labels=draw(st.sampled_from([(), (("zone", "x"),)])),
                 hosting=draw(st.sampled_from([0, 0, 1, 2])),
@@ -300,7 +301,14 @@ def test_workers_are_spread_over_zones_first() -> None:
         strategy=Strategy.SPREAD,
     )  # fmt: skip
     offers = [
-        Offer(NodeId(name), 3, Resources(), Resources(), labels=(("zone", zone),) if zone else ())
+        Offer(
+            NodeId(name),
+            3,
+            Resources(),
+            Resources(),
+            slots=3,
+            labels=(("zone", zone),) if zone else (),
+        )
         for name, zone in (("b", ""), ("c", ""), ("d", "x"))
     ]
     assert Counter(placement.place(job, offers, 0).value) == {"d": 3, "b": 2, "c": 1}

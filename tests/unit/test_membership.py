@@ -86,7 +86,11 @@ def answer(decision: Decision[Plan]) -> str:
         ("a1:ready/0 b1:ready/0", "form start: a1 b1", "2 workers ready"),
         ("b1:ready/0 a1:ready/0", "form start: a1 b1", "2 workers ready"),
         ("a1:ready/0 b1:ready/0x", "wait", "1 of 2 workers ready, 0 starting"),
-        ("a1:ready/0 b1:ready/0?", "wait", "1 of 2 workers ready, 0 starting"),
+        (
+            "a1:ready/0 b1:ready/0?",
+            "wait",
+            "1 of 2 workers ready, 0 starting, 1 on nodes that do not answer",
+        ),
         # Five are ready, max is four: by id.
         (
             "e1:ready/0 d1:ready/0 c1:ready/0 b1:ready/0 a1:ready/0",

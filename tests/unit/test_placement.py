@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from elastic.core.config import JobSpec
-from elastic.core.policy.placement import Offer, place, refuse_accelerator
-from elastic.core.world import JobId, NodeId, Resources, Strategy
+from elastic.core.policy.placement import Offer, explain_misfit, place, refuse_accelerator
+from elastic.core.world import JobId, Node, NodeId, Resources, Strategy
 from tests.strategies import SCRIPT
 
 
@@ -20,11 +20,11 @@ def spec(low: int, high: int, strategy: str = "PACK", **changes: Any) -> JobSpec
 
 
 def offer(node: str, slots: int, hosting: int = 0, **changes: Any) -> Offer:
-    """A node with free slots; `gpu` gives free GPUs, `gpus` all that it has."""
+    """A node with free slots, of `all_slots`; `gpu` gives free GPUs, `gpus` all that it has."""
     gpu, gpus = changes.pop("gpu", 0), changes.pop("gpus", changes.get("gpu", 0))
     return Offer(
         NodeId(node), slots, Resources.of({"GPU": gpu}), Resources.of({"GPU": gpus or gpu}),
-        hosting=hosting, **changes,
+        slots=changes.pop("all_slots", slots + hosting), hosting=hosting, **changes,
     )  # fmt: skip
 
 
@@ -148,16 +148,16 @@ GPU_JOB = spec(2, 4, resources_per_worker=Resources.of({"GPU": 2}))
         (spec(2, 4), (), 0, "needs 2 more workers, no node is connected: start an elastic-agent"),
         (spec(2, 4), (), 1, "needs 1 more workers, no node is connected"),
         (
-            spec(3, 4), (C1,), 0,
+            spec(3, 4), (offer("a", 1, all_slots=4),), 0,
             "needs 3 more workers by PACK, 1 fit now (1 free slots on 1 nodes)",
         ),
         (
-            spec(3, 4, "STRICT_PACK"), (B2, C1), 0,
+            spec(3, 4, "STRICT_PACK"), (offer("b", 2, all_slots=3), C1), 0,
             "needs 3 more workers by STRICT_PACK, 2 fit now (3 free slots on 2 nodes)",
         ),
         (
-            spec(3, 4, "STRICT_SPREAD"), (A4, B2), 0,
-            "needs 3 more workers by STRICT_SPREAD, 2 fit now (6 free slots on 2 nodes)",
+            spec(3, 4, "STRICT_SPREAD"), (A4, B2, offer("c", 0, all_slots=1)), 0,
+            "needs 3 more workers by STRICT_SPREAD, 2 fit now (6 free slots on 3 nodes)",
         ),
         (
             spec(1, 1, accelerator_type="H100"), (offer("a", 1, accelerator_type="T4"), C1), 0,
@@ -177,7 +177,7 @@ GPU_JOB = spec(2, 4, resources_per_worker=Resources.of({"GPU": 2}))
         ),
         (
             GPU_JOB, (offer("a", 4, gpu=2, gpus=8),), 0,
-            "needs 2 more workers by PACK, 1 fit now (4 free slots on 1 nodes)",
+            "needs 2 more workers by PACK, 1 fit now (4 free slots, GPU=2 free on 1 nodes)",
         ),
         (spec(1, 2), (A4,), 2, "all 2 workers exist"),
     ],
@@ -188,8 +188,80 @@ def test_when_nothing_is_started_the_reason_says_what_is_missing(
     assert reason(job, *offers, have=have).startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("job", "offers", "have", "says"),
+    [
+        (
+            spec(9, 9), (offer("a", 0, all_slots=2), offer("b", 0, all_slots=1)), 0,
+            "needs 9 workers by PACK, but the 2 nodes that it may use hold only 3 even when they "
+            "are empty; what lacks: slots (enough for 3); add nodes for 6 more, or elastic scale "
+            "j1 --min 3",
+        ),
+        (
+            # Without those that live on nodes where no more may start.
+            spec(4, 4, workers_per_replica=2), (offer("a", 1, hosting=1),), 2,
+            "needs 3 workers beside 1 on others by PACK, but the 1 node that it may use holds only "
+            "2 even when it is empty; what lacks: slots (enough for 2); add nodes for 1 more, or "
+            "elastic scale j1 --min 2",
+        ),
+        (
+            spec(3, 3, "STRICT_SPREAD"), (A4, B2), 0,
+            "needs 3 workers by STRICT_SPREAD, but the 2 nodes that it may use hold only 2 even "
+            "when they are empty; what lacks: nodes (each takes one worker); add nodes for 1 more, "
+            "or elastic scale j1 --min 2, or submit it with --placement-strategy SPREAD",
+        ),
+        (
+            spec(2, 2, "STRICT_SPREAD", resources_per_worker=Resources.of({"GPU": 2})),
+            (offer("a", 4, gpu=2), offer("b", 4, gpu=1)), 0,
+            "needs 2 workers of GPU=2 by STRICT_SPREAD, but the 2 nodes that it may use hold only "
+            "1 even when they are empty; what lacks: GPU (enough on 1 node); add nodes for 1 "
+            "more, or elastic scale j1 --min 1",
+        ),
+        (
+            spec(2, 2, "STRICT_PACK", resources_per_worker=Resources.of({"GPU": 2})),
+            (offer("a", 2, gpu=3), C1), 0,
+            "needs 2 workers of GPU=2 by STRICT_PACK, but the 2 nodes that it may use hold only 1 "
+            "on one node even when they are empty; what lacks: GPU (enough for 1 on one node); "
+            "add a node for 2, or elastic scale j1 --min 1",
+        ),
+        (
+            spec(5, 5, "STRICT_PACK", workers_per_replica=5), (A4, B2), 0,
+            "needs 5 workers by STRICT_PACK, but the 2 nodes that it may use hold only 4 on one "
+            "node even when they are empty; what lacks: slots (enough for 4 on one node); add a "
+            "node for 5, or submit it with --placement-strategy PACK",
+        ),
+        (
+            # There is enough of either, and not in one place.
+            GPU_JOB, (offer("a", 1, gpu=8), offer("b", 8, gpu=1)), 0,
+            "needs 2 workers of GPU=2 by PACK, but the 2 nodes that it may use hold only 1 even "
+            "when they are empty; what lacks: slots and GPU on the same nodes; add nodes for 1 "
+            "more, or elastic scale j1 --min 1",
+        ),
+    ],
+)  # fmt: skip
+def test_what_would_not_fit_onto_empty_nodes_is_not_told_to_wait_for_slots(
+    job: JobSpec, offers: tuple[Offer, ...], have: int, says: str
+) -> None:
+    assert reason(job, *offers, have=have) == says
+
+
+def test_a_misfit_is_explained_without_what_only_a_cluster_can_do() -> None:
+    node = Node(NodeId("n1"), 1, "h", 3)
+    assert explain_misfit(spec(3, 4), [node]) == explain_misfit(spec(9, 9), []) == ""
+    assert explain_misfit(spec(9, 9), [node]) == (
+        "needs 9 workers by PACK, but the 1 node that it may use holds only 3 even when it is "
+        "empty; what lacks: slots (enough for 3)"
+    )
+    labelled = spec(1, 1, label_selector=(("zone", "x"),))
+    assert explain_misfit(labelled, [node]) == "no connected node carries the labels zone=x"
+
+
 def test_the_reason_says_how_many_more_would_need_free_slots() -> None:
     assert place(spec(1, 4), [A4], 0).reason == "4 workers placed by PACK"
+    none = place(spec(1, 4), [offer("a", 0, hosting=2)], 2)
+    assert (
+        none.reason == "has 2 workers, no fewer than its min; 2 more by PACK would need free slots"
+    )
     more = place(spec(1, 4, "SPREAD"), [C1], 0)
     assert more.reason == "1 workers placed by SPREAD, 3 more would need free slots"
 

@@ -243,7 +243,7 @@ def test_a_resource_that_is_named_wins_over_the_share_that_was_counted(script: s
         ({"labels": {"zone": "a"}}, "no connected node carries the labels zone=a"),
         ({"accelerator_type": "H100"}, "no connected node has accelerator H100; there are: none"),
         ({"resources": {"GPU": 1.0}}, "each worker needs GPU=1, the largest node has 0"),
-        ({"placement_strategy": "STRICT_SPREAD"}, "needs 2 more workers by STRICT_SPREAD, 1 fit"),
+        ({"placement_strategy": "STRICT_SPREAD"}, "what lacks: nodes (each takes one worker)"),
     ],
 )
 def test_alone_a_job_that_could_never_run_is_refused(

@@ -71,7 +71,10 @@ def fit(storage: Path, **scaling: Any) -> None:
         ({"resources_per_worker": {"CPU": 64}}, "each worker needs CPU=64, the largest node has 4"),
         ({"label_selector": {"zone": "a"}}, "no connected node carries the labels zone=a"),
         ({"accelerator_type": "H100"}, "no connected node has accelerator H100"),
-        ({"num_workers": 2, "placement_strategy": "STRICT_SPREAD"}, "by STRICT_SPREAD, 1 fit"),
+        (
+            {"num_workers": 2, "placement_strategy": "STRICT_SPREAD"},
+            "what lacks: nodes (each takes one worker)",
+        ),
     ],
 )
 def test_what_this_machine_lacks_is_refused_before_anything_is_made(

@@ -157,6 +157,7 @@ class NodeState:
             free_slots=self.free_slots(),
             free=self.free(),
             total=self.node.resources,
+            slots=self.node.num_slots,
             accelerator_type=self.node.accelerator_type,
             labels=self.node.labels,
             hosting=hosting,

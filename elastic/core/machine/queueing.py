@@ -211,11 +211,13 @@ def place(
 
 def explain(cluster: Cluster, job: JobState, hosting: Mapping[NodeId, int], have: int) -> str:
     """Return why `place` chooses nothing, and what would let workers start."""
+    grant = cluster.grants.get(job.job_id)
+    reason = grant.reason if grant is not None else ""
+    if not reason and have >= job.limits.min_workers:
+        return job.waits_for  # Not for more workers: the group says what for.
     if _place(cluster, job, hosting, have).value:
         project = job.spec.project or "(none)"
         return f"project {project} is at its limit until workers of it have ended"
-    grant = cluster.grants.get(job.job_id)
-    reason = grant.reason if grant is not None else ""
     if not reason:
         offers = [state.offer(hosting.get(state.node.node_id, 0)) for state in _open(cluster, job)]
         reason = placement.place(job.limits, offers, have).reason

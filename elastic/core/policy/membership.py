@@ -339,6 +339,9 @@ def _decide_closed(
         state = f"{len(ready)} of {spec.min_workers} workers ready, {starting} starting"
         if busy:
             state += f", {len(busy)} leaving the old group"
+        away = sum(1 for c in by_id.values() if c.present and not c.reachable)
+        if away:
+            state += f", {away} on nodes that do not answer"
         return Decision(Plan(Act.WAIT), state)
     if len(members) < spec.max_workers and starting and current.generation == 0:
         until = min(c.since_ns for c in ready) + ns(config.start_patience_s)

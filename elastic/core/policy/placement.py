@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.core.config import KNOWN_ACCELERATORS, JobSpec
+from elastic.core.policy.claims import workers
 from elastic.core.policy.decision import Decision
+from elastic.core.policy.packing import together
 from elastic.core.world import NO_ZONE, Node, NodeId, Resources, Strategy, zone_of
 
 
@@ -22,7 +24,7 @@ class Offer:
     Attributes:
         free_slots: workers that may still start here.
         free: resources that no worker holds.
-        total: resources of the empty node.
+        total, slots: resources of the empty node, and workers that it could take at once.
         hosting: workers of the job in question that are here already.
     """
 
@@ -30,6 +32,7 @@ class Offer:
     free_slots: int
     free: Resources
     total: Resources
+    slots: int
     accelerator_type: str = ""
     labels: tuple[tuple[str, str], ...] = ()
     hosting: int = 0
@@ -64,6 +67,9 @@ def place(spec: JobSpec, offers: Sequence[Offer], have: int) -> Decision[tuple[N
     chosen = _spread_out(fitting, capacity, want, spread=spec.strategy in _SPREADING)
     if have + len(chosen) < spec.min_workers:
         return Decision((), explain_shortage(spec, offers, capacity, have))
+    if not chosen:
+        how = f"by {spec.strategy.value} would need free slots"
+        return Decision((), f"has {have} workers, no fewer than its min; {want} more {how}")
     reason = f"{len(chosen)} workers placed by {spec.strategy.value}"
     if len(chosen) < want:
         reason += f", {want - len(chosen)} more would need free slots"
@@ -82,13 +88,12 @@ def explain_misfit(spec: JobSpec, nodes: Sequence[Node]) -> str:
     """
     offers = [
         Offer(
-            node.node_id, node.num_slots, node.resources, node.resources,
+            node.node_id, node.num_slots, node.resources, node.resources, node.num_slots,
             accelerator_type=node.accelerator_type, labels=node.labels,
         )
         for node in nodes
     ]  # fmt: skip
-    decision = place(spec, offers, 0)
-    return "" if decision.value or not offers else decision.reason
+    return (_unlike(spec, offers) or _too_small(spec, offers, 0)) if offers else ""
 
 
 def takes(spec: JobSpec, offer: Offer) -> bool:
@@ -167,6 +172,23 @@ def explain_shortage(
     need = spec.min_workers - have
     if not offers:
         return f"needs {need} more workers, no node is connected: start an elastic-agent"
+    if unlike := _unlike(spec, offers):
+        return unlike
+    elsewhere = max(0, have - sum(o.hosting for o in offers))
+    if small := _too_small(spec, offers, elsewhere):
+        return f"{small}; {_what_would_do(spec, offers, elsewhere)}"
+    matching = [o for o in offers if _matches(spec, o)]
+    free = [f"{sum(o.free_slots for o in matching)} free slots"]
+    for name, _ in spec.resources_per_worker.milli:
+        free.append(f"{name}={sum(o.free.amount(name) for o in matching):g} free")
+    return (
+        f"needs {need} more workers by {spec.strategy.value}, {fits} fit now "
+        f"({', '.join(free)} on {len(matching)} nodes)"
+    )
+
+
+def _unlike(spec: JobSpec, offers: Sequence[Offer]) -> str:
+    """Say that no node is of the kind that a worker needs, "" if one is."""
     matching = [o for o in offers if _matches(spec, o)]
     if spec.accelerator_type and not any(
         o.accelerator_type == spec.accelerator_type for o in offers
@@ -183,11 +205,73 @@ def explain_shortage(
         if all(dict(o.total.milli).get(name, 0) < amount for o in matching):
             largest = max(o.total.amount(name) for o in matching)
             return f"each worker needs {name}={amount / 1000:g}, the largest node has {largest:g}"
-    slots = sum(o.free_slots for o in matching)
+    return ""
+
+
+def _empty(spec: JobSpec, offers: Sequence[Offer]) -> list[dict[str, int]]:
+    """Return for each node that matches how many workers each thing of it is enough for."""
+    need = spec.resources_per_worker.milli
+    found = []
+    for offer in offers:
+        if _matches(spec, offer):
+            total = dict(offer.total.milli)
+            enough = {name: total.get(name, 0) // amount for name, amount in need}
+            found.append({"slots": offer.slots, **enough})
+    return found
+
+
+def _too_small(spec: JobSpec, offers: Sequence[Offer], elsewhere: int) -> str:
+    """Say that min does not fit onto these nodes even without anybody else, "" if it does.
+
+    Args:
+        spec: needs and strategy.
+        offers: nodes that may be used.
+        elsewhere: workers of the job that live on other nodes, and count.
+    """
+    nodes, need = _empty(spec, offers), spec.min_workers - elsewhere
+    holds = together(spec.strategy, [min(node.values()) for node in nodes])
+    if holds >= need:
+        return ""
+    where = " on one node" if spec.strategy is Strategy.STRICT_PACK else ""
+    is_spread = spec.strategy is Strategy.STRICT_SPREAD
+    lacks = []
+    for name in nodes[0]:
+        enough = together(spec.strategy, [node[name] for node in nodes])
+        if enough < need:
+            what = f"on {_nodes(enough)}" if is_spread else f"for {enough}{where}"
+            lacks.append(f"{name} (enough {what})")
+    said = ", ".join(lacks) or f"{' and '.join(nodes[0])} on the same nodes"
+    if is_spread and len(nodes) < need:
+        said = "nodes (each takes one worker)"
+    beside = f" beside {elsewhere} on others" if elsewhere else ""
+    hold, are = ("holds", "it is") if len(nodes) == 1 else ("hold", "they are")
     return (
-        f"needs {need} more workers by {spec.strategy.value}, {fits} fit now "
-        f"({slots} free slots on {len(matching)} nodes)"
+        f"needs {workers(spec, need)}{beside} by {spec.strategy.value}, but the "
+        f"{_nodes(len(nodes))} that it may use {hold} only {holds}{where} even when {are} empty; "
+        f"what lacks: {said}"
     )
+
+
+def _what_would_do(spec: JobSpec, offers: Sequence[Offer], elsewhere: int) -> str:
+    """Say what would let a job run for which these nodes are too small."""
+    counts = [min(node.values()) for node in _empty(spec, offers)]
+    need, holds = spec.min_workers - elsewhere, together(spec.strategy, counts)
+    is_packed = spec.strategy is Strategy.STRICT_PACK
+    ways = [f"add a node for {need}" if is_packed else f"add nodes for {need - holds} more"]
+    low = (holds + elsewhere) // spec.workers_per_replica * spec.workers_per_replica
+    if low:
+        ways.append(f"elastic scale {spec.job_id} --min {low}")
+    looser = _LOOSER.get(spec.strategy)
+    if looser is not None and together(looser, counts) >= need:
+        ways.append(f"submit it with --placement-strategy {looser.value}")
+    return ", or ".join(ways)
+
+
+_LOOSER = {Strategy.STRICT_PACK: Strategy.PACK, Strategy.STRICT_SPREAD: Strategy.SPREAD}
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'' if count == 1 else 's'}"
 
 
 def refuse_accelerator(spec: JobSpec, present: Sequence[str]) -> str:
