@@ -136,7 +136,10 @@ class Driver:
         journal = self._journal
         records = await patiently("the journal", journal.load, self._clock)
         secret = secrets.token_bytes(SECRET_BYTES)
-        await self._step(Recovered(records, journal.term, journal.history, journal.nodes, secret))
+        unix_ns = self._clock.unix_ns()
+        await self._step(
+            Recovered(records, journal.term, journal.history, journal.nodes, secret, unix_ns)
+        )
         self._recovered.set()
         await self._journal.forget()
         staging = asyncio.ensure_future(self._staging.run())

@@ -74,7 +74,8 @@ class Follower:
         glimpse = await self._read()
         age_s = (self._clock.monotonic_ns() - glimpse.read_ns) / 1e9
         said = f"as of {age_s:.1f} s ago, from the store; {self._office.refusal()}"
-        jobs = tuple(_shown(record, said, glimpse.read_ns) for record in glimpse.records)
+        ahead_ns = self._clock.unix_ns() - self._clock.monotonic_ns()
+        jobs = tuple(_shown(record, said, glimpse.read_ns, ahead_ns) for record in glimpse.records)
         return ClusterView(self._clock.monotonic_ns(), (), jobs, glimpse.cordons), said
 
     def remember(self, view: ClusterView) -> None:
@@ -127,5 +128,7 @@ class Follower:
         return Glimpse(records, nodes.cordons, began_ns)
 
 
-def _shown(record: JobRecord, said: str, read_ns: int) -> JobView:
-    return JobView(record, f"{said}; then: {record.reason}", read_ns, ())
+def _shown(record: JobRecord, said: str, read_ns: int, ahead_ns: int) -> JobView:
+    """Return what a standby shows of a job; `ahead_ns` is the wall clock less the monotonic one."""
+    since_ns = min(read_ns, record.since_unix_ns - ahead_ns) if record.since_unix_ns else read_ns
+    return JobView(record, f"{said}; then: {record.reason}", since_ns, ())

@@ -27,6 +27,8 @@ from elastic.testing.world import MS, Alarm, S, Timeline
 NAP_NS = 1 * S
 """The driver notices a nap of this length."""
 WRITES = (events.Persist, events.PersistNodes)
+UNIX_NS = 1_700_000_000 * 1000 * MS
+"""The wall clock at the beginning."""
 
 
 class CoordinatorHost:
@@ -95,7 +97,9 @@ class CoordinatorHost:
         self._alarm.reset()
         self.timeline.tell(self.name, f"starts, life {self.life}")
         records = tuple(self.disk.records.values())
-        self.post(events.Recovered(records, self.life, "one store", self.disk.nodes))
+        unix_ns = UNIX_NS + self.timeline.now_ns
+        nodes = self.disk.nodes
+        self.post(events.Recovered(records, self.life, "one store", nodes, unix_ns=unix_ns))
 
     def may_act(self) -> bool:
         """Return whether no other coordinator can lead, as far as this one knows."""

@@ -108,6 +108,7 @@ class Coordinator:
         effects: of the last step.
         notes: names of all notes so far, with job and fields.
         store: what is durable.
+        unix_ns: the wall clock when the machine's was 0.
         announced: the newest announcement that reached each worker.
         names: the node of each session, also of those that are over.
         dies_after_persist: the next step is the last of this life, and is cut off behind its
@@ -118,6 +119,7 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig = CONFIG) -> None:
         self.config = config
         self.now_ns = 0
+        self.unix_ns = 1_700_000_000_000_000_000
         self.term = 0
         self.sessions = 0
         self.requests = 0
@@ -179,7 +181,8 @@ class Coordinator:
         for agent in self.agents.values():
             agent.session = None
         self.machine = CoordinatorMachine(self.config, "coordinator")
-        self.step(Recovered(tuple(self.store.values()), self.term, nodes=self.nodes_stored))
+        records, unix_ns = tuple(self.store.values()), self.unix_ns + self.now_ns
+        self.step(Recovered(records, self.term, nodes=self.nodes_stored, unix_ns=unix_ns))
 
     def advance(self, seconds: float) -> None:
         """Let time pass, with a tick at each deadline; effects of all ticks are kept."""

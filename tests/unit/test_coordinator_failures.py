@@ -391,3 +391,17 @@ def test_a_group_is_said_to_train_once_all_members_do_with_the_time_it_took() ->
     coordinator.now_ns += ns(0.25)
     coordinator.training("n1/1")
     assert coordinator.noted("group_training")[-1] == {"generation": "2", "took_ms": "250"}
+
+
+def test_who_has_its_min_and_waits_for_an_agent_is_not_said_to_lack_slots() -> None:
+    coordinator = running(nodes=3, low=3, high=4)
+    coordinator.disconnect("n3")
+    coordinator.advance(CONFIG.node_grace_s)
+    coordinator.ready("n1/1")
+    coordinator.ready("n2/1")
+    coordinator.disconnect("n2")
+    coordinator.agent("n4")
+    coordinator.ready("n4/1")
+    assert coordinator.job("a").reason == (
+        "waiting: 2 of 3 workers ready, 0 starting, 1 on nodes that do not answer"
+    )

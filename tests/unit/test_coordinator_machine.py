@@ -363,20 +363,6 @@ def test_a_member_that_never_comes_to_train_is_killed_and_replaced() -> None:
     assert gone == "killed because it hung (did not join generation 2 within 20 s)"
 
 
-def test_who_has_its_min_and_waits_for_an_agent_is_not_said_to_lack_slots() -> None:
-    coordinator = running(nodes=3, low=3, high=4)
-    coordinator.disconnect("n3")
-    coordinator.advance(CONFIG.node_grace_s)
-    coordinator.ready("n1/1")
-    coordinator.ready("n2/1")
-    coordinator.disconnect("n2")
-    coordinator.agent("n4")
-    coordinator.ready("n4/1")
-    assert coordinator.job("a").reason == (
-        "waiting: 2 of 3 workers ready, 0 starting, 1 on nodes that do not answer"
-    )
-
-
 def test_below_min_members_keep_their_state_and_resume_with_a_replacement() -> None:
     coordinator = running(nodes=2, low=2)
     coordinator.disconnect("n2")

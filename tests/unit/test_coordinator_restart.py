@@ -423,3 +423,50 @@ def test_before_there_is_a_plan_no_group_forms_that_its_project_has_no_room_for(
     assert not coordinator.members("j").startswith("g2")
     coordinator.advance(10)
     assert not coordinator.members("j").startswith("g2")
+
+
+# ---------------------------------------------------------------- since when
+
+
+def waited_s(coordinator: Coordinator, job: str = "a") -> float:
+    return (coordinator.now_ns - coordinator.job(job).since_ns) / 1e9
+
+
+def test_a_job_waits_since_it_began_to_whoever_leads() -> None:
+    coordinator = Coordinator()
+    coordinator.submit("a", 2)
+    coordinator.advance(30)
+    coordinator.restart()
+    coordinator.advance(4)
+    assert waited_s(coordinator) == 34
+    # The machine's clock is another one after the host has started anew.
+    coordinator.unix_ns += coordinator.now_ns + ns(60)
+    coordinator.now_ns = 0
+    coordinator.restart()
+    assert waited_s(coordinator) == 94
+
+
+def test_a_paused_job_rests_since_it_began_to_whoever_leads() -> None:
+    coordinator = Coordinator()
+    coordinator.submit("a", 2)
+    coordinator.advance(5)
+    coordinator.pause("a")
+    assert coordinator.job("a").record.phase is JobPhase.PAUSED
+    coordinator.advance(30)
+    coordinator.restart()
+    coordinator.advance(4)
+    assert waited_s(coordinator) == 34
+
+
+def test_a_wall_clock_that_was_set_back_or_is_not_known_makes_a_phase_begin_anew() -> None:
+    coordinator = Coordinator()
+    coordinator.submit("a", 2)
+    coordinator.advance(30)
+    before = coordinator.store[JobId("a")]
+    coordinator.unix_ns -= ns(3600)
+    coordinator.restart()
+    assert waited_s(coordinator) == 0
+    coordinator.store[JobId("a")] = replace(before, since_unix_ns=0)  # Of an older version.
+    coordinator.restart()
+    coordinator.advance(4)
+    assert waited_s(coordinator) == 4

@@ -47,6 +47,8 @@ class JobRecord:
         submitter: by which token or certificate, "" if users are not told from each other.
         told_to_save: the newest group's members were told to save their state where they leave.
         leaves_for: the job for which they were, and the priorities; "" if it is for none.
+        since_unix_ns: wall clock when it entered its phase, 0 if not known. For people only: no
+            decision may rest on a clock that can be set.
     """
 
     spec: JobSpec
@@ -70,6 +72,7 @@ class JobRecord:
     submitter: str = ""
     told_to_save: bool = False
     leaves_for: str = ""
+    since_unix_ns: int = 0
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -109,6 +112,7 @@ class Recovered:
         history: names the store that the term counts in.
         nodes: what it holds of nodes.
         secret: drawn for this life; agents prove to each other by it whom they serve.
+        unix_ns: the wall clock at this moment, 0 if not known.
     """
 
     jobs: tuple[JobRecord, ...]
@@ -116,6 +120,7 @@ class Recovered:
     history: str = ""
     nodes: NodesRecord = NodesRecord()
     secret: bytes = field(default=b"", repr=False, compare=False)
+    unix_ns: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,7 @@ class CoordinatorMachine:
         self._recovered = True
         cluster.term, cluster.history = event.term, event.history
         cluster.secret = event.secret
+        cluster.unix_ahead_ns = event.unix_ns - cluster.now_ns if event.unix_ns else None
         cluster.book.recovered_ns = cluster.now_ns
         cluster.book.await_until_ns = cluster.now_ns + ns(cluster.config.adoption_s_max)
         cluster.first_serial = (event.term - 1) * SERIALS_PER_TERM
@@ -222,7 +223,7 @@ class CoordinatorMachine:
         cluster.sequence = max((record.sequence for record in event.jobs), default=0)
         cluster.book.cordons = {c.node_id: c.reason for c in event.nodes.cordons}
         for record in sorted(event.jobs, key=lambda r: r.sequence):
-            job = restore(record, cluster.now_ns)
+            job = restore(record, cluster.now_ns, cluster.unix_ahead_ns)
             cluster.jobs[job.job_id] = job
             if job.has_ended():
                 continue
@@ -276,6 +277,7 @@ class CoordinatorMachine:
             cluster.sequence += 1
             job = JobState(spec, cluster.sequence, JobPhase.PENDING, cluster.now_ns)
             job.reason, job.submitter = "submitted", event.submitter
+            job.unix_ahead_ns = cluster.unix_ahead_ns
             cluster.jobs[job.job_id] = job
             cluster.do(Persist((job.record(),)), Reply(event.request_id, "", job.job_id))
             cluster.note(

@@ -118,6 +118,7 @@ class JobState:
         copies: where a copy of its state lies, or is to lie.
         links: which of its nodes do not reach each other.
         wave: what its workers say one after the other at the moment, None for nothing.
+        unix_ahead_ns: the wall clock less the machine's, at the start; None if not known.
     """
 
     spec: JobSpec
@@ -173,6 +174,7 @@ class JobState:
     links: Links = field(default_factory=Links)
     has_news_of_leavers: bool = False
     wave: Wave | None = None
+    unix_ahead_ns: int | None = None
 
     @property
     def limits(self) -> JobSpec:
@@ -306,6 +308,7 @@ class JobState:
 
     def record(self) -> JobRecord:
         """Return what must survive the coordinator."""
+        ahead_ns = self.unix_ahead_ns
         return JobRecord(
             spec=self.spec,
             phase=self.phase,
@@ -328,6 +331,7 @@ class JobState:
             submitter=self.submitter,
             told_to_save=self.told_to_save,
             leaves_for=self.gives_way_to if self.gives_all and self.is_open else "",
+            since_unix_ns=0 if ahead_ns is None else self.since_ns + ahead_ns,
         )
 
     def view(self) -> JobView:
@@ -345,8 +349,14 @@ class JobState:
         return JobView(record, reason, self.since_ns, workers, self.copies.view(first))
 
 
-def restore(record: JobRecord, now_ns: int) -> JobState:
-    """Return the state that a journal record stands for; its workers are not known yet."""
+def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) -> JobState:
+    """Return the state that a journal record stands for; its workers are not known yet.
+
+    Where the wall clock is not known, or was not to whoever wrote it, its phase begins now.
+    """
+    is_known = unix_ahead_ns is not None and record.since_unix_ns
+    # That clock may have been set back meanwhile.
+    since_ns = min(now_ns, record.since_unix_ns - (unix_ahead_ns or 0)) if is_known else now_ns
     # A group is replaced only after what ended it was charged: more of that may still be told.
     is_open = record.phase is JobPhase.RUNNING
     leaves = is_open and record.told_to_save
@@ -355,7 +365,7 @@ def restore(record: JobRecord, now_ns: int) -> JobState:
         spec=record.spec,
         sequence=record.sequence,
         phase=record.phase,
-        since_ns=now_ns,
+        since_ns=since_ns,
         generation=record.generation,
         group=record.group,
         is_open=is_open,
@@ -381,6 +391,7 @@ def restore(record: JobRecord, now_ns: int) -> JobState:
         submitter=record.submitter,
         is_fresh=not is_open,
         links=Links(nowhere_ns=now_ns),
+        unix_ahead_ns=unix_ahead_ns,
     )
 
 
@@ -406,6 +417,7 @@ class Cluster:
         grants: what the queue has for each job; a job that is not in it has no rival.
         replan: something changed that the queue depends on.
         replan_at_ns: when time alone changes what the queue says, None for never.
+        unix_ahead_ns: the wall clock less the machine's, at the start; None if not known.
     """
 
     config: CoordinatorConfig
@@ -430,6 +442,7 @@ class Cluster:
     grants: dict[JobId, Grant] = field(default_factory=dict)
     replan: bool = False
     replan_at_ns: int | None = None
+    unix_ahead_ns: int | None = None
     now_ns: int = 0
     effects: list[CoordinatorEffect] = field(default_factory=list)
 
