@@ -11,10 +11,14 @@ import pytest
 from elastic.coord import follower
 from elastic.coord.follower import Follower
 from elastic.coord.office import Office
-from elastic.core.view import ClusterView
+from elastic.core.config import JobSpec
+from elastic.core.events.coordinator import JobRecord
+from elastic.core.view import ClusterView, JobView
+from elastic.core.world import JobId, JobPhase
 from elastic.errors import NotLeading, StoreUnavailable
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.store.interface import Snapshot
+from tests.strategies import SCRIPT
 from tests.unit.test_coord_journal import PREFIX
 from tests.unit.test_coord_office import StoppedClock
 
@@ -129,3 +133,17 @@ async def test_a_slow_store_is_asked_once_more_for_all_who_came_after_it_was_ask
     # Nobody is shown what was read before it asked.
     assert ages[0] == "as of 1.5 s ago"
     assert ages[1:] == ["as of 1.0 s ago"] * READERS
+
+
+async def test_a_standby_shows_how_long_a_job_has_been_in_its_phase() -> None:
+    clock = StoppedClock()
+    clock.advance(60)
+    follows = standby(Slow(), clock)
+    spec = JobSpec(job_id=JobId("a"), name="a", entry=SCRIPT, min_workers=1, max_workers=1)
+    since_ns = clock.unix_ns() - 33_000_000_000
+    for told_ns, age_s in ((since_ns, 33), (0, 0)):
+        record = JobRecord(spec, JobPhase.PENDING, since_unix_ns=told_ns)
+        now_ns = clock.monotonic_ns()
+        follows.remember(ClusterView(now_ns, (), (JobView(record, "", now_ns, ()),)))
+        view, _ = await follows.look()
+        assert (now_ns - view.jobs[0].since_ns) / 1e9 == age_s

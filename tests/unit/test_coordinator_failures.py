@@ -9,6 +9,7 @@ import pytest
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.coordinator import Persist, SendAgent
 from elastic.core.machine.charges import OUTAGE_NS
+from elastic.core.machine.waves import LOOK_NS
 from elastic.core.messages import ReportAck, StartWorker, StopWorker
 from elastic.core.world import ExitCause, ExitKind, Failure, JobId, JobPhase, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, RAISED, Coordinator, running
@@ -404,4 +405,37 @@ def test_who_has_its_min_and_waits_for_an_agent_is_not_said_to_lack_slots() -> N
     coordinator.ready("n4/1")
     assert coordinator.job("a").reason == (
         "waiting: 2 of 3 workers ready, 0 starting, 1 on nodes that do not answer"
+    )
+
+
+def test_a_group_that_comes_together_is_not_shown_as_one_that_trains() -> None:
+    coordinator = Coordinator()
+    for name in ("n1", "n2"):
+        coordinator.agent(name)
+    coordinator.submit("a", 2)
+    coordinator.ready("n1/1", "n2/1")
+    assert coordinator.job("a").reason == "forming: 0 of 2 members are there"
+    coordinator.update("n1/1", WorkerPhase.FORMING)
+    coordinator.advance(LOOK_NS / NS_PER_S)
+    assert coordinator.job("a").reason == "forming: 1 of 2 members are there"
+    coordinator.update("n2/1", WorkerPhase.FORMING)
+    coordinator.training("n1/1")
+    coordinator.advance(LOOK_NS / NS_PER_S)
+    assert coordinator.job("a").reason == "forming: 2 of 2 members are there"
+    coordinator.training("n2/1")
+    assert coordinator.job("a").reason == "2 workers"
+
+
+def test_a_group_that_forms_while_another_one_wants_to_join_says_both() -> None:
+    coordinator = Coordinator()
+    for name in ("n1", "n2"):
+        coordinator.agent(name)
+    coordinator.submit("a", 2, 3)
+    coordinator.ready("n1/1", "n2/1")
+    coordinator.agent("n3")
+    coordinator.ready("n3/1")
+    coordinator.update("n1/1", WorkerPhase.FORMING)
+    coordinator.advance(LOOK_NS / NS_PER_S)
+    assert coordinator.job("a").reason == (
+        "forming: 1 of 2 members are there; 1 to join and 0 to leave at the next boundary"
     )

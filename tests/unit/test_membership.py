@@ -169,7 +169,10 @@ def test_groups_are_made_of_whole_replicas(count: int, expected: str) -> None:
     ("workers", "expected", "reason"),
     [
         ("a1:train/1 b1:train/1 c1:train/1", "keep", "3 workers"),
-        ("a1:train/1 b1:form/1 c1:start/0", "keep", "3 workers"),
+        ("a1:train/1 b1:form/1 c1:start/0", "keep", "forming: 2 of 3 members are there"),
+        ("a1:form/1 b1:form/1 c1:form/1", "keep", "forming: 3 of 3 members are there"),
+        # Whoever trains in the group before has not heard of this one.
+        ("a1:train/1 b1:train/0 c1:train/1", "keep", "forming: 2 of 3 members are there"),
         ("a1:train/1 b1:train/1 c1:done/1", "keep", "3 workers"),
         # One is lost: the survivors go on at once, interrupted or not.
         ("a1:train/1 b1:train/1", "form lost: a1 b1", "lost c/1"),

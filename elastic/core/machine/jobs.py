@@ -233,6 +233,7 @@ class JobState:
             self.told_to_save,
             stuck=self.stuck,
             in_place=self.is_in_place(),
+            has_trained=self.training_since_ns is not None,
         )
 
     def is_in_place(self) -> bool:

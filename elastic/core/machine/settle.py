@@ -151,7 +151,7 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
         _form(cluster, job, plan, decision.reason)
-        _holds(job, f"{len(plan.members)} workers")
+        _holds(job, membership.forming(0, len(plan.members)))
         return False
     if plan.act is Act.ASK:
         ask(cluster, job, plan, decision.reason)

@@ -92,6 +92,7 @@ class Current:
         is_saving: and that they still do so is to be seen, of each that has not left yet.
         stuck: why it will never go on, "" if it may.
         in_place: members that are out have its state in memory still, and go on with it.
+        has_trained: all its members were seen to train at some time.
     """
 
     generation: Generation = 0
@@ -102,6 +103,7 @@ class Current:
     is_saving: bool = False
     stuck: str = ""
     in_place: bool = False
+    has_trained: bool = False
 
 
 def decide(
@@ -236,11 +238,35 @@ def _decide_open(
     silent = [c.worker_id for c in members if not c.reachable]
     if silent:
         return Decision(Plan(Act.KEEP), f"the node of {', '.join(silent)} does not answer", wake_ns)
-    return _wish(current, wanted, saves, wake_ns)
+    forms = "" if current.has_trained else _forms(current, here)
+    return _wish(current, wanted, saves, wake_ns, forms=forms)
+
+
+def _forms(current: Current, here: Sequence[Candidate]) -> str:
+    """Say how far a group has come that does not train yet, "" if it does."""
+    trained = (WorkerPhase.TRAINING, WorkerPhase.FINISHED)
+    if sum(1 for c in here if c.phase in trained) == len(current.members):
+        return ""
+    return forming(len(here), len(current.members))
+
+
+def forming(count: int, size: int) -> str:
+    """Return what is said of a group before all of it trains.
+
+    Args:
+        count: members that have come to it.
+        size: all members.
+    """
+    return f"forming: {count} of {size} members are there"
 
 
 def _wish(
-    current: Current, wanted: tuple[WorkerId, ...], saves: bool, wake_ns: int | None
+    current: Current,
+    wanted: tuple[WorkerId, ...],
+    saves: bool,
+    wake_ns: int | None,
+    *,
+    forms: str,
 ) -> Decision[Plan]:
     """Nothing is wrong with the group: should it change at its next boundary?"""
     joining = len(set(wanted) - set(current.members))
@@ -248,12 +274,12 @@ def _wish(
     if wanted and joining + leaving:
         reason = f"{joining} to join and {leaving} to leave at the next boundary"
         if current.asked and current.saves is saves:
-            return Decision(Plan(Act.KEEP), reason, wake_ns)
+            return Decision(Plan(Act.KEEP), f"{forms}; {reason}" if forms else reason, wake_ns)
         cause = "drain" if leaving else "join"
         return Decision(Plan(Act.ASK, cause=cause, saves=saves), reason, wake_ns)
     if current.saves is not saves:
         return _ask(saves, wake_ns)
-    return Decision(Plan(Act.KEEP), f"{len(current.members)} workers", wake_ns)
+    return Decision(Plan(Act.KEEP), forms or f"{len(current.members)} workers", wake_ns)
 
 
 def _ask(saves: bool, wake_ns: int | None) -> Decision[Plan]:
