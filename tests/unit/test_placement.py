@@ -208,7 +208,8 @@ def test_when_nothing_is_started_the_reason_says_what_is_missing(
             spec(3, 3, "STRICT_SPREAD"), (A4, B2), 0,
             "needs 3 workers by STRICT_SPREAD, but the 2 nodes that it may use hold only 2 even "
             "when they are empty; what lacks: nodes (each takes one worker); add nodes for 1 more, "
-            "or elastic scale j1 --min 2, or submit it with --placement-strategy SPREAD",
+            "or elastic scale j1 --min 2, or submit it again with --placement-strategy "
+            "SPREAD",
         ),
         (
             spec(2, 2, "STRICT_SPREAD", resources_per_worker=Resources.of({"GPU": 2})),
@@ -228,7 +229,7 @@ def test_when_nothing_is_started_the_reason_says_what_is_missing(
             spec(5, 5, "STRICT_PACK", workers_per_replica=5), (A4, B2), 0,
             "needs 5 workers by STRICT_PACK, but the 2 nodes that it may use hold only 4 on one "
             "node even when they are empty; what lacks: slots (enough for 4 on one node); add a "
-            "node for 5, or submit it with --placement-strategy PACK",
+            "node for 5, or submit it again with --placement-strategy PACK",
         ),
         (
             # There is enough of either, and not in one place.

@@ -263,7 +263,7 @@ def _what_would_do(spec: JobSpec, offers: Sequence[Offer], elsewhere: int) -> st
         ways.append(f"elastic scale {spec.job_id} --min {low}")
     looser = _LOOSER.get(spec.strategy)
     if looser is not None and together(looser, counts) >= need:
-        ways.append(f"submit it with --placement-strategy {looser.value}")
+        ways.append(f"submit it again with --placement-strategy {looser.value}")
     return ", or ".join(ways)
 
 
