@@ -66,8 +66,8 @@ def forgets_the_generation_after_a_restart(patch: Patch) -> None:
     """A restarted coordinator counts from the group before the newest."""
     honest = coordinator.restore
 
-    def restore(record: Any, now_ns: int) -> Any:
-        job = honest(record, now_ns)
+    def restore(record: Any, *clocks: Any) -> Any:
+        job = honest(record, *clocks)
         job.generation = max(0, job.generation - 1)
         return job
 
@@ -173,9 +173,9 @@ def revives_ended_jobs_after_a_restart(patch: Patch) -> None:
     """The journal's phase is not believed."""
     honest = coordinator.restore
 
-    def restore(record: Any, now_ns: int) -> Any:
+    def restore(record: Any, *clocks: Any) -> Any:
         phase = type(record.phase).PENDING
-        return honest(dataclasses.replace(record, phase=phase), now_ns)
+        return honest(dataclasses.replace(record, phase=phase), *clocks)
 
     patch.setattr(coordinator, "restore", restore)
 

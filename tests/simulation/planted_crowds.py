@@ -38,10 +38,10 @@ def forgets_what_is_paused_after_a_restart(patch: Patch) -> None:
     """What a user paused runs again when another coordinator takes over."""
     honest = coordinator.restore
 
-    def restore(record: Any, now_ns: int) -> Any:
+    def restore(record: Any, *clocks: Any) -> Any:
         is_paused = record.phase is JobPhase.PAUSED
         phase = JobPhase.PENDING if is_paused else record.phase
-        return honest(dataclasses.replace(record, phase=phase, paused=False), now_ns)
+        return honest(dataclasses.replace(record, phase=phase, paused=False), *clocks)
 
     patch.setattr(coordinator, "restore", restore)
 
