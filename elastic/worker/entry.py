@@ -26,6 +26,7 @@ import cloudpickle
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
 from elastic.worker import loose_ends
+from elastic.worker.fresh_start import FreshStart
 
 RUN_NAME = "__main__"
 
@@ -72,7 +73,8 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], Call]:
             so before the environment names its rank.
 
     Returns:
-        A function that prepares one call; it is to be used anew for each.
+        A function that prepares one call; it is to be used anew for each. For a script it makes
+        the process as it was before the first one.
 
     Raises:
         UsageError: the directory, the script or the module is not on this node.
@@ -102,19 +104,24 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], Call]:
     else:
         _check_module(entry)
         run = partial(_run_module, entry)
-    call = partial(_run_afresh, run, frozenset(sys.modules), folders)
-    return lambda: Call(call)
+    known, start, left = frozenset(sys.modules), FreshStart(), loose_ends.LeftThreads(folders)
+
+    def prepare() -> Call:
+        loose_ends.forget_modules(known, folders)
+        if start.begin():
+            left.tell()
+        return Call(partial(_run_afresh, run, folders))
+
+    return prepare
 
 
-def _run_afresh(run: Callable[[], None], known: frozenset[str], folders: list[str]) -> None:
+def _run_afresh(run: Callable[[], None], folders: list[str]) -> None:
     """Run a script as in a process of its own, from its imports to its last thread.
 
     Args:
         run: runs it.
-        known: modules that were there before its first run.
         folders: where its own modules are.
     """
-    loose_ends.forget_modules(known, folders)
     with loose_ends.watching(folders) as watched:
         try:
             run()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import sys
 import threading
 import time
@@ -25,11 +26,15 @@ from typing import Any
 
 from elastic.worker.interrupt import GroupChanged
 
+log = logging.getLogger(__name__)
+
 OURS = "elastic-"
 LOOK_S = 0.02
 INSTALLED = ("site-packages", "dist-packages")
 SHARED = frozenset({*sys.stdlib_module_names, "torch", "elastic"})
 """Packages whose modules register for the whole process; a script's own are never among them."""
+OTHERS_THREADS = frozenset({"torch", "elastic", "concurrent", "multiprocessing", "logging"})
+"""Packages whose threads do no harm when they stay: they wait for work, and hold nothing else."""
 
 
 class Run:
@@ -156,6 +161,47 @@ def is_of_script(name: str, places: Iterable[str | None], folders: Iterable[str]
         return False  # Of an extension there is one in a process.
     inside = [p for p in paths if not set(INSTALLED).intersection(p.parts)]
     return any(path.is_relative_to(folder) for path in inside for folder in folders)
+
+
+class LeftThreads:
+    """Threads of a script's that live on when it is run again: with its ports, files and locks."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        """Note the threads that are there before its first run.
+
+        Args:
+            folders: as for `is_of_script`.
+        """
+        self._folders = folders
+        self._known = weakref.WeakSet(threading.enumerate())
+
+    def tell(self) -> None:
+        """Log one warning that names those that are there now, each once."""
+        left = [one for one in threading.enumerate() if self._is_news(one)]
+        self._known.update(left)
+        if left:
+            log.warning(
+                "threads_left names=%s: the script is run again in this process, in which these "
+                "threads of its last run go on and keep what they hold, such as ports and files; "
+                "have them end when the script is left, or use elastic run --fresh-process",
+                ",".join(repr(one.name) for one in left),
+            )
+
+    def _is_news(self, thread: threading.Thread) -> bool:
+        if thread in self._known or thread is threading.current_thread():
+            return False
+        if thread.name.startswith(OURS):
+            return False
+        kind = type(thread)
+        runs = getattr(thread, "_target", None) if kind is threading.Thread else kind.run
+        name = str(getattr(runs, "__module__", None) or kind.__module__)
+        top = name.partition(".")[0]
+        if top in OTHERS_THREADS:
+            return False
+        # What the standard library runs is run for somebody: a server's loop, a timer.
+        code = getattr(runs, "__code__", None)
+        places = [code.co_filename] if code is not None else []
+        return top in sys.stdlib_module_names or is_of_script(name, places, self._folders)
 
 
 def forget_modules(known: frozenset[str], folders: Sequence[str]) -> None:

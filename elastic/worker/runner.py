@@ -203,13 +203,7 @@ class Runner:
 
     def _train(self, assignment: Assignment) -> TrainEvent:
         """Call the train function in the group that stands, and leave nothing of it behind."""
-        assign = self._assigned()
-        threads = environment.num_threads(
-            assignment, dict(assign.spec.entry.env), self._started_with
-        )
-        if threads is not None:
-            torch.set_num_threads(threads)
-        return self._after_call(self._call(assign, assignment))
+        return self._after_call(self._call(self._assigned(), assignment))
 
     def _after_call(self, event: TrainEvent) -> TrainEvent:
         flush_output()
@@ -248,6 +242,8 @@ class Runner:
         while True:
             call = prepare()
             self._called = call
+            if assignment is not None:
+                self._set_threads(assign, assignment)
             engine = StepEngine(self, carry=self._carry)
             self._engine, self._carry = engine, None
             engine.configure(call.options)
@@ -267,6 +263,12 @@ class Runner:
                 assignment = self._assignment or assignment
                 self._leave_engine(in_this_group=True)
                 outcome.forget_frames(again)
+
+    def _set_threads(self, assign: Assign, assignment: Assignment) -> None:
+        entry_env = dict(assign.spec.entry.env)
+        threads = environment.num_threads(assignment, entry_env, self._started_with)
+        if threads is not None:
+            torch.set_num_threads(threads)
 
     def _run(self, call: entry.Call) -> Any:
         """Call user code, and wait for its last checkpoint; both end when the group is over."""
