@@ -11,6 +11,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,9 @@ from elastic.runtime.access import Access
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.01
+PARTS = ("coordinator", "agent")
+"""What is started, in order; each writes a log of this name."""
+LAST_WORDS_MAX = 2000
 FIRST_FD = 3
 """Those below are standard streams, also where one is closed: a child's are put there."""
 NOT_FOR_US = frozenset({
@@ -64,6 +68,20 @@ class Cluster:
     def is_embedded(self) -> bool:
         """Return whether this script started it."""
         return bool(self.processes)
+
+    def check(self) -> None:
+        """See that what was started for this script still runs; any thread.
+
+        Raises:
+            Unavailable: a part has ended, and nobody would start it again; its log is shown.
+        """
+        for name, process in zip(PARTS, self.processes, strict=False):
+            if process.poll() is not None:
+                raise Unavailable(
+                    f"the embedded {name} (pid {process.pid}) {_how(process)} while a job ran, "
+                    f"which ends with it: nothing here starts another one; run the script again "
+                    f"to go on from its newest checkpoint; {_last_words(self, name)}"
+                )
 
 
 def start_cluster(num_workers: int | None) -> Cluster:
@@ -161,11 +179,24 @@ def _wait_node(cluster: Cluster) -> None:
 
 def _story(cluster: Cluster, name: str, process: subprocess.Popen[bytes]) -> str:
     """Return why a part of the embedded cluster did not come up."""
+    is_slow = process.poll() is None
+    how = f"within {START_TIMEOUT_S:g} s" if is_slow else f"and {_how(process)}"
+    return f"the embedded {name} did not come up {how}; {_last_words(cluster, name)}"
+
+
+def _how(process: subprocess.Popen[bytes]) -> str:
+    """Return how a part ended, as the end of a sentence."""
+    code = process.returncode
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {int(one): one.name for one in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
+
+
+def _last_words(cluster: Cluster, name: str) -> str:
     log = (cluster.directory or Path()) / f"{name}.log"
-    said = log.read_text(errors="replace")[-2000:] if log.exists() else ""
-    code = process.poll()
-    how = f"within {START_TIMEOUT_S:g} s" if code is None else f"and ended with exit code {code}"
-    return f"the embedded {name} did not come up {how}; it said:\n{said}"
+    said = log.read_text(errors="replace")[-LAST_WORDS_MAX:] if log.exists() else ""
+    return f"it said:\n{said}"
 
 
 def _address_in(text: str) -> str:

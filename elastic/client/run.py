@@ -12,7 +12,7 @@ import datetime
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
@@ -49,7 +49,7 @@ from elastic.client.torchrun import (
     size_on,
 )
 from elastic.client.voices import LogWish, Voices, parse_streams
-from elastic.client.watching import Follower
+from elastic.client.watching import Follower, follow
 from elastic.client.wording import workers
 from elastic.core.config import JobSpec
 from elastic.core.world import Node, NodePhase
@@ -243,7 +243,7 @@ def _run_here(launch: Launch, logs: LogWish) -> None:
         _say_size(launch, size)
         with Client(cluster.address, cluster.access) as client:
             spec = _submit(client, launch, size, only=node)
-            _follow(client, _Job(spec=spec, logs=logs, size=size))
+            _follow(client, _Job(spec=spec, logs=logs, size=size), check=cluster.check)
     finally:
         stop_cluster(cluster)
 
@@ -312,12 +312,18 @@ def _submit(client: Client, launch: Launch, size: Size, *, only: Node | None = N
     return spec
 
 
-def _follow(client: Client, job: _Job) -> None:
-    """Show the output until the job ends, and exit as it does; an interrupt ends the job."""
+def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = None) -> None:
+    """Show the output until the job ends, and exit as it does; an interrupt ends the job.
+
+    Args:
+        client: of the cluster.
+        job: that was submitted.
+        check: see `watching.follow`.
+    """
     spec = job.spec
     printer = Printer(ranks=(), voices=Voices(job.logs))
     try:
-        view = Follower(client, spec.job_id, printer).run()
+        view = follow(client, spec.job_id, printer, check=check)
     except Unavailable:
         raise  # Nobody hears us.
     except BaseException:  # Whatever it is: an interrupt, a file or a pipe that takes no output.

@@ -100,6 +100,7 @@ def follow(
     *,
     on_report: OnReport | None = None,
     on_note: OnNote | None = None,
+    check: Callable[[], None] | None = None,
 ) -> JobView:
     """Follow a job until it has ended and its workers are gone.
 
@@ -109,6 +110,8 @@ def follow(
         printer: shows it; opened and closed here.
         on_report: called with what rank 0 reported, in the caller's thread.
         on_note: called with everything that is noted of the job, in the caller's thread.
+        check: called some times a second until the job has ended, in the caller's thread; raises
+            what makes following futile.
 
     Returns:
         The job as it was last seen: its phase says how it ended.
@@ -116,7 +119,9 @@ def follow(
     Raises:
         ElasticError: the job is not known, or the coordinator was away for too long.
     """
-    return Follower(client, job, printer, on_report=on_report, on_note=on_note).run()
+    follower = Follower(client, job, printer, on_report=on_report, on_note=on_note)
+    follower.check = check
+    return follower.run()
 
 
 @dataclass(kw_only=True)
@@ -147,6 +152,7 @@ class Follower:
 
     Attributes:
         timeout_s: how long to follow, None for as long as it takes.
+        check: see `follow`.
     """
 
     def __init__(
@@ -160,6 +166,7 @@ class Follower:
     ) -> None:
         """Prepare; see `follow`."""
         self.timeout_s: float | None = None
+        self.check: Callable[[], None] | None = None
         self._client = client
         self._job = job
         self._printer = printer
@@ -211,12 +218,18 @@ class Follower:
                 self._take(self._items.get(timeout=TICK_S))
             except queue.Empty:
                 self._printer.tick()
+            if self.check is not None and not self._has_ended():
+                self.check()
             if "events" in self._seen.over:
                 if len(self._seen.over) >= len(self._readers):
                     return
                 give_up_ns = give_up_ns or self._clock.monotonic_ns()
                 if self._is_after(give_up_ns, OUTPUT_GRACE_S):
                     return
+
+    def _has_ended(self) -> bool:
+        view = self._seen.view
+        return "events" in self._seen.over or (view is not None and has_ended(view))
 
     def _is_after(self, start_ns: int, seconds: float) -> bool:
         return self._clock.monotonic_ns() - start_ns > seconds * 1e9

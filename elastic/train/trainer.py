@@ -260,7 +260,12 @@ class TorchTrainer:
             job_id = spec.job_id
             try:
                 view = follow(
-                    client, job_id, Printer(), on_report=self._on_report, on_note=self._on_note
+                    client,
+                    job_id,
+                    Printer(),
+                    on_report=self._on_report,
+                    on_note=self._on_note,
+                    check=cluster.check,
                 )
             except Unavailable:
                 raise  # The job may well go on without us.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.client.terminal import EXIT_UNREACHABLE
 from elastic.core.world import JobPhase
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.scripts import Script, until
@@ -91,6 +92,23 @@ def test_an_error_that_record_wrote_down_is_told_once_and_last(
     assert "[default1]:environment" in shown
     (written,) = tmp_path.glob("elastic_*/attempt_0/0/output.log")
     assert "environment" in written.read_text()
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("part", ["agent", "coordinator"])
+def test_a_part_of_its_own_cluster_that_dies_ends_the_command_with_its_log(
+    launched: Callable[..., Script], tmp_path: Path, part: str
+) -> None:
+    run = launched("alone", *elastic_run(tmp_path, "--nproc-per-node=2"), case="wait")
+    until(lambda: len(environments(run)) == 2, "two workers", PATIENCE_S)
+    module = {"agent": "elastic.agent.cli", "coordinator": "elastic.coord.cli"}[part]
+    (found,) = [one for one in run.processes() if module in one.cmdline()]
+    found.kill()
+    assert run.wait(PATIENCE_S) == EXIT_UNREACHABLE, run.said()
+    err = run.err.read_text()
+    assert f"the embedded {part} (pid {found.pid}) was killed by SIGKILL" in err
+    assert "it said:\n" in err
+    run.assert_nothing_is_left()
 
 
 @pytest.mark.timeout(500)
