@@ -137,6 +137,8 @@ def _launch(context: click.Context, given: dict[str, Any]) -> Launch:
         if not os.path.isabs(given["script"]):
             _misused(f"--run-path needs an absolute path, {given['script']} is none")
         given = {**given, "no_python": False, "fresh_process": False}
+    if given["args"][:1] == ("--",):  # It ends torchrun's own flags there, too.
+        given = {**given, "args": given["args"][1:]}
     shared = take_job_options(dict(given))
     names = {field.name for field in fields(Launch)} - {"nodes", "num_workers", "shared"}
     taken = {name: value for name, value in given.items() if name in names}

@@ -87,6 +87,19 @@ def test_what_stands_behind_the_script_is_the_scripts() -> None:
     assert context.params["nproc_per_node"] == "2"
 
 
+@pytest.mark.parametrize(
+    "behind", [("--", "-x"), ("a", "--", "-x"), ("--", "--", "-x"), ("-x", "--", "y")]
+)
+def test_two_dashes_right_behind_the_script_are_dropped_as_torchrun_drops_them(
+    script: str, behind: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[Any] = []
+    monkeypatch.setattr("elastic.client.run._run_here", lambda launch, _: launches.append(launch))
+    assert elastic_run(script, *behind).exit_code == 0
+    theirs = get_args_parser().parse_args([script, *behind]).training_script_args
+    assert list(launches[0].args) == theirs
+
+
 def test_flags_without_effect_say_what_happens_instead(script: str) -> None:
     flags = ["--rdzv_backend=c10d", "--rdzv-endpoint", "head:29400", "--master_port=1234"]
     done = elastic_run("--coord", NOBODY, *flags, script, PET_MONITOR_INTERVAL="5")
