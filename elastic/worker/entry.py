@@ -18,7 +18,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -26,6 +28,7 @@ import cloudpickle
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
 from elastic.worker import loose_ends
+from elastic.worker.error_file import error_file
 from elastic.worker.fresh_start import FreshStart
 
 RUN_NAME = "__main__"
@@ -122,7 +125,7 @@ def _run_afresh(run: Callable[[], None], folders: list[str]) -> None:
         run: runs it.
         folders: where its own modules are.
     """
-    with loose_ends.watching(folders) as watched:
+    with error_file(), loose_ends.watching(folders) as watched:
         try:
             run()
         except SystemExit as end:
@@ -230,7 +233,18 @@ def _imported_first(path: str) -> list[str]:
 def _run_script(path: str, args: tuple[str, ...]) -> None:
     _put_first(str(Path(path).parent))
     sys.argv = [path, *args]
-    runpy.run_path(path, run_name=RUN_NAME)
+    if Path(path).suffix != ".py":
+        runpy.run_path(path, run_name=RUN_NAME)  # Compiled, or an archive.
+        return
+    # As Python itself; for runpy a script is of a package "", and not of none.
+    main, before = ModuleType(RUN_NAME), sys.modules[RUN_NAME]
+    loader = SourceFileLoader(RUN_NAME, path)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+    sys.modules[RUN_NAME] = main
+    try:
+        exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), vars(main))
+    finally:
+        sys.modules[RUN_NAME] = before
 
 
 def _check_module(entry: Entry) -> None:

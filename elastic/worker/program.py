@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from elastic.errors import ProgramFailed, UsageError
 from elastic.worker.context import current
+from elastic.worker.error_file import VARIABLE as ERROR_FILE
 from elastic.worker.group import StoreServer
 from elastic.worker.main import die_with_parent
 from elastic.worker.outcome import broken_words_in
@@ -36,7 +37,6 @@ from elastic.worker.outcome import broken_words_in
 log = logging.getLogger("elastic.worker.program")
 
 OF_PYTHON = "--python"
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LEAVE_S = 3.0
 """Between asking a child of a group that is over to end, and killing it."""
 OTHERS_S = 1.0

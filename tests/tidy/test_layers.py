@@ -88,6 +88,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/train/cluster.py": "elastic.init: the process is the user's script, and starts here",
     "elastic/train/here.py": "a run in the user's process puts back what it has set",
     "elastic/train/overruled.py": "a worker's own variables say how large its job may be",
+    "elastic/worker/error_file.py": "names the file that torch's @record writes, for each run",
     "elastic/worker/fresh_start.py": "a script that is run again finds what its first run found",
     "elastic/worker/ahead.py": "notices when user code asks for its place before there is one",
     "elastic/client/embedded.py": "hands on what is not said of the daemons of other clusters",

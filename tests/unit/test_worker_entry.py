@@ -102,6 +102,44 @@ def test_a_script_runs_as_main_with_its_arguments_and_its_neighbours(tmp_path: P
         assert out.read_text() == "41x"
 
 
+def test_a_script_finds_itself_as_python_would_have_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        '"""Text."""\n'
+        "import sys\n"
+        "assert vars(sys.modules['__main__']) is globals()\n"
+        "assert (__package__, __spec__, __cached__, __doc__) == (None, None, None, 'Text.')\n"
+        "assert __file__ == sys.argv[0] == __loader__.get_filename('__main__')\n"
+    )
+    before = sys.modules["__main__"]
+    entry.load(Entry(EntryKind.SCRIPT, str(script)))().run()
+    assert sys.modules["__main__"] is before
+
+
+def test_what_record_writes_down_has_a_file_for_each_run(tmp_path: Path) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(
+        "import json, os, sys\n"
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main(): raise ValueError('bad batch')\n"
+        "try: main()\n"
+        "finally:\n"
+        "    file = os.environ['TORCHELASTIC_ERROR_FILE']\n"
+        "    with open(file) as opened: said = json.load(opened)['message']['message']\n"
+        "    with open(sys.argv[1], 'a') as out: print(file, said, file=out)\n"
+    )
+    prepare = entry.load(Entry(EntryKind.SCRIPT, str(script), args=(str(out),)))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad batch"):
+            prepare().run()
+    first, second = out.read_text().splitlines()
+    assert first.endswith(" ValueError: bad batch")
+    assert first != second
+    assert not any(Path(line.split()[0]).exists() for line in (first, second))
+    assert "TORCHELASTIC_ERROR_FILE" not in os.environ
+
+
 def test_a_script_is_looked_for_in_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     entry.load(Entry(EntryKind.SCRIPT, "train.py", working_dir=str(tmp_path)))().run()
