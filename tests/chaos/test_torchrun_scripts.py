@@ -95,6 +95,16 @@ def test_an_error_that_record_wrote_down_is_told_once_and_last(
 
 
 @pytest.mark.timeout(500)
+def test_scripts_that_end_their_process_with_success_have_finished(
+    launched: Callable[..., Script], tmp_path: Path
+) -> None:
+    run = launched("leave", *elastic_run(tmp_path, "--nproc-per-node=2"), case="leave")
+    assert run.wait(PATIENCE_S) == 0, run.said()
+    assert len(environments(run)) == 2, run.said()
+    run.assert_nothing_is_left()
+
+
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("part", ["agent", "coordinator"])
 def test_a_part_of_its_own_cluster_that_dies_ends_the_command_with_its_log(
     launched: Callable[..., Script], tmp_path: Path, part: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from elastic.core.config import AgentConfig, ns
 from elastic.core.events.agent import (
     Kill,
     ProcessExited,
+    ProcessSaid,
     ProcessStarted,
     ProcessStopped,
     Spawn,
@@ -21,14 +23,18 @@ from elastic.core.messages import (
     LeaveGroup,
     Ping,
     Pong,
+    Release,
     ReportAck,
     StartWorker,
     Stop,
     StopWorker,
+    WorkerUpdate,
 )
 from elastic.core.world import (
+    EntryKind,
     ExitCause,
     ExitKind,
+    WorkerPhase,
 )
 from tests.unit.agent_under_test import (
     CONFIG,
@@ -42,6 +48,7 @@ from tests.unit.agent_under_test import (
     of,
     reconnect,
     registered,
+    said_by,
     spec,
     with_spare,
     with_worker,
@@ -273,3 +280,71 @@ def test_a_process_that_ended_by_itself_was_not_hung() -> None:
     agent.pass_time(0.5)
     agent.do(ProcessExited(1, ExitCause(ExitKind.CODE, 3)))
     assert agent.exit_of(W1) == ExitCause(ExitKind.CODE, 3)
+
+
+# ---------------------------------------------------------------- scripts that end their process
+
+LEFT_WELL = ExitCause(ExitKind.CODE, 0)
+
+
+def with_trained(phase: WorkerPhase = WorkerPhase.TRAINING, kind: Any = EntryKind.SCRIPT) -> Any:
+    """Return an agent whose worker W1 is in that phase of generation 1."""
+    agent = with_spare()
+    job = spec()
+    agent.hear(StartWorker(W1, replace(job, entry=replace(job.entry, kind=kind))))
+    agent.do(ProcessSaid(1, said_by(W1, phase, 1)))
+    return agent
+
+
+@pytest.mark.parametrize("kind", [EntryKind.SCRIPT, EntryKind.MODULE])
+def test_a_script_that_ends_its_process_with_success_has_finished(kind: EntryKind) -> None:
+    agent = with_trained(kind=kind)
+    agent.do(ProcessExited(1, LEFT_WELL))
+    (update,) = agent.sent(WorkerUpdate)
+    assert update.report.phase is WorkerPhase.FINISHED
+    assert (update.report.generation, update.report.result) == (1, "null")
+    agent.warm(2)
+    assert agent.told(2) == [], "nobody waits for another process"
+    (known,) = [one for one in reconnect(agent).workers if one.worker_id == W1]
+    assert known.phase is WorkerPhase.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind", "cause"),
+    [
+        (WorkerPhase.TRAINING, EntryKind.FUNCTION, LEFT_WELL),
+        (WorkerPhase.TRAINING, EntryKind.SCRIPT, CRASHED),
+        (WorkerPhase.TRAINING, EntryKind.SCRIPT, KILLED),
+        (WorkerPhase.READY, EntryKind.SCRIPT, LEFT_WELL),
+        (WorkerPhase.FORMING, EntryKind.SCRIPT, LEFT_WELL),
+        (WorkerPhase.BROKEN, EntryKind.SCRIPT, LEFT_WELL),
+    ],
+)
+def test_any_other_end_of_a_process_is_an_exit(
+    phase: WorkerPhase, kind: EntryKind, cause: ExitCause
+) -> None:
+    agent = with_trained(phase, kind)
+    agent.do(ProcessExited(1, cause))
+    assert agent.exit_of(W1) == cause
+
+
+def test_a_worker_that_ended_itself_is_gone_when_it_is_stopped_or_needed_again() -> None:
+    for order, detail in (
+        (StopWorker(W1, S, "job ended"), "job ended"),
+        (announce(W1, 2), "its script had ended its process"),
+    ):
+        agent = with_trained()
+        agent.do(ProcessExited(1, LEFT_WELL))
+        agent.hear(LeaveGroup(W1, 1, True, "node n2 joins"))
+        assert agent.exit_of(W1) is None
+        agent.hear(order)
+        assert agent.exit_of(W1) == ExitCause(ExitKind.STOPPED, detail=detail)
+
+
+def test_an_agent_that_ends_does_not_wait_for_one_that_ended_itself() -> None:
+    agent = with_trained()
+    agent.do(ProcessExited(1, LEFT_WELL))
+    agent.hear(Release("drained"))
+    exit_of_it = agent.exit_of(W1)
+    assert exit_of_it is not None
+    assert exit_of_it.kind is ExitKind.STOPPED

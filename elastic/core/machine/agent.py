@@ -241,7 +241,11 @@ class AgentMachine:
         books.processes.exited(process)
         worker = books.workers.get(process.worker_id)
         if worker is not None:
-            books.exit_worker(worker, judge_exit(process, cause))
+            cause = judge_exit(process, cause)
+            if books.workers.finished_by(worker, cause):
+                books.note(worker, "worker_ended_itself", process=process.process_id)
+            else:
+                books.exit_worker(worker, cause)
         elif process.end is None:
             books.processes.failed(process, f"a spare {describe_exit(cause)}", books.now_ns)
 

@@ -109,7 +109,7 @@ class AgentBooks:
         """Ask all workers to end, and the agent after them; a second time may only hasten it."""
         if self.departure.end(code, why, self.now_ns):
             self.out.append(note("agent_ending", code=code, reason=why))
-            for worker in self.workers.waiting():
+            for worker in self.workers.without_process():
                 self.exit_worker(worker, ExitCause(ExitKind.STOPPED, detail=why))
         order = Stop(why, self.departure.kill_at_ns - self.now_ns)
         for process in self.processes.working():

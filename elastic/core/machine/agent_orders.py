@@ -148,6 +148,10 @@ def _forward(
     process = books.processes.get(worker.process_id)
     if process is not None:
         books.processes.send(process, message)
+    elif worker.ended_itself:
+        if isinstance(message, Announce):  # Others run again; it would need a process for that.
+            detail = "its script had ended its process"
+            books.exit_worker(worker, ExitCause(ExitKind.STOPPED, detail=detail))
     elif isinstance(message, (Announce, LeaveGroup)):
         worker.hold(message)
 

@@ -11,8 +11,18 @@ from dataclasses import dataclass, replace
 from elastic.core.config import JobSpec
 from elastic.core.machine.transitions import WORKER_SEEN, check_move
 from elastic.core.messages import Announce, Assign, LeaveGroup, StartWorker
-from elastic.core.world import MILLI, ExitCause, WorkerId, WorkerPhase, WorkerReport
+from elastic.core.world import (
+    MILLI,
+    EntryKind,
+    ExitCause,
+    ExitKind,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
 
+NO_RESULT = "null"
+"""What a script returns."""
 GPU = "GPU"
 """Name of the resource that stands for accelerators."""
 
@@ -28,6 +38,8 @@ class Worker:
         device_milli: thousandths that it takes of each of them.
         process_id: its process, None while it waits for one, and after the exit.
         held: what the coordinator said to it before it had a process.
+        ended_itself: its script has ended its process, and with success; it has finished, and is
+            not to have another one.
     """
 
     spec: JobSpec
@@ -37,6 +49,7 @@ class Worker:
     device_milli: int = 0
     process_id: int | None = None
     held: tuple[Announce | LeaveGroup, ...] = ()
+    ended_itself: bool = False
 
     @property
     def worker_id(self) -> WorkerId:
@@ -45,6 +58,10 @@ class Worker:
 
     def is_waiting(self) -> bool:
         """Return whether it still needs a process."""
+        return self.has_no_process() and not self.ended_itself
+
+    def has_no_process(self) -> bool:
+        """Return whether it is there, and has no process: not yet, or not any more."""
         return self.process_id is None and not self.has_exited()
 
     def has_exited(self) -> bool:
@@ -128,6 +145,10 @@ class Workers:
         """Return those that need a process, first come first."""
         return [worker for worker in self._book.values() if worker.is_waiting()]
 
+    def without_process(self) -> list[Worker]:
+        """Return those that are there and have no process, first come first."""
+        return [worker for worker in self._book.values() if worker.has_no_process()]
+
     def are_gone(self) -> bool:
         """Return whether none lives."""
         return all(worker.has_exited() for worker in self._book.values())
@@ -185,6 +206,21 @@ class Workers:
         )
         if worker.report != known:
             self.tell(worker, at_ns=tell_at_ns)
+        return True
+
+    def finished_by(self, worker: Worker, cause: ExitCause) -> bool:
+        """Return whether an exit is the end of a script, which then has finished.
+
+        Scripts may end their process (`os._exit`), or become another program (`exec`): elsewhere
+        its code is all that they are judged by. A train function has returned, or it has failed.
+        """
+        is_script = worker.spec.entry.kind is not EntryKind.FUNCTION
+        is_good = cause.kind is ExitKind.CODE and cause.code == 0
+        if not (is_script and is_good and worker.report.phase is WorkerPhase.TRAINING):
+            return False
+        worker.report = replace(worker.report, phase=WorkerPhase.FINISHED, result=NO_RESULT)
+        worker.process_id, worker.held, worker.ended_itself = None, (), True
+        self.tell(worker)
         return True
 
     def exited(self, worker: Worker, cause: ExitCause) -> None:
