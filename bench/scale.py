@@ -13,7 +13,8 @@ The processor time of the coordinator and of all agents stands beside the second
     rest       processor of the coordinator, and of the agents, connected and with nothing to do
     MiB        memory of the coordinator then
     submit     from the call until the last worker has been told to start, and of its group
-    death      from a worker's exit, as its agent tells it, until the last one knows the next group
+    death      from a worker's exit, as its agent tells it, until the last one knows the next group;
+               with `--deaths 5` the median of five, and the range
     node       the same from the end of an agent's stream; the grace for its return is in it
     storm      the coordinator is killed and started anew: until the last agent is welcome again
     bytes      of an announcement
@@ -72,11 +73,12 @@ OWN_FILES = 256
 
 @dataclass(frozen=True)
 class How:
-    """How agents connect: what silence they allow, who speaks for them, how many at once."""
+    """What silence agents allow, who speaks for them, how many connect at once and how many die."""
 
     silence_s: float
     client: str
     at_once: int
+    deaths: int = 1
 
 
 class Crowd:
@@ -231,7 +233,7 @@ def measure(agents: int, how: How, *, storm: bool) -> list[str]:
         coordinator = Coordinator(Path(folder), how.silence_s)
         crowd = Crowd(coordinator.address, agents, how)
         try:
-            return [f"{agents}", *_cells(coordinator, crowd, agents, storm=storm)]
+            return [f"{agents}", *_cells(coordinator, crowd, agents, how.deaths, storm=storm)]
         finally:
             crowd.close()
             coordinator.kill()
@@ -247,7 +249,28 @@ def _rest(coordinator: Coordinator, crowd: Crowd) -> list[str]:
     return [f"{100 * own / took_s:.0f} + {100 * agents / took_s:.0f} %", f"{memory:.0f}"]
 
 
-def _cells(coordinator: Coordinator, crowd: Crowd, agents: int, *, storm: bool) -> list[str]:
+def _deaths(
+    coordinator: Coordinator, crowd: Crowd, agents: int, deaths: int, generation: int
+) -> tuple[str, int]:
+    """Let workers die one after the other; return the cell, and the last group's number."""
+    found = []
+    for number in range(deaths):
+        with phase(coordinator, crowd) as death:
+            (began_ns,) = crowd.ask(f"lose {3 + number}", 0)
+            last_ns, generation = crowd.wait_generation(agents - 1, generation)
+            death.ends(began_ns, last_ns)
+            # The one that was lost is started again, and comes in.
+            _, generation = crowd.wait_generation(agents, generation - 1)
+        found.append(death)
+    found.sort(key=lambda one: one.seconds)
+    middle = found[len(found) // 2]
+    spread = f", {found[0].seconds:.2f} to {found[-1].seconds:.2f} s" if deaths > 1 else ""
+    return f"{middle}{spread}", generation
+
+
+def _cells(
+    coordinator: Coordinator, crowd: Crowd, agents: int, deaths: int, *, storm: bool
+) -> list[str]:
     crowd.wait_welcome(agents)
     rest = _rest(coordinator, crowd)
     with phase(coordinator, crowd) as submit, Client(coordinator.address) as client:
@@ -264,17 +287,12 @@ def _cells(coordinator: Coordinator, crowd: Crowd, agents: int, *, storm: bool) 
         last_ns, generation = crowd.wait_generation(agents)
         submit.ends(began_ns, last_ns)
     size = crowd.largest_message()
-    with phase(coordinator, crowd) as death:
-        (began_ns,) = crowd.ask("lose 3", 0)
-        last_ns, generation = crowd.wait_generation(agents - 1, generation)
-        death.ends(began_ns, last_ns)
-        # The one that was lost is started again, and comes in.
-        _, generation = crowd.wait_generation(agents, generation - 1)
+    death, generation = _deaths(coordinator, crowd, agents, deaths, generation)
     with phase(coordinator, crowd) as node:
         (began_ns,) = crowd.ask("die 5", 0)
         last_ns, _ = crowd.wait_generation(agents - 1, generation)
         node.ends(began_ns, last_ns)
-    cells = [*rest, f"{submit}", f"{death}", f"{node}"]
+    cells = [*rest, f"{submit}", death, f"{node}"]
     return [*cells, _storm(coordinator, crowd, agents) if storm else "", f"{size}"]
 
 
@@ -306,13 +324,16 @@ def check_files(agents: int) -> None:
 @click.option("--silence", type=float, default=SILENCE_S, show_default=True, help="Seconds.")
 @click.option("--client", type=click.Choice(CLIENTS), default="frames", show_default=True)
 @click.option("--at-once", type=int, default=CONNECTING_AT_ONCE, help="Agents that connect.")
-def main(counts: tuple[int, ...], storm: bool, silence: float, client: str, at_once: int) -> None:
+@click.option("--deaths", type=click.IntRange(1), default=1, help="Of workers: the median counts.")
+def main(
+    counts: tuple[int, ...], storm: bool, silence: float, client: str, at_once: int, deaths: int
+) -> None:
     """Measure a coordinator with many agents."""
     check_files(max(counts, default=0))
     table = Table("agents", "rest", "MiB", "submit", "death", "node", "storm", "bytes")
     for agents in counts or (1000,):
-        table.add_row(*measure(agents, How(silence, client, at_once), storm=storm))
-    console = Console(width=150)
+        table.add_row(*measure(agents, How(silence, client, at_once, deaths), storm=storm))
+    console = Console(width=180)
     grace = CoordinatorConfig.node_grace_s
     console.print(
         f"Python {platform.python_version()}, {os.cpu_count()} cores for coordinator and agents; "
