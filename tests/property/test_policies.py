@@ -314,6 +314,23 @@ def test_workers_are_spread_over_zones_first() -> None:
     assert Counter(placement.place(job, offers, 0).value) == {"d": 3, "b": 2, "c": 1}
 
 
+def test_workers_on_nodes_that_take_no_more_count_in_their_zone() -> None:
+    job = JobSpec(
+        job_id=JobId("j"), name="j", entry=SCRIPT, min_workers=1, max_workers=8,
+        strategy=Strategy.SPREAD, accelerator_type="H100",
+    )  # fmt: skip
+    nothing = Resources()
+    offers = [
+        Offer(NodeId("a"), 0, nothing, nothing, slots=1, hosting=2),
+        Offer(NodeId("b"), 1, nothing, nothing, slots=1, hosting=2, accelerator_type="H100"),
+        Offer(
+            NodeId("c"), 3, nothing, nothing, slots=3, hosting=1, accelerator_type="H100",
+            labels=(("zone", "x"),),
+        ),
+    ]  # fmt: skip
+    assert placement.place(job, offers, 5).value == ("c", "c", "c")
+
+
 # ---------------------------------------------------------------- failure
 
 CAUSES = st.builds(ExitCause, st.sampled_from(ExitKind), st.sampled_from([0, 1, 6, 9, 11, 15, 64]))

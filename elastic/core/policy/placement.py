@@ -57,14 +57,16 @@ def place(spec: JobSpec, offers: Sequence[Offer], have: int) -> Decision[tuple[N
     want = spec.max_workers - have
     if want <= 0:
         return Decision((), f"all {spec.max_workers} workers exist")
-    fitting = [o for o in sorted(offers, key=lambda o: o.node_id) if _matches(spec, o)]
+    ordered = sorted(offers, key=lambda o: o.node_id)
+    fitting = [o for o in ordered if _matches(spec, o)]
     capacity = {o.node_id: _capacity(spec, o) for o in fitting}
     if spec.strategy is Strategy.STRICT_SPREAD:
         capacity = {o.node_id: min(capacity[o.node_id], 0 if o.hosting else 1) for o in fitting}
     elif spec.strategy is Strategy.STRICT_PACK:
         away = have > sum(o.hosting for o in offers)
         capacity = dict.fromkeys(capacity, 0) if away else _one_node(offers, capacity)
-    chosen = _spread_out(fitting, capacity, want, spread=spec.strategy in _SPREADING)
+    # Workers count where they are, also on nodes that take no more of them.
+    chosen = _spread_out(ordered, capacity, want, spread=spec.strategy in _SPREADING)
     if have + len(chosen) < spec.min_workers:
         return Decision((), explain_shortage(spec, offers, capacity, have))
     if not chosen:
@@ -141,7 +143,7 @@ def _spread_out(
     for o in offers:
         zone = zone_of(o.labels) if spread else NO_ZONE
         loads[zone] = loads.get(zone, 0) + (o.hosting if spread else 0)
-        if room[o.node_id] > 0:
+        if room.get(o.node_id, 0) > 0:
             heaps.setdefault(zone, []).append((sign * o.hosting, -room[o.node_id], o.node_id))
     for heap in heaps.values():
         heapq.heapify(heap)
