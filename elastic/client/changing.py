@@ -228,10 +228,13 @@ def drain(
         already = _draining(client) if deadline_s is None else frozenset()
         for node in nodes:
             wish_s = deadline_s if deadline_s is not None else DEADLINE_S
+            left_s = DRAIN_TIMEOUT_S_MAX
             try:
-                # The sooner one counts: a wish for later than any asks when it is to be gone.
-                wish_s = DRAIN_TIMEOUT_S_MAX if node in already else wish_s
-                left_s = client.drain(node, timeout_s=wish_s, reason=reason)
+                if node in already:
+                    # The sooner one counts: a wish for later than any asks when it is to be gone.
+                    left_s = client.drain(node, timeout_s=DRAIN_TIMEOUT_S_MAX, reason=reason)
+                if left_s >= DRAIN_TIMEOUT_S_MAX:
+                    left_s = client.drain(node, timeout_s=wish_s, reason=reason)
             except Refused as error:
                 refusals.append(error)
             else:
@@ -267,4 +270,4 @@ def _wait_until_gone(client: Client, nodes: list[str], timeout_s: float | None) 
         names = ", ".join(n.node.node_id for n in left)
         return f"{names} still there, with {workers(busy)}" if left else ""
 
-    wait_until(look, timeout_s, "the drain goes on")
+    wait_until(client, look, timeout_s, "the drain goes on")

@@ -11,19 +11,27 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from elastic.client.jobs import OUTAGE_LIMIT_S
+from elastic.client.jobs import OUTAGE_LIMIT_S, Client
 from elastic.client.printer import REPEAT_S, Printer
+from elastic.core.config import NS_PER_S, CoordinatorConfig
 from elastic.errors import CoordinatorUntrusted, Unavailable
 
 POLL_S = 0.3
+RETURN_S = CoordinatorConfig.adoption_grace_s
 SAY_AFTER_S = 1.0
 """What is over sooner is not worth a line."""
 
 
-def wait_until(look: Callable[[], str], timeout_s: float | None, goes_on: str) -> None:
+def wait_until(
+    client: Client, look: Callable[[], str], timeout_s: float | None, goes_on: str
+) -> None:
     """Ask again and again until nothing is waited for, and say what is.
 
+    A coordinator that has taken over meanwhile knows of nothing at first: it is believed once
+    agents have had time to come back to it.
+
     Args:
+        client: of the cluster.
         look: asks the coordinator; returns what is still waited for, "" for nothing.
         timeout_s: the longest wait, None for as long as it takes.
         goes_on: said when the waiting ends early, such as "the drain goes on".
@@ -40,7 +48,7 @@ def wait_until(look: Callable[[], str], timeout_s: float | None, goes_on: str) -
     while True:
         asked = time.monotonic()
         try:
-            text = look()
+            text = look() or _unsure(client, time.monotonic() - started)
         except CoordinatorUntrusted:
             raise
         except Unavailable:
@@ -64,3 +72,9 @@ def wait_until(look: Callable[[], str], timeout_s: float | None, goes_on: str) -
             said, said_at = text, time.monotonic()
             printer.say(f"waits since {waited_s:.1f} s: {text}")
         time.sleep(POLL_S)
+
+
+def _unsure(client: Client, waited_s: float) -> str:
+    """Return what is waited for before a coordinator is believed that nothing is left, or ""."""
+    led_s = client.status().uptime_ns / NS_PER_S
+    return "" if led_s >= min(waited_s, RETURN_S) else "agents to come back to the coordinator"

@@ -64,7 +64,8 @@ def _wait_until_paused(
             raise Refused(f"job {name} was resumed meanwhile: {view.reason}")
         return _pausing(view)
 
-    wait_until(look, timeout_s, f"the pause goes on; end it: {target.command('resume', job_id)}")
+    again = target.command("resume", job_id)
+    wait_until(client, look, timeout_s, f"the pause goes on; end it: {again}")
 
 
 def _pausing(view: JobView) -> str:
@@ -144,7 +145,9 @@ def _cordon(target: Target, nodes: tuple[str, ...], *, cordoned: bool, reason: s
                 refusals.append(error)
             else:
                 told.append(node)
-        views = {view.node.node_id: view for view in client.status().view.nodes} if told else {}
+        views: dict[NodeId, NodeView] = {}
+        if told and not cordoned:
+            views = {view.node.node_id: view for view in client.status().view.nodes}
     for node in told:
         click.echo(f"node {node} {_hosting(views.get(NodeId(node)), cordoned=cordoned)}", err=True)
     for refusal in refusals[1:]:

@@ -40,8 +40,8 @@ def error_file() -> Iterator[None]:
 
 def _directory() -> Path | None:
     """Return a directory of this user's alone, None if there is no room for one."""
-    directory = Path(tempfile.gettempdir()) / f"elastic-errors-{os.getuid()}"
     try:
+        directory = Path(tempfile.gettempdir()) / f"elastic-errors-{os.getuid()}"
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
     except OSError:

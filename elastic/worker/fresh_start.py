@@ -78,9 +78,14 @@ class FreshStart:
             UsageError: the working directory is gone.
         """
         if self._found is None:
-            self._found = {kept.name: kept.read() for kept in KEPT}
+            self._found = {}
+            for kept in KEPT:
+                with contextlib.suppress(Exception):  # What this system does not show stays.
+                    self._found[kept.name] = kept.read()
             return False
         for kept in KEPT:
+            if kept.name not in self._found:
+                continue
             try:
                 _put_back(kept, self._found[kept.name])
             except UsageError:
@@ -174,6 +179,26 @@ def _restore_warnings(found: tuple[Any, list[Any]]) -> None:
 def _restore_gc(found: tuple[bool, Any]) -> None:
     gc.set_threshold(*found[1])
     (gc.enable if found[0] else gc.disable)()
+
+
+def _restore_stream(name: str, found: Any) -> None:
+    """Put a standard stream back; one that was laid around its buffer must not close it."""
+    now = getattr(sys, name)
+    try:
+        buffer = getattr(found, "buffer", None)
+    except ValueError:
+        return  # The script has taken it apart: what it has made of it is all there is.
+    if now is not found and buffer is not None:
+        with contextlib.suppress(OSError, ValueError):
+            if getattr(now, "buffer", None) is buffer:
+                now.detach()  # Flushes it, too.
+    setattr(sys, name, found)
+
+
+def _stream(name: str) -> Kept:
+    return Kept(
+        f"sys.{name}", lambda: getattr(sys, name), lambda found: _restore_stream(name, found)
+    )
 
 
 # ---------------------------------------------------------------- logging
@@ -274,7 +299,8 @@ KEPT: tuple[Kept, ...] = (
     Kept("umask", _umask, os.umask),
     Kept("environment", _environment, _restore_environment),
     Kept("sys.path", lambda: list(sys.path), _restore_path),
-    *(_flag(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook")),
+    *(_stream(name) for name in ("stdin", "stdout", "stderr")),
+    *(_flag(sys, name) for name in ("excepthook", "displayhook")),
     _flag(threading, "excepthook"),
     Kept("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     # Timers first: without the script's handler one that goes off kills the process.

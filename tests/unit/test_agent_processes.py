@@ -317,7 +317,6 @@ def test_a_script_that_ends_its_process_with_success_has_finished(kind: EntryKin
         (WorkerPhase.TRAINING, EntryKind.SCRIPT, KILLED),
         (WorkerPhase.READY, EntryKind.SCRIPT, LEFT_WELL),
         (WorkerPhase.FORMING, EntryKind.SCRIPT, LEFT_WELL),
-        (WorkerPhase.BROKEN, EntryKind.SCRIPT, LEFT_WELL),
     ],
 )
 def test_any_other_end_of_a_process_is_an_exit(
@@ -326,6 +325,35 @@ def test_any_other_end_of_a_process_is_an_exit(
     agent = with_trained(phase, kind)
     agent.do(ProcessExited(1, cause))
     assert agent.exit_of(W1) == cause
+
+
+@pytest.mark.parametrize("order", [announce(W1, 2), LeaveGroup(W1, 1, False, "n2/1 was lost")])
+def test_a_script_that_ends_its_process_while_it_is_wanted_elsewhere_is_started_anew(
+    order: Any,
+) -> None:
+    agent = with_trained()
+    agent.hear(order)
+    agent.do(ProcessExited(1, LEFT_WELL))
+    assert agent.exit_of(W1) == ExitCause(
+        ExitKind.STOPPED, detail="its script had ended its process"
+    )
+
+
+def test_a_script_that_ends_its_process_since_its_group_broke_has_not_failed() -> None:
+    agent = with_trained(WorkerPhase.BROKEN)
+    agent.do(ProcessExited(1, LEFT_WELL))
+    cause = agent.exit_of(W1)
+    assert cause is not None
+    assert cause.kind is ExitKind.STOPPED
+
+
+def test_a_script_that_has_followed_its_orders_may_end() -> None:
+    agent = with_trained()
+    agent.hear(announce(W1, 2))
+    agent.do(ProcessSaid(1, said_by(W1, WorkerPhase.FORMING, 2)))
+    agent.do(ProcessSaid(1, said_by(W1, WorkerPhase.TRAINING, 2)))
+    agent.do(ProcessExited(1, LEFT_WELL))
+    assert agent.exit_of(W1) is None
 
 
 def test_a_worker_that_ended_itself_is_gone_when_it_is_stopped_or_needed_again() -> None:

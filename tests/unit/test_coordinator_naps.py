@@ -55,14 +55,39 @@ def test_what_ends_later_has_no_such_excuse() -> None:
     coordinator = running(nodes=2)
     coordinator.step(Woke(ns(40)))
     coordinator.advance(WAKING_S)
+    coordinator.steps("n2/1", 5)
     coordinator.disconnect("n2")
     coordinator.advance(CONFIG.node_grace_s)
     assert coordinator.node("n2").phase is NodePhase.LOST
-    coordinator.agent("n2", incarnation=2)
+
+
+def test_an_end_that_is_heard_of_late_has() -> None:
+    """Ten thousand are heard of one after the other."""
+    coordinator = running(nodes=2)
     coordinator.advance(1)
+    coordinator.step(Woke(ns(40)))
+    coordinator.advance(WAKING_S)
     coordinator.disconnect("n2")
-    coordinator.advance(CONFIG.node_grace_s)
-    assert coordinator.node("n2").phase is NodePhase.LOST, "nor has it a second time"
+    coordinator.advance(3 * CONFIG.node_grace_s)
+    assert coordinator.node("n2").phase is NodePhase.DISCONNECTED
+
+
+def test_naps_in_a_row_keep_nobody_for_ever() -> None:
+    coordinator = slept(running(nodes=2), is_told_first=True)
+    coordinator.agent("n1")
+    coordinator.broken("n1/1")
+    coordinator.step(Woke(ns(1)))
+    coordinator.advance(AWAY_GRACE_S)
+    assert coordinator.node("n2").phase is NodePhase.LOST
+
+
+def test_who_was_away_before_has_a_moment_more() -> None:
+    coordinator = running(nodes=2)
+    coordinator.disconnect("n2")
+    coordinator.advance(CONFIG.node_grace_s / 2)
+    coordinator.step(Woke(ns(0.1)))
+    coordinator.advance(AWAY_GRACE_S)
+    assert coordinator.node("n2").phase is NodePhase.LOST
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from elastic.worker.fresh_start import KEPT
+import pytest
+
+from elastic.worker import fresh_start
+from elastic.worker.fresh_start import KEPT, FreshStart
 
 CHANGES = """
 import gc, logging, multiprocessing, os, signal, socket, sys, threading, warnings
@@ -177,3 +182,31 @@ def test_a_package_still_finds_its_parts(tmp_path: Path) -> None:
     found, _ = run(tmp_path, text, twice)
     assert found.endswith(" /x/site-packages/pkg/_vendor")
     assert "/y" not in found.split()
+
+
+def test_a_stream_laid_around_the_real_one_does_not_close_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "out").open("w", encoding="utf-8") as real:
+        monkeypatch.setattr(sys, "stdout", real)
+        start = FreshStart()
+        start.begin()
+        sys.stdout = io.TextIOWrapper(real.buffer, encoding="latin-1")
+        print("first")
+        start.begin()
+        assert sys.stdout is real
+        print("second")
+    assert (tmp_path / "out").read_text() == "first\nsecond\n"
+
+
+def test_what_a_system_does_not_show_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden() -> Any:
+        raise OSError("no /proc here")
+
+    restored: list[Any] = []
+    kept = fresh_start.Kept("secret", hidden, restored.append)
+    monkeypatch.setattr(fresh_start, "KEPT", (kept,))
+    start = FreshStart()
+    assert not start.begin()
+    assert start.begin()
+    assert restored == []

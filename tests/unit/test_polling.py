@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,18 +30,32 @@ def looking(*answers: str | Exception) -> Callable[[], str]:
     return look
 
 
+class Led:
+    """A client of a coordinator that has led for so long, longer with each question."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.left = list(seconds)
+
+    def status(self) -> Any:
+        led_s = self.left.pop(0) if len(self.left) > 1 else self.left[0]
+        return SimpleNamespace(uptime_ns=round(led_s * 1e9))
+
+
+LONG: Any = Led(1e6)
 AWAY = CoordinatorUnreachable("host:1", "connection refused")
 
 
 def test_a_coordinator_that_is_away_is_waited_out() -> None:
-    polling.wait_until(looking("1 worker", AWAY, AWAY, "1 worker", ""), 60, "the drain goes on")
+    polling.wait_until(
+        LONG, looking("1 worker", AWAY, AWAY, "1 worker", ""), 60, "the drain goes on"
+    )
 
 
 def test_the_end_of_the_time_says_what_is_waited_for_and_what_goes_on() -> None:
     with pytest.raises(TimeoutError, match="1 worker after 1e-06 s; the drain goes on"):
-        polling.wait_until(looking("1 worker", "1 worker"), 1e-6, "the drain goes on")
+        polling.wait_until(LONG, looking("1 worker", "1 worker"), 1e-6, "the drain goes on")
     with pytest.raises(TimeoutError, match="the coordinator does not answer after"):
-        polling.wait_until(looking(AWAY), 1e-9, "the drain goes on")
+        polling.wait_until(LONG, looking(AWAY), 1e-9, "the drain goes on")
 
 
 def test_an_outage_that_is_too_long_ends_the_waiting(
@@ -47,14 +63,22 @@ def test_an_outage_that_is_too_long_ends_the_waiting(
 ) -> None:
     monkeypatch.setattr(polling, "OUTAGE_LIMIT_S", -1.0)
     with pytest.raises(CoordinatorUnreachable):
-        polling.wait_until(looking("1 worker", AWAY), None, "the drain goes on")
+        polling.wait_until(LONG, looking("1 worker", AWAY), None, "the drain goes on")
     assert "the drain goes on" in capsys.readouterr().err
+
+
+def test_a_coordinator_that_took_over_is_believed_after_a_while() -> None:
+    """Right after its start it knows of no node whose agent has not come back."""
+    client: Any = Led(0.0, 0.0, polling.RETURN_S)
+    asked = looking("1 worker", AWAY, "", "", "", "too often")
+    polling.wait_until(client, asked, None, "the drain goes on")
+    assert asked() == "too often"
 
 
 @pytest.mark.parametrize("error", [Refused("it was resumed"), CoordinatorUntrusted("host:1", "x")])
 def test_what_no_patience_mends_is_raised_at_once(error: Exception) -> None:
     with pytest.raises(type(error)):
-        polling.wait_until(looking(error), None, "the pause goes on")
+        polling.wait_until(LONG, looking(error), None, "the pause goes on")
 
 
 def test_a_silent_coordinator_is_not_said_to_be_missing() -> None:

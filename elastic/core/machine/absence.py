@@ -26,12 +26,32 @@ def on_woke(cluster: Cluster, event: Woke) -> None:
     Their groups train meanwhile, or tell us of who is missing as soon as the first member is back.
     """
     book = cluster.book
-    book.excused_until_ns = cluster.now_ns + ns(WAKING_S)
+    book.woke_ns = cluster.now_ns
     for state in book.unsettled_nodes():
-        if state.phase is NodePhase.DISCONNECTED:
+        if state.phase is not NodePhase.DISCONNECTED:
+            continue
+        if state.is_away() or state.since_ns < cluster.now_ns - event.slept_ns:
+            # It was away before: no more than a moment to come back, or it would be for ever.
+            until_ns = cluster.now_ns + ns(AWAY_GRACE_S)
+            state.lost_at_ns = max(state.lost_at_ns or 0, until_ns)
+        else:
             excuse(cluster, state)
+            check_broken_groups(cluster, state)
     cluster.note("woke", slept_s=f"{event.slept_ns / 1e9:.1f}")
     cluster.touch_active()
+
+
+def is_for_our_sake(cluster: Cluster, state: NodeState) -> bool:
+    """Return whether a stream that ends now has ended because we slept.
+
+    Ten thousand that have ended are heard of one after the other.
+    """
+    woke_ns = cluster.book.woke_ns
+    if woke_ns is None:
+        return False
+    since_ns = cluster.now_ns - woke_ns
+    is_unheard = state.heard_ns <= woke_ns
+    return since_ns < ns(cluster.config.adoption_grace_s if is_unheard else WAKING_S)
 
 
 def excuse(cluster: Cluster, state: NodeState) -> None:

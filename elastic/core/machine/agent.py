@@ -245,7 +245,7 @@ class AgentMachine:
             if books.workers.finished_by(worker, cause):
                 books.note(worker, "worker_ended_itself", process=process.process_id)
             else:
-                books.exit_worker(worker, cause)
+                books.exit_worker(worker, books.workers.judged(worker, cause))
         elif process.end is None:
             books.processes.failed(process, f"a spare {describe_exit(cause)}", books.now_ns)
 

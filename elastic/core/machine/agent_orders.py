@@ -14,7 +14,7 @@ from elastic.core.events.agent import HandleCopy, ReachOut, ShowStacks
 from elastic.core.link_messages import TryLinks
 from elastic.core.machine.agent_books import AgentBooks
 from elastic.core.machine.agent_departure import EXIT_DRAINED, EXIT_REFUSED
-from elastic.core.machine.agent_workers import GPU
+from elastic.core.machine.agent_workers import ENDED_ITSELF, GPU
 from elastic.core.machine.transitions import ConnectionPhase, ProcessPhase
 from elastic.core.messages import (
     Announce,
@@ -37,8 +37,10 @@ from elastic.core.messages import (
 )
 from elastic.core.world import (
     MILLI,
+    NO_GENERATION,
     ExitCause,
     ExitKind,
+    Generation,
     JobId,
     WorkerId,
     WorkerPhase,
@@ -147,13 +149,26 @@ def _forward(
         books.spreading.announced(message.assignment, books.now_ns)
     process = books.processes.get(worker.process_id)
     if process is not None:
+        worker.wanted_in = max(worker.wanted_in, _wanted_in(message))
         books.processes.send(process, message)
     elif worker.ended_itself:
-        if isinstance(message, Announce):  # Others run again; it would need a process for that.
-            detail = "its script had ended its process"
-            books.exit_worker(worker, ExitCause(ExitKind.STOPPED, detail=detail))
+        if _wanted_in(message) > worker.report.generation:
+            # Others run again; it would need a process for that.
+            books.exit_worker(worker, ENDED_ITSELF)
     elif isinstance(message, (Announce, LeaveGroup)):
         worker.hold(message)
+
+
+def _wanted_in(message: object) -> Generation:
+    """Return in which generation an order wants its worker at once, or waiting for it; 0 for none.
+
+    Who is asked to leave at a boundary has a say in when that is.
+    """
+    if isinstance(message, Announce):
+        return message.assignment.generation
+    if isinstance(message, LeaveGroup) and not message.at_boundary:
+        return message.generation + 1
+    return NO_GENERATION
 
 
 def _dump(books: AgentBooks, message: DumpStacks) -> None:

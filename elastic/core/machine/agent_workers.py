@@ -13,9 +13,11 @@ from elastic.core.machine.transitions import WORKER_SEEN, check_move
 from elastic.core.messages import Announce, Assign, LeaveGroup, StartWorker
 from elastic.core.world import (
     MILLI,
+    NO_GENERATION,
     EntryKind,
     ExitCause,
     ExitKind,
+    Generation,
     WorkerId,
     WorkerPhase,
     WorkerReport,
@@ -23,6 +25,7 @@ from elastic.core.world import (
 
 NO_RESULT = "null"
 """What a script returns."""
+ENDED_ITSELF = ExitCause(ExitKind.STOPPED, detail="its script had ended its process")
 GPU = "GPU"
 """Name of the resource that stands for accelerators."""
 
@@ -40,6 +43,8 @@ class Worker:
         held: what the coordinator said to it before it had a process.
         ended_itself: its script has ended its process, and with success; it has finished, and is
             not to have another one.
+        wanted_in: the newest generation that its process was told to be in, or that it is to wait
+            for, which it may not have heard of yet.
     """
 
     spec: JobSpec
@@ -50,6 +55,7 @@ class Worker:
     process_id: int | None = None
     held: tuple[Announce | LeaveGroup, ...] = ()
     ended_itself: bool = False
+    wanted_in: Generation = NO_GENERATION
 
     @property
     def worker_id(self) -> WorkerId:
@@ -214,14 +220,23 @@ class Workers:
         Scripts may end their process (`os._exit`), or become another program (`exec`): elsewhere
         its code is all that they are judged by. A train function has returned, or it has failed.
         """
-        is_script = worker.spec.entry.kind is not EntryKind.FUNCTION
-        is_good = cause.kind is ExitKind.CODE and cause.code == 0
-        if not (is_script and is_good and worker.report.phase is WorkerPhase.TRAINING):
+        is_in_place = worker.wanted_in <= worker.report.generation
+        is_training = worker.report.phase is WorkerPhase.TRAINING
+        if not (_is_end_of_script(worker, cause) and is_training and is_in_place):
             return False
         worker.report = replace(worker.report, phase=WorkerPhase.FINISHED, result=NO_RESULT)
         worker.process_id, worker.held, worker.ended_itself = None, (), True
         self.tell(worker)
         return True
+
+    def judged(self, worker: Worker, cause: ExitCause) -> ExitCause:
+        """Return what the exit of a worker that has not finished counts as.
+
+        Who ends its script because the group broke, or is to go on in another one, is not needed
+        where it was, and has not failed: it is started again.
+        """
+        is_left = worker.report.phase in (WorkerPhase.TRAINING, WorkerPhase.BROKEN)
+        return ENDED_ITSELF if is_left and _is_end_of_script(worker, cause) else cause
 
     def exited(self, worker: Worker, cause: ExitCause) -> None:
         """The worker is no more: its accelerators are free, its report says how it ended."""
@@ -267,3 +282,9 @@ class Workers:
         for worker_id in due:
             del self._changed[worker_id]
         return [self._book[worker_id] for worker_id in due]
+
+
+def _is_end_of_script(worker: Worker, cause: ExitCause) -> bool:
+    """Return whether a script has ended its process, and with success."""
+    is_script = worker.spec.entry.kind is not EntryKind.FUNCTION
+    return is_script and cause.kind is ExitKind.CODE and cause.code == 0

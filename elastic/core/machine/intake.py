@@ -227,7 +227,7 @@ def on_disconnected(cluster: Cluster, event: AgentDisconnected) -> None:
     else:
         state.move(NodePhase.DISCONNECTED, cluster.now_ns, event.reason)
         state.lost_at_ns = cluster.now_ns + ns(cluster.config.node_grace_s)
-        if cluster.now_ns < cluster.book.excused_until_ns:
+        if absence.is_for_our_sake(cluster, state):
             absence.excuse(cluster, state)
         cluster.note("node_disconnected", node=state.node.node_id, reason=event.reason)
         absence.check_broken_groups(cluster, state)
@@ -240,7 +240,8 @@ def give_up(cluster: Cluster, state: NodeState, reason: str) -> None:
     if state.session is not None:
         cluster.do(CloseSession(state.session, reason))
         on_disconnected(cluster, AgentDisconnected(state.session, reason))
-        state.lost_at_ns = cluster.now_ns
+        if not state.excused:
+            state.lost_at_ns = cluster.now_ns
 
 
 def start_drain(cluster: Cluster, state: NodeState, reason: str, timeout_ns: int) -> None:

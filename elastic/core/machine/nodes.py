@@ -187,7 +187,7 @@ class NodeBook:
         recovered_ns: when the journal was read.
         returned_ns: when a node that was known from it only came back last.
         await_until_ns: whoever comes then, nobody waits for others any more.
-        excused_until_ns: streams that end until then do so because the coordinator slept.
+        woke_ns: when this coordinator last noticed that it had slept, None for never.
     """
 
     nodes: dict[NodeId, NodeState] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class NodeBook:
     recovered_ns: int = 0
     returned_ns: int = 0
     await_until_ns: int = 0
-    excused_until_ns: int = 0
+    woke_ns: int | None = None
 
     def of_session(self, session: SessionId) -> NodeState | None:
         """Return the node that speaks over this session; None for an old or refused one."""

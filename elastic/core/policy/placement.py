@@ -210,6 +210,14 @@ def _unlike(spec: JobSpec, offers: Sequence[Offer]) -> str:
     return ""
 
 
+def _holds(spec: JobSpec, offer: Offer) -> int:
+    """Return how many workers an empty node could take."""
+    count = offer.slots
+    for name, amount in spec.resources_per_worker.milli:
+        count = min(count, dict(offer.total.milli).get(name, 0) // amount)
+    return count
+
+
 def _empty(spec: JobSpec, offers: Sequence[Offer]) -> list[dict[str, int]]:
     """Return for each node that matches how many workers each thing of it is enough for."""
     need = spec.resources_per_worker.milli
@@ -230,10 +238,11 @@ def _too_small(spec: JobSpec, offers: Sequence[Offer], elsewhere: int) -> str:
         offers: nodes that may be used.
         elsewhere: workers of the job that live on other nodes, and count.
     """
-    nodes, need = _empty(spec, offers), spec.min_workers - elsewhere
-    holds = together(spec.strategy, [min(node.values()) for node in nodes])
+    need = spec.min_workers - elsewhere
+    holds = together(spec.strategy, [_holds(spec, o) for o in offers if _matches(spec, o)])
     if holds >= need:
         return ""
+    nodes = _empty(spec, offers)
     where = " on one node" if spec.strategy is Strategy.STRICT_PACK else ""
     is_spread = spec.strategy is Strategy.STRICT_SPREAD
     lacks = []
