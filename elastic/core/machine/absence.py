@@ -85,7 +85,7 @@ def blame_silent_nodes(cluster: Cluster, job: JobState, *, only_away: bool = Fal
         node = cluster.node_of(worker) if worker else None
         if node is None or node.phase is not NodePhase.DISCONNECTED or node.lost_at_ns is None:
             continue
-        if not (only_away and not node.is_away()):
+        if node.is_away() or not only_away:
             node.lost_at_ns = min(node.lost_at_ns, cluster.now_ns + _patience_ns(node))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from elastic.core.config import JobSpec
 from elastic.core.machine.transitions import WORKER_SEEN, check_move
+from elastic.core.machine.worker import NO_RESULT
 from elastic.core.messages import Announce, Assign, LeaveGroup, StartWorker
 from elastic.core.world import (
     MILLI,
@@ -23,8 +24,6 @@ from elastic.core.world import (
     WorkerReport,
 )
 
-NO_RESULT = "null"
-"""What a script returns."""
 ENDED_ITSELF = ExitCause(ExitKind.STOPPED, detail="its script had ended its process")
 GPU = "GPU"
 """Name of the resource that stands for accelerators."""

@@ -265,7 +265,7 @@ def _too_small(spec: JobSpec, offers: Sequence[Offer], elsewhere: int) -> str:
 
 def _what_would_do(spec: JobSpec, offers: Sequence[Offer], elsewhere: int) -> str:
     """Say what would let a job run for which these nodes are too small."""
-    counts = [min(node.values()) for node in _empty(spec, offers)]
+    counts = [_holds(spec, o) for o in offers if _matches(spec, o)]
     need, holds = spec.min_workers - elsewhere, together(spec.strategy, counts)
     is_packed = spec.strategy is Strategy.STRICT_PACK
     ways = [f"add a node for {need}" if is_packed else f"add nodes for {need - holds} more"]
