@@ -3,9 +3,10 @@
 Rule: each name is looked up once, at import of `parts()`, and a torch that lacks one is refused
 with what to install. Nothing else in the package reaches below torch.distributed's public names.
 
-Two seams are enough. `ProcessGroupGloo`, as torch's own group builder sees it, is where each
+Three seams are enough. `ProcessGroupGloo`, as torch's own group builder sees it, is where each
 group (the default one, `new_group`, a device mesh) makes its sockets. `init_process_group` and
 `destroy_process_group` are what a script written for torchrun calls at its start and end.
+`Work.wait` is where Python waits for other ranks (see `waits`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,7 @@ class Parts:
     world: Any
     gloo: Any
     gloo_options: Any
+    work: Any
     update_default: Callable[[Any], None]
     unregister_all: Callable[[], None]
 
@@ -77,21 +79,34 @@ def parts() -> Parts:
     Raises:
         GroupError: this torch lacks one of them.
     """
-    gloo = _part(distributed_c10d, "ProcessGroupGloo")
-    world = _part(distributed_c10d, "_world")
+    gloo = look_up(distributed_c10d, "ProcessGroupGloo")
+    world = look_up(distributed_c10d, "_world")
     for name in (*MAPS, "default_pg", "group_count"):
-        _part(world, name)
-    _part(gloo, "create_device")
+        look_up(world, name)
+    look_up(gloo, "create_device")
     return Parts(
         world=world,
         gloo=gloo,
-        gloo_options=_part(gloo, "_Options"),
-        update_default=_part(distributed_c10d, "_update_default_pg"),
-        unregister_all=_part(distributed_c10d, "_unregister_all_process_groups"),
+        gloo_options=look_up(gloo, "_Options"),
+        work=_work(),
+        update_default=look_up(distributed_c10d, "_update_default_pg"),
+        unregister_all=look_up(distributed_c10d, "_unregister_all_process_groups"),
     )
 
 
-def _part(owner: Any, name: str) -> Any:
+def _work() -> Any:
+    work = look_up(distributed_c10d, "Work")
+    for name in ("wait", "is_completed", "_get_op_type"):
+        look_up(work, name)
+    return work
+
+
+def look_up(owner: Any, name: str) -> Any:
+    """Return a private name of torch's.
+
+    Raises:
+        GroupError: this torch lacks it.
+    """
     found = getattr(owner, name, None)
     if found is None and not hasattr(owner, name):
         where = getattr(owner, "__name__", type(owner).__name__)
@@ -235,6 +250,18 @@ class GlooSeam:
         return getattr(self._real, name)
 
 
+class Waiting(Protocol):
+    """What waits for works in torch's place; see `waits.Waits`."""
+
+    def wait(self, real: Callable[..., Any], work: Any, *args: Any, **named: Any) -> Any:
+        """Wait for a work, as torch's `Work.wait` does, which is `real`."""
+        ...
+
+    def wait_messages(self, real: Callable[..., Any], works: Sequence[Any]) -> None:
+        """Wait for messages that gloo carries."""
+        ...
+
+
 @dataclass(frozen=True)
 class Standing:
     """The default group that a script finds when it asks for one."""
@@ -253,6 +280,7 @@ class Seams:
         *,
         standing: Callable[[], Standing | None],
         let_go: Callable[[Any], bool],
+        waits: Waiting,
     ) -> None:
         """Change nothing yet.
 
@@ -260,10 +288,12 @@ class Seams:
             make_gloo: builds a gloo backend, called as make_gloo(class, store, rank, size, s).
             standing: the group that stands now, None if there is none.
             let_go: told of a subgroup that the script destroys; returns whether torch may.
+            waits: waits for works.
         """
         self._make_gloo = make_gloo
         self._standing = standing
         self._let_go = let_go
+        self._waits = waits
         self._undo: list[tuple[Any, str, Any]] = []
         self.init_process_group = dist.init_process_group
 
@@ -279,6 +309,7 @@ class Seams:
             wrapped = functools.wraps(real)(functools.partial(ours, real))
             self._put(distributed_c10d, name, wrapped)
             self._put(dist, name, wrapped)
+        self._put_waits(found.work)
         begin = DeviceMesh.__init__
 
         @functools.wraps(begin)
@@ -288,8 +319,22 @@ class Seams:
 
         self._put(DeviceMesh, "__init__", begin_known)
 
+    def _put_waits(self, work_type: Any) -> None:
+        real, waits = work_type.wait, self._waits
+
+        @functools.wraps(real)
+        def wait(work: Any, *args: Any, **named: Any) -> Any:
+            return waits.wait(real, work, *args, **named)
+
+        def wait_messages(works: Sequence[Any]) -> None:
+            waits.wait_messages(real, works)
+
+        self._put(work_type, "wait", wait)
+        _messages.append(wait_messages)
+
     def remove(self) -> None:
         """Give the places back."""
+        _messages.clear()
         while self._undo:
             setattr(*self._undo.pop())
 
@@ -313,7 +358,7 @@ class Seams:
                     f"read it from the environment (RANK, WORLD_SIZE)"
                 )
         if asked.get("timeout") is not None:
-            _part(distributed_c10d, "_set_pg_timeout")(asked["timeout"])
+            look_up(distributed_c10d, "_set_pg_timeout")(asked["timeout"])
         backend = str(asked.get("backend") or group.backend).lower()
         if backend not in (group.backend, "undefined"):
             log.warning(
@@ -333,6 +378,23 @@ class Seams:
             return
         if self._let_go(group):
             real(group)
+
+
+_messages: list[Callable[[Sequence[Any]], None]] = []
+"""How to wait for messages, while our own waits stand."""
+
+
+def wait_messages(works: Sequence[Any]) -> None:
+    """Wait for messages that gloo carries, whatever else carries tensors in this group.
+
+    Raises:
+        RuntimeError: one failed, or the group is over.
+    """
+    if _messages:
+        _messages[-1](works)
+        return
+    for work in works:
+        work.wait()
 
 
 # ------------------------------------------------------------------------------------------- NCCL
@@ -404,48 +466,3 @@ def _abort_one(backend: Any) -> None:
         backend.abort()
     except Exception as error:  # the communicator may never have been made
         log.info("nccl_abort_failed error=%r", str(error))
-
-
-# --------------------------------------------------------------------------------------- backward
-
-
-def around_backward(
-    surround: Callable[[], Any], *, scale: Callable[[], float] = lambda: 1.0
-) -> Callable[[], None]:
-    """Have every outermost backward call of this process surrounded by a context manager.
-
-    Reentrant checkpointing calls backward within backward; only the outer call is surrounded.
-
-    Args:
-        surround: returns a new context manager.
-        scale: returns what the gradients that backward begins with are multiplied by.
-
-    Returns:
-        A function that ends this.
-
-    Raises:
-        GroupError: this torch lacks the place.
-    """
-    real = _part(torch.autograd, "_engine_run_backward")
-    # Of the thread that asks: for a device, inner calls come from a thread of autograd's own.
-    task_id = _part(torch._C, "_current_graph_task_id")
-
-    @functools.wraps(real)
-    def run(*args: Any, **named: Any) -> Any:
-        # Without a call to accumulate into, as torch.autograd.grad, no gradient is ours.
-        if task_id() != -1 or not named.get("accumulate_grad", True):
-            return real(*args, **named)
-        with surround():
-            factor = scale()
-            if factor != 1.0:
-                first = tuple(None if one is None else one * factor for one in args[1])
-                args = (args[0], first, *args[2:])
-            return real(*args, **named)
-
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
-
-    def undo() -> None:
-        if torch.autograd._engine_run_backward is run:  # type: ignore[attr-defined]
-            torch.autograd._engine_run_backward = real  # type: ignore[attr-defined]
-
-    return undo

@@ -19,7 +19,7 @@ from types import FrameType
 import torch
 
 from elastic.core.world import Begun
-from elastic.worker import c10d
+from elastic.worker import c10d, waits
 
 LATE_NS = 300_000_000
 """Looks further apart are not one sight: nobody knows what was between them."""
@@ -36,6 +36,12 @@ SHARDING = ("fsdp/", "tensor/", "_composable/", "_functional_collectives.py")
 """Under `DISTRIBUTED`: what a sharded model and its optimizer call collectives through."""
 CALLED = ("distributed_c10d.py", "c10d_logger.py", "utils.py")
 """Under `DISTRIBUTED`: what everyone calls collectives through."""
+
+
+WAITS = (waits.__file__, c10d.__file__)
+"""Where we wait in torch's place."""
+WAITS_DEPTH = 8
+"""Frames of that, and of `threading` below it."""
 
 
 class Stance(Enum):
@@ -119,9 +125,22 @@ class CollectiveWatch:
 def stance_of(thread: threading.Thread) -> Stance:
     """Return where a thread is, by its stack."""
     # Nothing may keep the frame: it would keep the tensors in it.
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = _outside_of_waits(sys._current_frames().get(thread.ident or 0))
     found = _stance(frame)
     return _elsewhere(frame) if found is Stance.ELSEWHERE else found
+
+
+def _outside_of_waits(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that waits in our `Work.wait`, if the innermost one does; itself if not."""
+    outer, found = frame, frame
+    for _ in range(WAITS_DEPTH):
+        if outer is None:
+            break
+        is_ours = outer.f_code.co_filename in WAITS
+        outer = outer.f_back
+        if is_ours:
+            found = outer
+    return found
 
 
 def _elsewhere(frame: FrameType | None) -> Stance:

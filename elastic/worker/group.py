@@ -1,9 +1,10 @@
 """torch.distributed groups that form, break and form again inside one living process.
 
 Rule: the main thread never waits inside torch for something that only a peer can end. Connecting
-and forming run in a thread that can be left behind; a collective is freed by shutting the
-group's sockets down. So `abort`, from any thread at any moment, gives the main thread back
-within milliseconds, and the old group is dropped, never destroyed, on the way to the next one.
+and forming run in a thread that can be left behind; a collective is freed by shutting the group's
+sockets down, or given up once they are closed (see `waits`). So `abort`, from any thread at any
+moment, gives the main thread back within milliseconds, and the old group is dropped, never
+destroyed, on the way to the next one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from elastic.worker import c10d
 from elastic.worker.life import Life, Undertaker
 from elastic.worker.resolver import forget_name_servers
 from elastic.worker.sockets import find_connections, find_event_loop, peer_address, socket_inodes
+from elastic.worker.waits import Waits
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +172,12 @@ class ProcessGroups:
         self._life: Life | None = None
         self._fence = NO_GENERATION
         self._undertaker = Undertaker()
-        self._seams = c10d.Seams(self._make_gloo, standing=self._standing, let_go=self._let_go)
+        self._seams = c10d.Seams(
+            self._make_gloo,
+            standing=self._standing,
+            let_go=self._let_go,
+            waits=Waits(lambda: self._life),
+        )
         self._seams.install()
 
     # ------------------------------------------------------------------------------- main thread
@@ -223,6 +230,7 @@ class ProcessGroups:
         if life is not None:
             self._abort(life)
             life.abort_nccl()  # once more: a group may have been made while it was aborted
+            life.join_gloo()
             self._undertaker.bury([life], life.release)
             if not life.join_nccl(NCCL_ABORT_S):
                 raise GroupError(

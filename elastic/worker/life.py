@@ -40,6 +40,11 @@ QUIET_S = 0.2
 until they have, a connection that is reset can make gloo forget what they wait for."""
 
 
+CLOSE_S = 1.0
+"""How long gloo may take to close connections that have ended; it takes some microseconds."""
+CLOSING_S = 0.0005
+
+
 @dataclass
 class Backend:
     """A gloo backend and the connections that it made."""
@@ -64,6 +69,7 @@ class Life:
         loop: the device's event loop.
         stands: the default group is formed.
         aborted: it is over.
+        left_behind: waits for works of gloo's that were given up; whose thread still waits.
     """
 
     generation: int
@@ -77,11 +83,13 @@ class Life:
     loop: EventLoop | None = None
     stands: bool = False
     aborted: bool = False
+    left_behind: int = 0
     _backends: list[Backend] = field(default_factory=list)
     _waiting: Future[Any] | None = None
     _nccl: list[threading.Thread] = field(default_factory=list)
     _handles: list[socket.socket] = field(default_factory=list)
     _quiet_at: float = 0.0
+    _cut_at: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def left_s(self) -> float:
@@ -163,6 +171,28 @@ class Life:
             return True
         return "nccl" in self.spec.backend and c10d.any_nccl_error(c10d.all_groups())
 
+    def has_let_go(self) -> bool:
+        """Return whether this life is over, and gloo has let go of all connections of its groups.
+
+        Nothing is written into a tensor any more then that was given to gloo.
+        """
+        if not self._cut_at:
+            return False
+        ours = {one.inode for known in list(self._backends) for one in known.sockets}
+        with self._lock:  # the event loop's descriptor is its own until `release`
+            if self.loop is None:
+                return True
+            left = ours.intersection(one.inode for one in self.loop.watched())
+            if left and time.monotonic() - self._cut_at > CLOSE_S:
+                self.loop.silence(left)
+                return True
+        return not left
+
+    def join_gloo(self) -> None:
+        """Wait until gloo has let go of this life, once aborted."""
+        while not self.has_let_go():
+            time.sleep(CLOSING_S)
+
     def received_bytes(self) -> int:
         """Return what has come from the other members through gloo."""
         return sum(received_bytes(known.sockets) for known in list(self._backends))
@@ -200,39 +230,65 @@ class Life:
             store_sockets = find_connections(self.known, self.leader)
         end_both_ways(store_sockets or ())
         mesh.cut_all()
+        self._cut_at = self._cut_at or time.monotonic()
+
+
+Grave = tuple[list[Any], Callable[[], None] | None]
 
 
 class Undertaker:
-    """A thread that lets go of what takes long to take apart."""
+    """A thread that lets go of what takes long to take apart.
+
+    A group in which gloo has forgotten somebody ends with that one's timeout: who waits for that
+    is left to it, and another thread goes on.
+    """
 
     def __init__(self) -> None:
         """Start nothing yet."""
-        self._graves: queue.SimpleQueue[tuple[list[Any], Callable[[], None] | None] | None]
-        self._graves = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._digger: Digger | None = None
 
     def bury(self, things: list[Any], first: Callable[[], None] | None = None) -> None:
         """Let go of these things, after a last call; the caller keeps no reference."""
         if not things:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._dig, name="elastic-undertaker", daemon=True
-            )
-            self._thread.start()
-        self._graves.put((things, first))
+        if self._digger is None or self._digger.is_held_up():
+            self.close(0.0)
+            self._digger = Digger()
+        self._digger.graves.put((things, first))
 
-    def close(self) -> None:
+    def close(self, patience_s: float = BURIAL_S) -> None:
         """Finish, within reason."""
-        if self._thread is not None:
-            self._graves.put(None)
-            self._thread.join(BURIAL_S)
-            self._thread = None
+        if self._digger is not None:
+            self._digger.graves.put(None)
+            self._digger.thread.join(patience_s)
+            self._digger = None
+
+
+class Digger:
+    """One thread of the undertaker's.
+
+    Attributes:
+        graves: what it is to let go of; None for the end.
+    """
+
+    def __init__(self) -> None:
+        """Start it."""
+        self.graves: queue.SimpleQueue[Grave | None] = queue.SimpleQueue()
+        self._busy_since = 0.0
+        self.thread = threading.Thread(target=self._dig, name="elastic-undertaker", daemon=True)
+        self.thread.start()
+
+    def is_held_up(self) -> bool:
+        """Return whether it has been at one grave for long."""
+        since = self._busy_since
+        return since > 0 and time.monotonic() - since > BURIAL_S
 
     def _dig(self) -> None:
-        while (grave := self._graves.get()) is not None:
+        while (grave := self.graves.get()) is not None:
+            self._busy_since = time.monotonic()
             things, first = grave
             if first is not None:
                 first()
             things.clear()
             del grave, things, first
+            self._busy_since = 0.0

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from elastic.errors import InvariantViolation, UsageError, check
-from elastic.worker import c10d
 from elastic.worker.activity import Activity
+from elastic.worker.backward import around_backward
 from elastic.worker.bucket_exchanges import Exchanges
 from elastic.worker.buckets import BUCKET_BYTES, Bucket, Flat, Unit, lay_out
 from elastic.worker.model_buffers import ModelBuffers
@@ -100,7 +100,7 @@ class Reducer:
             for bucket in self._buckets
             for place, parameter in enumerate(bucket.parameters)
         ]
-        self._undo = c10d.around_backward(self._around_backward)
+        self._undo = around_backward(self._around_backward)
 
     # ------------------------------------------------------------------------- life
 

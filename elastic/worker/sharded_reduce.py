@@ -25,6 +25,7 @@ from torch import nn
 from elastic.errors import UsageError, check
 from elastic.worker import c10d
 from elastic.worker.activity import Activity
+from elastic.worker.backward import around_backward
 from elastic.worker.buckets import Unit
 from elastic.worker.loader import Batch
 from elastic.worker.model_buffers import ModelBuffers
@@ -80,7 +81,7 @@ class ShardedReducer:
         self._number: int | None = None
         self._weight, self._factor = 0.0, 1.0
         self._is_on = self._is_last = self._is_void = self._has_told = False
-        self._undo = c10d.around_backward(self._around_backward, scale=self._scale)
+        self._undo = around_backward(self._around_backward, scale=self._scale)
         activity.is_sharded = True
 
     @staticmethod

@@ -24,6 +24,7 @@ import torch
 from elastic.core.policy.shares import Givers, Piece, Rows
 from elastic.errors import check
 from elastic.storage.marker import Marker
+from elastic.worker import c10d
 from elastic.worker.arena import Layout, Mark, Slot, dtype_of, extent_of
 from elastic.worker.meeting import share_bytes
 from elastic.worker.peer_copies import PeerCopies, Shard
@@ -295,8 +296,7 @@ class Restorer:
                 for number, part in givers.of(taker, taken):
                     ends = sources[number].rank, taker
                     works += self._pass_on(spec, part, ends, ours.get(number), tensors, wanted)
-        for work in works:
-            work.wait()
+        c10d.wait_messages(works)
         placed = [
             like(places[n], tensor) if n in places else tensor for n, tensor in enumerate(tensors)
         ]

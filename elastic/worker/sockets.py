@@ -9,18 +9,23 @@ sockets; nobody else's can be in it, whatever other threads open meanwhile.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import platform
 import re
 import select
 import socket
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 DESCRIPTORS = "/proc/self/fd"
-# "tfd:  12 events:  19 data: 5650 pos:0 ino:8b57 sdev:9", one line for each watched descriptor.
-WATCHED_LINE = re.compile(r"^tfd:\s*(\d+)\s.*\bino:([0-9a-f]+)\b", re.MULTILINE)
+# "tfd:  12 events:  19 data: 5650  pos:0 ino:8b57 sdev:9", one line for each watched descriptor.
+WATCHED_LINE = re.compile(
+    r"^tfd:\s*(\d+)\s.*\bdata:\s*([0-9a-f]+)\s.*\bino:([0-9a-f]+)\b", re.MULTILINE
+)
+EPOLL_CTL_MOD = 3
 POLL_RDHUP = getattr(select, "POLLRDHUP", 0x2000)
 TCP_INFO_BYTES = 192
 BYTES_RECEIVED_AT = 128
@@ -36,6 +41,13 @@ class Watched:
     inode: int
 
 
+class EpollEvent(ctypes.Structure):
+    """`struct epoll_event`, which x86-64 packs."""
+
+    _pack_ = 1 if platform.machine() == "x86_64" else 8
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
 @dataclass(frozen=True)
 class EventLoop:
     """The epoll set of one gloo device; it lives as long as the device does."""
@@ -44,14 +56,32 @@ class EventLoop:
 
     def watched(self) -> tuple[Watched, ...]:
         """Return all that the device watches now: its pipe, its listener, its pairs."""
+        return tuple(one for one, _ in self._lines())
+
+    def silence(self, inodes: Set[int]) -> None:
+        """Let the device hear of these sockets no more; it keeps them until it is taken apart.
+
+        gloo goes round for ever with one on which a message was broken off whose receiver is gone:
+        it neither reads on nor sees the end.
+        """
+        change = ctypes.CDLL(None, use_errno=True).epoll_ctl
+        for one, data in self._lines():
+            if one.inode in inodes:
+                # Once, because the kernel tells of a reset whatever it is asked for.
+                event = EpollEvent(select.EPOLLONESHOT, data)
+                change(self.descriptor, EPOLL_CTL_MOD, one.descriptor, ctypes.byref(event))
+
+    def _lines(self) -> list[tuple[Watched, int]]:
+        """Return what is watched, and what the device is told with it."""
         try:
             with open(f"/proc/self/fdinfo/{self.descriptor}", encoding="ascii") as lines:
                 text = lines.read()
         except FileNotFoundError:
-            return ()
-        return tuple(
-            Watched(int(number), int(inode, 16)) for number, inode in WATCHED_LINE.findall(text)
-        )
+            return []
+        return [
+            (Watched(int(number), int(inode, 16)), int(data, 16))
+            for number, data, inode in WATCHED_LINE.findall(text)
+        ]
 
 
 def socket_inodes() -> frozenset[int]:

@@ -19,6 +19,7 @@ import torch
 
 from elastic.core.policy.recovery import Transfers
 from elastic.errors import UsageError
+from elastic.worker import c10d
 
 SMALL_BYTES = 1 << 20
 """Tensors below this travel together, in one message."""
@@ -301,8 +302,7 @@ def _send(group: Any, receivers: Sequence[int], state: Any) -> int:
         for number, message in enumerate(messages):
             if message.numel():
                 works.append(group.send([message], receiver, TAG + number))
-    for work in works:
-        work.wait()
+    c10d.wait_messages(works)
     return len(receivers) * sum(message.nbytes for message in messages)
 
 
@@ -310,7 +310,7 @@ def _receive(group: Any, source: int) -> tuple[Any, int]:
     def receive(size: int, number: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         tensor = torch.empty(size, dtype=dtype)
         if size:
-            group.recv([tensor], source, TAG + number).wait()
+            c10d.wait_messages([group.recv([tensor], source, TAG + number)])
         return tensor
 
     length = int(receive(1, 0, torch.int64))
@@ -326,7 +326,7 @@ def _receive(group: Any, source: int) -> tuple[Any, int]:
         part.copy_(together[start : start + part.numel()])
         start += part.numel()
     for number, (_, part) in enumerate(large):
-        group.recv([part], source, TAG + 3 + number).wait()
+        c10d.wait_messages([group.recv([part], source, TAG + 3 + number)])
     total = len(text) + sum(part.numel() for part in parts)
     return unpack(skeleton, tensors), total
 

@@ -86,16 +86,13 @@ class GlooWires:
 
     def wait_received(self) -> None:
         """Wait for what is received; raises RuntimeError if the group broke."""
-        for work in self._coming:
-            work.wait()
+        c10d.wait_messages(self._coming)
         self._coming = []
 
     def wait_all(self) -> None:
         """Wait until nothing is under way; raises RuntimeError if the group broke."""
-        self.wait_received()
-        for work in self._going:
-            work.wait()
-        self._going = []
+        c10d.wait_messages([*self._coming, *self._going])
+        self._coming, self._going = [], []
 
 
 class MeshWires:

@@ -69,6 +69,25 @@ def test_members_blocked_beside_a_lost_one_are_freed_and_go_on_in_the_same_proce
     CREW.retire(lost)
 
 
+@pytest.mark.parametrize("how", ["broadcast", "all_to_all", "all_gather", "messages", "isend"])
+def test_members_whose_message_was_cut_in_the_middle_are_freed(how: str) -> None:
+    """gloo forgets who has got a part of a message, and whom the kernel refuses the rest."""
+    members = CREW.take(3)
+    formed(members)
+    survivors, lost = members[1:], members[0]
+    pids = [one["pid"] for one in all_ask(survivors, "state")]
+    before = survivors[0].ask("received")
+    orders = blocked_in(members, "pass_on", how=how, size=8_000_000)
+    wait_until(lambda: survivors[0].ask("received") - before > 50_000_000)
+    lost.signal(signal.SIGKILL)
+    wait_until(lambda: all(all_ask(survivors, "hung_up")))
+    freed = abort_all(survivors, orders[1:])
+    assert max(freed) < 1000, f"ms from abort to the main thread: {freed}"
+    formed(survivors)
+    assert [one["pid"] for one in all_ask(survivors, "state")] == pids
+    CREW.retire(lost)
+
+
 def test_a_member_that_waits_in_ddp_backward_is_freed_and_trains_on_in_the_next_group() -> None:
     members = CREW.take(3)
     formed(members)

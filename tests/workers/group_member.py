@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic.worker import c10d
 from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
 from elastic.worker.interrupt import GroupChanged, Interrupter
 from tests.workers.reduce_steps import Steps
@@ -93,6 +94,27 @@ class Member:
         tensor = torch.full((1000,), float(dist.get_rank() + 1), device="cuda")
         dist.all_reduce(tensor)
         return float(tensor[-1])
+
+    def pass_on(self, how: str, size: int) -> None:
+        """Send and receive much, again and again."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        ours, all_of_it = torch.ones(size), torch.empty(world * size)
+        while True:
+            if how == "broadcast":
+                dist.broadcast(ours, 0)
+            elif how == "all_to_all":
+                dist.all_to_all_single(all_of_it, torch.ones(world * size))
+            elif how == "all_gather":
+                dist.all_gather(list(all_of_it.chunk(world)), ours)
+            else:
+                others = [other for other in range(world) if other != rank]
+                works = [dist.irecv(all_of_it.chunk(world)[other], other) for other in others]
+                works += [dist.isend(ours, other) for other in others]
+                if how == "messages":
+                    c10d.wait_messages(works)
+                else:
+                    for work in works:
+                        work.wait()
 
     def wait_work(self) -> None:
         """Be one of those who wait in `work.wait()`, as reducers do."""

@@ -1,0 +1,183 @@
+"""Waits for gloo that end with their group, because gloo itself forgets some of those who wait.
+
+When a connection of gloo's ends, it wakes whoever still waits for his turn on it, and not those
+whose message is under way: a receiver who has got a part of his, a sender whom the kernel refused
+(gloo/transport/tcp/pair.cc: signalException goes through what is pending, prepareRead has taken
+the receiver out, write has put the sender back). They wait out the group's timeout, half an hour.
+A peer that is killed in the middle of 20 MB leaves nearly all of them like that.
+
+Rule: no thread waits inside gloo for what only a peer can end. A collective's end is asked for
+in slices; a message, which gloo would break off at the end of a slice, is waited for by a helper
+who can be left behind. A wait is given up when its group is over and gloo has closed all of its
+connections, not before: what was posted may be written into until then.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from elastic.worker.life import Life
+
+SLICE_S = 0.05
+SLICE = timedelta(seconds=SLICE_S)
+GRACE_S = 0.02
+"""How long after the end of the last connection gloo's own words are waited for."""
+MESSAGES = frozenset((12, 13, 14))
+"""Numbers of torch's OpType: SEND, RECV, RECVANYSOURCE."""
+
+Wait = Callable[..., Any]
+
+
+class Waits:
+    """Stands where `Work.wait` is called; for any thread."""
+
+    def __init__(self, life: Callable[[], Life | None]) -> None:
+        """Wait in whichever life is the present one.
+
+        Args:
+            life: returns it, None while there is no group.
+        """
+        self._life = life
+        self._helpers = threading.local()
+
+    def wait(self, real: Wait, work: Any, *args: Any, **named: Any) -> Any:
+        """Wait for a work, as `Work.wait` does.
+
+        Args:
+            real: torch's own.
+            work: which.
+            *args: a timeout, if the caller has one: he gets what torch makes of it.
+            **named: the same.
+
+        Raises:
+            RuntimeError: it failed, or its group is over.
+        """
+        life = self._life()
+        if life is None or args or named or "nccl" in life.spec.backend:
+            # NCCL's works look the same, and their time is the device's.
+            return real(work, *args, **named)
+        if work._get_op_type() in MESSAGES:
+            return self._with_help(life, lambda: real(work))
+        return _in_slices(life, real, work)
+
+    def wait_messages(self, real: Wait, works: Sequence[Any]) -> None:
+        """Wait for messages that gloo carries, one after the other, whatever else there is.
+
+        Raises:
+            RuntimeError: one failed, or the group is over.
+        """
+        life = self._life()
+        if life is None:
+            _each(real, works)
+        elif works:
+            self._with_help(life, lambda: _each(real, works))
+
+    def _with_help(self, life: Life, call: Callable[[], Any]) -> Any:
+        helper = getattr(self._helpers, "mine", None) or Helper()
+        # Whoever is left behind, by an exception of a signal handler's too, helps nobody again.
+        self._helpers.mine = None
+        answer = helper.ask(call)
+        over = _Over(life)
+        while not answer.is_there.wait(SLICE_S):
+            if over.is_certain():
+                helper.leave()
+                raise over.error()
+        self._helpers.mine = helper
+        return answer.take()
+
+
+def _in_slices(life: Life, real: Wait, work: Any) -> Any:
+    over = _Over(life)
+    while True:
+        try:
+            return real(work, SLICE)
+        except RuntimeError:
+            if work.is_completed():
+                return real(work)  # Its own error, or it was done in this moment.
+            if over.is_certain():
+                raise over.error() from None
+
+
+def _each(real: Wait, works: Sequence[Any]) -> None:
+    for work in works:
+        real(work)
+
+
+class _Over:
+    """Whether nothing of a life can end a wait any more."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._since = 0.0
+
+    def is_certain(self) -> bool:
+        if not self._life.has_let_go():
+            return False
+        now = time.monotonic()
+        self._since = self._since or now
+        return now - self._since >= GRACE_S
+
+    def error(self) -> RuntimeError:
+        self._life.left_behind += 1
+        return RuntimeError(
+            f"{self._life.spec}: Connection closed: the group is over, and gloo did not say so"
+        )
+
+
+class Answer:
+    """What a call returned or raised, once it is there."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.is_there = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def take(self) -> Any:
+        """Return it, or raise it."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class Helper:
+    """A thread that makes calls for one other, who may leave it behind in one of them."""
+
+    def __init__(self) -> None:
+        """Start it."""
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Answer] | None]
+        self._calls = queue.SimpleQueue()
+        threading.Thread(
+            target=_serve, args=(self._calls,), name="elastic-wait", daemon=True
+        ).start()
+
+    def ask(self, call: Callable[[], Any]) -> Answer:
+        """Have a call made; returns at once."""
+        answer = Answer()
+        self._calls.put((call, answer))
+        return answer
+
+    def leave(self) -> None:
+        """Let the thread end when its call does."""
+        self._calls.put(None)
+
+    def __del__(self) -> None:
+        """The thread that was helped is gone."""
+        self._calls.put(None)
+
+
+def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], Answer] | None]) -> None:
+    # No method of the helper's: it would keep itself alive.
+    while (asked := calls.get()) is not None:
+        call, answer = asked
+        try:
+            answer.value = call()
+        except BaseException as error:
+            answer.error = error
+        answer.is_there.set()
+        del asked, call, answer
