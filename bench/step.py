@@ -2,11 +2,11 @@
 
     python bench/step.py --world 2 --world 3
 
-Every rank is a process of one thread on this machine, joined by gloo. The same model, data and
-optimizer go through torch's DDP and through `train.epochs()` with both consistencies, in turns,
-several rounds of each, so that whatever else the machine does hits all of them. Prints medians of
-the rounds' step times, their ratio to DDP's, and the bytes of gradients that a rank sends per
-step.
+Every rank is a process of one thread on this machine, joined by gloo as workers are. The same
+model, data and optimizer go through torch's DDP and through `train.epochs()` with both
+consistencies, in turns, several rounds of each, so that whatever else the machine does hits all of
+them. Prints medians of the rounds' step times, their ratio to DDP's, and the bytes of gradients
+that a rank sends per step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import itertools
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 
@@ -34,12 +33,14 @@ from torch.utils.data.distributed import DistributedSampler
 from elastic import train
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
 from elastic.worker import context as worker_context
+from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
 from elastic.worker.local import LocalRun, local_context
 
 VARIANTS = ("ddp", "bitwise", "samples")
 SIZES = {"tiny": (64, 16), "10 M": (1580, 32)}
 """Name: (width of each of four layers, samples of a micro-batch)."""
 WARM_UP = 5
+HOST = "127.0.0.1"
 
 
 def model_of(width: int) -> nn.Module:
@@ -100,13 +101,14 @@ def one_round(variant: str, width: int, batch: int, steps: int) -> tuple[float, 
 def rank_main(
     rank: int,
     world: int,
-    store: str,
+    leader: str,
     rounds: int,
     results: mp.SimpleQueue,  # type: ignore[type-arg]
 ) -> None:
     """Be one rank."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    groups = ProcessGroups()
+    groups.form(GroupSpec(1, rank, world, leader, "gloo", HOST, timeout_s=600.0, job_id="bench"))
     found: dict[tuple[str, str], list[tuple[float, int]]] = {}
     for size, (width, batch) in SIZES.items():
         steps = 200 if size == "tiny" else 12
@@ -117,16 +119,19 @@ def rank_main(
     if rank == 0:
         results.put(found)
     dist.barrier()
+    groups.close()
 
 
 def measure(world: int, rounds: int) -> dict[tuple[str, str], list[tuple[float, int]]]:
     """Return what rank 0 measured, by size and variant."""
-    with tempfile.TemporaryDirectory() as directory:
-        results = mp.get_context("spawn").SimpleQueue()
-        store = os.path.join(directory, "store")
-        context = mp.spawn(rank_main, (world, store, rounds, results), nprocs=world, join=False)
-        found = results.get()
-        context.join()
+    results = mp.get_context("spawn").SimpleQueue()
+    server = StoreServer(HOST)
+    context = mp.spawn(
+        rank_main, (world, server.address, rounds, results), nprocs=world, join=False
+    )
+    found = results.get()
+    context.join()
+    server.close()
     return found
 
 

@@ -291,6 +291,11 @@ class ProcessGroups:
         life = self._life
         return life is not None and life.is_broken()
 
+    def has_been_left(self) -> bool:
+        """Return whether the group is over and gloo has let go of it, but nobody has dropped it."""
+        life = self._life
+        return life is not None and life.has_let_go()
+
     def received_bytes(self) -> int:
         """Return what has come from the other members, as far as that can be known."""
         life = self._life

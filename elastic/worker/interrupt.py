@@ -66,8 +66,14 @@ class Interrupter:
     way through `finally` blocks.
     """
 
-    def __init__(self) -> None:
-        """Touch nothing yet; the handler is installed by `run`."""
+    def __init__(self, overdue: Callable[[], None] | None = None) -> None:
+        """Touch nothing yet; the handler is installed by `run`.
+
+        Args:
+            overdue: called again and again, on a thread of ours, while the main thread has not left
+                for long what it was to leave.
+        """
+        self._overdue = overdue
         # Each is written by one thread only, or by the main thread between two bytecodes.
         self._running = NEVER
         self._shields = 0
@@ -222,6 +228,8 @@ class Interrupter:
                     self._pause_s = FIRST_PAUSE_S
                     self._wake.wait()
                     continue
+            if self._overdue is not None and self._pause_s == LONGEST_PAUSE_S:
+                self._overdue()
             if self._is_due() and not self._is_on_its_way():
                 try:
                     signal.pthread_kill(self._main.ident or 0, SIGNAL)

@@ -69,7 +69,6 @@ class Life:
         loop: the device's event loop.
         stands: the default group is formed.
         aborted: it is over.
-        left_behind: waits for works of gloo's that were given up; whose thread still waits.
     """
 
     generation: int
@@ -83,7 +82,6 @@ class Life:
     loop: EventLoop | None = None
     stands: bool = False
     aborted: bool = False
-    left_behind: int = 0
     _backends: list[Backend] = field(default_factory=list)
     _waiting: Future[Any] | None = None
     _nccl: list[threading.Thread] = field(default_factory=list)

@@ -144,12 +144,14 @@ def run_worker(sock: socket.socket, started_with: Mapping[str, str]) -> None:
     from elastic.wire.pipe import Pipe
     from elastic.worker.control import ControlThread
     from elastic.worker.exchange import Exchange
+    from elastic.worker.forgotten import Forgotten
     from elastic.worker.group import ProcessGroups
     from elastic.worker.interrupt import Interrupter
     from elastic.worker.runner import Runner
 
     clock, exchange = SystemClock(), Exchange()
-    groups, interrupter = ProcessGroups(), Interrupter()
+    groups = ProcessGroups()
+    interrupter = Interrupter(overdue=Forgotten(groups).look)
     ControlThread(Pipe(sock), exchange, groups=groups, interrupter=interrupter, clock=clock).start()
     Runner(
         exchange, groups=groups, interrupter=interrupter, started_with=started_with, clock=clock

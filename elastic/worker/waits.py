@@ -7,13 +7,14 @@ the receiver out, write has put the sender back). They wait out the group's time
 A peer that is killed in the middle of 20 MB leaves nearly all of them like that.
 
 Rule: no thread waits inside gloo for what only a peer can end. A collective's end is asked for
-in slices; a message, which gloo would break off at the end of a slice, is waited for by a helper
-who can be left behind. A wait is given up when its group is over and gloo has closed all of its
-connections, not before: what was posted may be written into until then.
+in slices; a message, which gloo would break off at the end of a slice, is waited for by a
+thread that can be left behind. A wait is given up when its group is over and gloo has closed all
+of its connections, not before: what was posted may be written into until then.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -22,6 +23,8 @@ from datetime import timedelta
 from typing import Any
 
 from elastic.worker.life import Life
+
+log = logging.getLogger(__name__)
 
 SLICE_S = 0.05
 SLICE = timedelta(seconds=SLICE_S)
@@ -43,7 +46,7 @@ class Waits:
             life: returns it, None while there is no group.
         """
         self._life = life
-        self._helpers = threading.local()
+        self._standbys = threading.local()
 
     def wait(self, real: Wait, work: Any, *args: Any, **named: Any) -> Any:
         """Wait for a work, as `Work.wait` does.
@@ -62,7 +65,7 @@ class Waits:
             # NCCL's works look the same, and their time is the device's.
             return real(work, *args, **named)
         if work._get_op_type() in MESSAGES:
-            return self._with_help(life, lambda: real(work))
+            return self._in_another_thread(life, lambda: real(work))
         return _in_slices(life, real, work)
 
     def wait_messages(self, real: Wait, works: Sequence[Any]) -> None:
@@ -75,19 +78,19 @@ class Waits:
         if life is None:
             _each(real, works)
         elif works:
-            self._with_help(life, lambda: _each(real, works))
+            self._in_another_thread(life, lambda: _each(real, works))
 
-    def _with_help(self, life: Life, call: Callable[[], Any]) -> Any:
-        helper = getattr(self._helpers, "mine", None) or Helper()
-        # Whoever is left behind, by an exception of a signal handler's too, helps nobody again.
-        self._helpers.mine = None
-        answer = helper.ask(call)
+    def _in_another_thread(self, life: Life, call: Callable[[], Any]) -> Any:
+        standby = getattr(self._standbys, "mine", None) or Standby()
+        # Whoever is left behind, by an exception of a signal handler's too, is asked nothing again.
+        self._standbys.mine = None
+        answer = standby.ask(call)
         over = _Over(life)
         while not answer.is_there.wait(SLICE_S):
             if over.is_certain():
-                helper.leave()
+                standby.leave()
                 raise over.error()
-        self._helpers.mine = helper
+        self._standbys.mine = standby
         return answer.take()
 
 
@@ -123,7 +126,7 @@ class _Over:
         return now - self._since >= GRACE_S
 
     def error(self) -> RuntimeError:
-        self._life.left_behind += 1
+        log.info("forgotten_by_gloo generation=%d: a wait was given up", self._life.generation)
         return RuntimeError(
             f"{self._life.spec}: Connection closed: the group is over, and gloo did not say so"
         )
@@ -145,7 +148,7 @@ class Answer:
         return self.value
 
 
-class Helper:
+class Standby:
     """A thread that makes calls for one other, who may leave it behind in one of them."""
 
     def __init__(self) -> None:
@@ -167,12 +170,12 @@ class Helper:
         self._calls.put(None)
 
     def __del__(self) -> None:
-        """The thread that was helped is gone."""
+        """The thread that asked is gone."""
         self._calls.put(None)
 
 
 def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], Answer] | None]) -> None:
-    # No method of the helper's: it would keep itself alive.
+    # No method of the standby's: it would keep itself alive.
     while (asked := calls.get()) is not None:
         call, answer = asked
         try:

@@ -313,6 +313,27 @@ def test_an_interrupted_member_leaves_its_collective_for_the_reason_given() -> N
     assert members[0].answer(order).value == "told to"
 
 
+def test_who_is_forgotten_where_torch_itself_waits_ends_its_process() -> None:
+    members = CREW.take(3)
+    formed(members)
+    survivors, lost = members[1:], members[0]
+    before = survivors[0].ask("received")
+    generation = CREW.next_generation() - 1
+    for one in members:
+        one.tell("train_until_changed", generation=generation, how="buffers", size=20_000_000)
+    wait_until(lambda: survivors[0].ask("received") - before > 50_000_000)
+    lost.signal(signal.SIGKILL)
+    wait_until(lambda: all(all_ask(survivors, "hung_up")))
+    for one in survivors:
+        one.ask("interrupt", generation=generation)
+        one.ask("abort")
+    # Who had nothing under way leaves by itself, and is not hurt.
+    wait_until(lambda: any(one.process.poll() == -signal.SIGKILL for one in survivors))
+    CREW.retire(lost)
+    for one in survivors:
+        CREW.retire(one)
+
+
 def test_a_hundred_groups_leave_nothing_behind() -> None:
     members = CREW.take(3)
     formed(members)

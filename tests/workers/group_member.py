@@ -26,9 +26,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.utils import _sync_params_and_buffers
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.worker import c10d
+from elastic.worker.forgotten import Forgotten
 from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
 from elastic.worker.interrupt import GroupChanged, Interrupter
 from tests.workers.reduce_steps import Steps
@@ -42,7 +44,7 @@ class Member:
     def __init__(self) -> None:
         self.server = StoreServer(HOST)
         self.groups = ProcessGroups()
-        self.interrupter = Interrupter()
+        self.interrupter = Interrupter(overdue=Forgotten(self.groups).look)
         self.subgroup: Any = None
         self.steps: Steps | None = None
         self.trains_in = 0
@@ -102,6 +104,8 @@ class Member:
         while True:
             if how == "broadcast":
                 dist.broadcast(ours, 0)
+            elif how == "buffers":
+                _sync_params_and_buffers(dist.group.WORLD, [ours], 1 << 20, 0)
             elif how == "all_to_all":
                 dist.all_to_all_single(all_of_it, torch.ones(world * size))
             elif how == "all_gather":
@@ -159,13 +163,13 @@ class Member:
         while time.monotonic() < end:
             pass
 
-    def train_until_changed(self, generation: int) -> str:
+    def train_until_changed(self, generation: int, how: str = "", size: int = 0) -> str:
         """Wait in a collective inside `run`, the way a worker does."""
 
         def train() -> None:
             self.trains_in = generation
             try:
-                self.wait_work()
+                self.pass_on(how, size) if how else self.wait_work()
             except RuntimeError:
                 # Torch's own error may come first: then the reason is there to be asked for.
                 self.interrupter.check()
