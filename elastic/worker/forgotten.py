@@ -13,6 +13,7 @@ processor time than our signals take.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -75,7 +76,8 @@ class Forgotten:
             "forgotten_by_gloo: a message was cut in its middle, and torch waits for its end, in "
             "C++; this process ends, and is replaced"
         )
-        faulthandler.dump_traceback(sys.stderr)
+        with contextlib.suppress(Exception):  # A script may have closed it.
+            faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
         self._end()
 
 

@@ -7,6 +7,8 @@ with exactly once in each epoch.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from elastic.testing.chaos import Chaos, Fault, draw_faults, draw_kills
 from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster
 
+KILLS = 6
 STEPS_MIN = 3
 """A group counts as training once each of its members has done so many steps in it."""
 SIZES = {"n1": 3, "n2": 2, "n3": 2, "n4": 1, "n5": 4}
@@ -124,6 +127,27 @@ def test_kills_at_random_moments_change_nothing(three: LocalCluster, tmp_path: P
     job = job_of("mlp", 3, tmp_path / "kills")
     outcome = Chaos(three, job).run(draw_kills(seed=1, kills=6, every_s=1.0))
     assert outcome.faults
+
+
+def test_kills_amid_large_messages_replace_nobody_else(three: LocalCluster, tmp_path: Path) -> None:
+    """Members pass on 30 MB in a step; gloo forgets who has got a part of it."""
+    job = job_of("mlp", 3, tmp_path / "large")
+    job = with_arguments(job, "--width", "100000", "--samples", "256", "--pace", "0")
+    job_id = three.submit(job.spec)
+    view = three.wait(job_id, lambda v: train_with(3, v), "three workers")
+    for number in range(KILLS):
+        before = three.worker_pids(job_id)
+        victim = sorted(before)[number % 3]
+        os.kill(before.pop(victim), signal.SIGKILL)
+        generation = view.record.generation
+        # One without the victim, and one with whoever replaces it.
+        view = three.wait(
+            job_id, lambda v, g=generation: v.record.generation >= g + 2 and train_with(3, v), "all"
+        )
+        assert before.items() <= three.worker_pids(job_id).items()
+    job.finish.touch()
+    view = three.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    assert job.check(view)
 
 
 def test_whatever_a_seed_draws_changes_nothing(three: LocalCluster, tmp_path: Path) -> None:

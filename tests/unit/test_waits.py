@@ -1,0 +1,187 @@
+"""Waits in torch's place: what they let through, what they give up, and what they leave behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.worker.waits import MESSAGES, Waits
+
+PATIENCE_S = 20.0
+
+
+@dataclass
+class Spec:
+    """What a wait reads of a place in a group."""
+
+    backend: str = "gloo"
+
+
+@dataclass
+class PlayedLife:
+    """A life whose end the test says."""
+
+    generation: int = 1
+    spec: Spec = field(default_factory=Spec)
+    is_over: bool = False
+
+    def has_let_go(self) -> bool:
+        return self.is_over
+
+
+@dataclass
+class PlayedWork:
+    """A work that ends when the test says so."""
+
+    kind: int = 1
+    done: threading.Event = field(default_factory=threading.Event)
+    error: str = ""
+    began: threading.Event = field(default_factory=threading.Event)
+
+    def _get_op_type(self) -> int:
+        return self.kind
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+
+def real(work: PlayedWork, timeout: Any = None) -> bool:
+    """Wait as torch does."""
+    work.began.set()
+    if not work.done.wait(timeout.total_seconds() if timeout is not None else PATIENCE_S):
+        raise RuntimeError("Operation timed out!")
+    if work.error:
+        raise RuntimeError(work.error)
+    return True
+
+
+@pytest.fixture
+def life() -> PlayedLife:
+    return PlayedLife()
+
+
+@pytest.fixture
+def waits(life: PlayedLife) -> Waits:
+    return Waits(lambda: life)  # type: ignore[arg-type, return-value]
+
+
+def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[str]]:
+    """Make a call in another thread; what it raises comes into the list."""
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+KINDS = [1, *sorted(MESSAGES)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_work_that_ends_gives_what_torch_gives(waits: Waits, kind: int) -> None:
+    work = PlayedWork(kind)
+    threading.Timer(0.12, work.done.set).start()
+    assert waits.wait(real, work) is True
+    work.error = "Connection closed by peer"
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        waits.wait(real, work)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wait_is_given_up_once_the_life_has_let_go(
+    waits: Waits, life: PlayedLife, kind: int
+) -> None:
+    work = PlayedWork(kind)
+    thread, errors = in_thread(lambda: waits.wait(real, work))
+    assert work.began.wait(PATIENCE_S)
+    assert thread.is_alive()
+    life.is_over = True
+    thread.join(PATIENCE_S)
+    assert "the group is over" in errors[0]
+    work.done.set()
+
+
+def test_messages_are_waited_for_together(waits: Waits, life: PlayedLife) -> None:
+    works = [PlayedWork(12), PlayedWork(13)]
+    works[0].done.set()
+    thread, errors = in_thread(lambda: waits.wait_messages(real, works))
+    assert works[1].began.wait(PATIENCE_S)
+    life.is_over = True
+    thread.join(PATIENCE_S)
+    assert "the group is over" in errors[0]
+    works[1].done.set()
+    life.is_over = False
+    waits.wait_messages(real, works)
+    waits.wait_messages(real, [])
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_where_there_is_nccl_torch_waits_by_itself(
+    waits: Waits, life: PlayedLife, backend: str
+) -> None:
+    life.spec.backend, life.is_over = backend, True
+    work = PlayedWork()
+    work.done.set()
+    assert waits.wait(real, work) is True
+
+
+def test_a_timeout_of_the_callers_is_torchs(waits: Waits) -> None:
+    asked: list[Any] = []
+    waits.wait(lambda work, *args, **named: asked.append((args, named)), PlayedWork(), timeout=3)
+    waits.wait(lambda work, *args, **named: asked.append((args, named)), PlayedWork(), 4)
+    assert asked == [((), {"timeout": 3}), ((4,), {})]
+
+
+def wait_gone(name: str) -> None:
+    """Wait until no thread of this name is left."""
+    end = time.monotonic() + PATIENCE_S
+    while any(thread.name == name for thread in threading.enumerate()):
+        assert time.monotonic() < end, "it has not ended"
+        time.sleep(0.01)
+
+
+def test_threads_that_wait_end_with_whom_they_wait_for(waits: Waits, life: PlayedLife) -> None:
+    wait_gone("elastic-wait")
+    done, stuck = PlayedWork(12), PlayedWork(12)
+    done.done.set()
+
+    def wait_both() -> None:
+        waits.wait(real, done)
+        waits.wait(real, done)
+        assert sum(t.name == "elastic-wait" for t in threading.enumerate()) == 1
+        waits.wait(real, stuck)
+
+    thread, errors = in_thread(wait_both)
+    assert stuck.began.wait(PATIENCE_S)
+    life.is_over = True
+    thread.join(PATIENCE_S)
+    assert errors
+    stuck.done.set()
+    wait_gone("elastic-wait")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_collective_is_none_of_what_torch_numbers_as_messages(alone: None) -> None:
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work is not None
+    assert work._get_op_type() not in MESSAGES
+    work.wait()
