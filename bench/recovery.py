@@ -39,6 +39,7 @@ from elastic.testing.local_cluster import PATIENCE_S, LocalCluster
 
 OURS = "ours"
 WORLD = 3
+WIDTH = 64
 MICRO_BATCHES = 8
 """Of a step of steps_job."""
 SCRIPT = Path(__file__).with_name("peers") / "our_job.py"
@@ -55,10 +56,11 @@ PEERS = {"torchrun": "torch", "Ray Train": "ray", "torchft": "torchft"}
 """Beside which we are put, and the package that must be there."""
 
 
-def job_of(directory: Path, pace_s: float) -> ChaosJob:
+def job_of(directory: Path, pace_s: float, width: int) -> ChaosJob:
     """Return steps_job with marks, which trains until its finish file is there."""
     job = chaos_job("steps", "bench", workers=WORLD, directory=directory)
-    args = (*job.spec.entry.args, "--pace", str(pace_s), "--marks", str(directory / "marks"))
+    ours = ("--pace", str(pace_s), "--width", str(width), "--marks", str(directory / "marks"))
+    args = (*job.spec.entry.args, *ours)
     entry = Entry(job.spec.entry.kind, str(SCRIPT), args=args)
     return replace(job, spec=replace(job.spec, entry=entry))
 
@@ -167,12 +169,14 @@ class Bench:
         print(f"{OURS}: {event}: {seconds:.3f} s", file=sys.stderr)
 
 
-def measure_ours(directory: Path, kills: int, pace_s: float, seed: int) -> tuple[list[Row], float]:
+def measure_ours(
+    directory: Path, kills: int, pace_s: float, seed: int, width: int
+) -> tuple[list[Row], float]:
     """Return the rows, and the milliseconds of a step."""
     run = directory / "job"
     run.mkdir(parents=True)
     with LocalCluster(nodes=WORLD, directory=directory / "cluster") as cluster:
-        bench = Bench(cluster, job_of(run, pace_s), random.Random(seed))
+        bench = Bench(cluster, job_of(run, pace_s, width), random.Random(seed))
         for strike in (bench.kill_worker, bench.kill_node, bench.stop_worker):
             for _ in range(kills):
                 strike()
@@ -228,14 +232,22 @@ def notes() -> str:
 @click.option("--only", type=click.Choice([OURS, *PEERS]), help="One system.")
 @click.option("--pace", default=0.01, show_default=True, help="Seconds of sleep a micro-batch.")
 @click.option("--seed", default=0, show_default=True, help="Draws victims and moments.")
-def main(kills: int, only: str | None, pace: float, seed: int) -> None:
+@click.option(
+    "--width",
+    default=WIDTH,
+    show_default=True,
+    help="Of the model, with --only ours: 100000 makes 7.5 million parameters.",
+)
+def main(kills: int, only: str | None, pace: float, seed: int, width: int) -> None:
     """Kill workers and nodes of ours, and workers of the peers, and print one table."""
+    if width != WIDTH and only != OURS:
+        raise click.UsageError(f"--width {width} is for --only {OURS}: the peers have {WIDTH}")
     rows: list[Row] = []
     paces: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as scratch:
         directory = Path(scratch)
         if only in (None, OURS):
-            measured, paces[OURS] = measure_ours(directory / OURS, kills, pace, seed)
+            measured, paces[OURS] = measure_ours(directory / OURS, kills, pace, seed, width)
             rows += measured
         for peer in (torchrun.PEER, ray_train.PEER, torchft_replicas.PEER):
             if only in (None, peer.name) and find_spec(PEERS[peer.name]):
