@@ -25,23 +25,20 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.worker.collective_watch import TORCH, Stance, stance_of
+from elastic.worker.gloo_threads import gloo_threads
 from elastic.worker.group import ProcessGroups
 
 log = logging.getLogger(__name__)
 
 STOOD_S = 2.0
-GLOO_THREAD = "pt_gloo_runloop"
 BUSY = 0.02
 """Of its time, which a main thread uses that only gets signals; it is a hundredth of that."""
-FUTEX_CALLS = {"x86_64": ("202", "219"), "aarch64": ("98", "128")}
-"""Numbers of futex, and of what the kernel calls it that goes on after a stop (restart_syscall)."""
-TIMEOUT_ARGUMENT = 4
-"""Of futex(address, operation, value, timeout, ...), counted with the call's number as 0."""
 PLACES = (
     os.path.join(TORCH, "autograd", "graph.py"),
     os.path.join(TORCH, "nn", "parallel", "distributed.py"),
+    os.path.join(TORCH, "futures", "__init__.py"),
 )
-"""Where DistributedDataParallel waits, beside what the watch for collectives knows."""
+"""Where DistributedDataParallel and futures wait, beside what the watch for collectives knows."""
 
 Place = tuple[int, int]
 """Innermost frame of the main thread, and where in it."""
@@ -100,19 +97,7 @@ def _place_of_main() -> Place | None:
 
 def is_forgotten_by_gloo() -> bool:
     """Return whether a thread in which gloo carries out collectives waits for a peer."""
-    futex = FUTEX_CALLS.get(os.uname().machine, ())
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as text:
-                if text.read().strip() != GLOO_THREAD:
-                    continue
-            with open(f"/proc/self/task/{thread}/syscall", encoding="ascii") as text:
-                call = text.read().split()
-        except OSError:
-            continue  # It ended meanwhile, or this kernel does not tell.
-        if call[0] in futex and int(call[TIMEOUT_ARGUMENT], 16):
-            return True
-    return False
+    return any(thread.waits_for_peer for thread in gloo_threads())
 
 
 def _end() -> None:

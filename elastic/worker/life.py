@@ -22,6 +22,7 @@ import torch
 
 from elastic.errors import GroupError
 from elastic.worker import c10d, mesh
+from elastic.worker.gloo_threads import Quiet
 from elastic.worker.sockets import (
     EventLoop,
     Watched,
@@ -43,6 +44,9 @@ until they have, a connection that is reset can make gloo forget what they wait 
 CLOSE_S = 1.0
 """How long gloo may take to close connections that have ended; it takes some microseconds."""
 CLOSING_S = 0.0005
+AT_WORK_S = 5.0
+"""How long gloo may take to copy or add up what had come, once nothing more comes."""
+QUIET_LOOKS_S = 0.005
 
 
 @dataclass
@@ -69,6 +73,7 @@ class Life:
         loop: the device's event loop.
         stands: the default group is formed.
         aborted: it is over.
+        left_early: a wait in it was left while gloo may still have been at work for it.
     """
 
     generation: int
@@ -82,6 +87,7 @@ class Life:
     loop: EventLoop | None = None
     stands: bool = False
     aborted: bool = False
+    left_early: bool = False
     _backends: list[Backend] = field(default_factory=list)
     _waiting: Future[Any] | None = None
     _nccl: list[threading.Thread] = field(default_factory=list)
@@ -190,6 +196,10 @@ class Life:
         """Wait until gloo has let go of this life, once aborted."""
         while not self.has_let_go():
             time.sleep(CLOSING_S)
+        if self.left_early:
+            quiet, end = Quiet(), time.monotonic() + AT_WORK_S
+            while not quiet.lasts(QUIET_LOOKS_S) and time.monotonic() < end:
+                time.sleep(CLOSING_S)
 
     def received_bytes(self) -> int:
         """Return what has come from the other members through gloo."""

@@ -9,7 +9,8 @@ A peer that is killed in the middle of 20 MB leaves nearly all of them like that
 Rule: no thread waits inside gloo for what only a peer can end. A collective's end is asked for
 in slices; a message, which gloo would break off at the end of a slice, is waited for by a
 thread that can be left behind. A wait is given up when its group is over and gloo has closed all
-of its connections, not before: what was posted may be written into until then.
+of its connections, and none of its threads has anything to do, not before: what was posted may be
+written into until then. Whoever leaves sooner, by an exception, has his group's end wait for that.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from elastic.worker.gloo_threads import Quiet
 from elastic.worker.life import Life
 
 log = logging.getLogger(__name__)
 
 SLICE_S = 0.05
 SLICE = timedelta(seconds=SLICE_S)
-GRACE_S = 0.02
-"""How long after the end of the last connection gloo's own words are waited for."""
+QUIET_S = 0.1
+"""How long after the end of the last connection no thread of gloo's may have done anything."""
 MESSAGES = frozenset((12, 13, 14))
 """Numbers of torch's OpType: SEND, RECV, RECVANYSOURCE."""
 
@@ -64,9 +67,10 @@ class Waits:
         if life is None or args or named or "nccl" in life.spec.backend:
             # NCCL's works look the same, and their time is the device's.
             return real(work, *args, **named)
-        if work._get_op_type() in MESSAGES:
-            return self._in_another_thread(life, lambda: real(work))
-        return _in_slices(life, real, work)
+        with _noticed(life):
+            if work._get_op_type() in MESSAGES:
+                return self._in_another_thread(life, lambda: real(work))
+            return _in_slices(life, real, work)
 
     def wait_messages(self, real: Wait, works: Sequence[Any]) -> None:
         """Wait for messages that gloo carries, one after the other, whatever else there is.
@@ -78,7 +82,8 @@ class Waits:
         if life is None:
             _each(real, works)
         elif works:
-            self._in_another_thread(life, lambda: _each(real, works))
+            with _noticed(life):
+                self._in_another_thread(life, lambda: _each(real, works))
 
     def _in_another_thread(self, life: Life, call: Callable[[], Any]) -> Any:
         standby = getattr(self._standbys, "mine", None) or Standby()
@@ -94,14 +99,29 @@ class Waits:
         return answer.take()
 
 
+@contextmanager
+def _noticed(life: Life) -> Iterator[None]:
+    """Notice when a signal handler's exception ends a wait whose work goes on."""
+    try:
+        yield
+    except RuntimeError:
+        raise
+    except BaseException:
+        life.left_early = True
+        raise
+
+
 def _in_slices(life: Life, real: Wait, work: Any) -> Any:
     over = _Over(life)
     while True:
+        began = time.monotonic()
         try:
             return real(work, SLICE)
         except RuntimeError:
             if work.is_completed():
                 return real(work)  # Its own error, or it was done in this moment.
+            if time.monotonic() - began < SLICE_S / 2:
+                raise  # Not for the end of the slice.
             if over.is_certain():
                 raise over.error() from None
 
@@ -116,14 +136,10 @@ class _Over:
 
     def __init__(self, life: Life) -> None:
         self._life = life
-        self._since = 0.0
+        self._quiet = Quiet()
 
     def is_certain(self) -> bool:
-        if not self._life.has_let_go():
-            return False
-        now = time.monotonic()
-        self._since = self._since or now
-        return now - self._since >= GRACE_S
+        return self._life.has_let_go() and self._quiet.lasts(QUIET_S)
 
     def error(self) -> RuntimeError:
         log.info("forgotten_by_gloo generation=%d: a wait was given up", self._life.generation)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastic.worker import forgotten
-from elastic.worker.forgotten import GLOO_THREAD, Forgotten, is_forgotten_by_gloo
+from elastic.worker.forgotten import Forgotten, is_forgotten_by_gloo
+from elastic.worker.gloo_threads import NAME
 
 PATIENCE_S = 20.0
 
@@ -112,7 +113,7 @@ def gloo_thread(wait_s: float) -> Iterator[None]:
 
     def wait() -> None:
         with open("/proc/thread-self/comm", "w", encoding="ascii") as name:
-            name.write(GLOO_THREAD)
+            name.write(NAME)
         is_named.set()
         lock.acquire(timeout=wait_s)
 

@@ -82,7 +82,7 @@ def test_a_store_listens_on_its_own_address_only() -> None:
 
 def test_torch_without_a_name_that_we_need_is_refused() -> None:
     with pytest.raises(GroupError, match=r"has no module\.Missing.*install torch>=2\.9"):
-        c10d._part(type("module", (), {}), "Missing")
+        c10d.look_up(type("module", (), {}), "Missing")
 
 
 def test_torch_gets_its_own_functions_back() -> None:
