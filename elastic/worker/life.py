@@ -178,7 +178,7 @@ class Life:
     def has_let_go(self) -> bool:
         """Return whether this life is over, and gloo has let go of all connections of its groups.
 
-        Nothing is written into a tensor any more then that was given to gloo.
+        Nothing more comes then; a thread of gloo's may still copy or add up what has come.
         """
         if not self._cut_at:
             return False
@@ -248,41 +248,47 @@ class Undertaker:
     """A thread that lets go of what takes long to take apart.
 
     A group in which gloo has forgotten somebody ends with that one's timeout: who waits for that
-    is left to it, and another thread goes on.
+    is left to it, and another thread goes on with the rest.
     """
 
     def __init__(self) -> None:
         """Start nothing yet."""
+        self._graves: queue.SimpleQueue[Grave | None] = queue.SimpleQueue()
         self._digger: Digger | None = None
+        self._lock = threading.Lock()
 
     def bury(self, things: list[Any], first: Callable[[], None] | None = None) -> None:
         """Let go of these things, after a last call; the caller keeps no reference."""
         if not things:
             return
-        if self._digger is None or self._digger.is_held_up():
-            self.close(0.0)
-            self._digger = Digger()
-        self._digger.graves.put((things, first))
+        with self._lock:
+            if self._digger is None or self._digger.is_held_up():
+                if self._digger is not None:
+                    self._digger.is_replaced = True
+                self._digger = Digger(self._graves)
+        self._graves.put((things, first))
 
-    def close(self, patience_s: float = BURIAL_S) -> None:
+    def close(self) -> None:
         """Finish, within reason."""
-        if self._digger is not None:
-            self._digger.graves.put(None)
-            self._digger.thread.join(patience_s)
-            self._digger = None
+        with self._lock:
+            digger, self._digger = self._digger, None
+        if digger is not None:
+            self._graves.put(None)
+            digger.thread.join(BURIAL_S)
 
 
 class Digger:
     """One thread of the undertaker's.
 
     Attributes:
-        graves: what it is to let go of; None for the end.
+        is_replaced: another one goes on.
     """
 
-    def __init__(self) -> None:
-        """Start it."""
-        self.graves: queue.SimpleQueue[Grave | None] = queue.SimpleQueue()
+    def __init__(self, graves: queue.SimpleQueue[Grave | None]) -> None:
+        """Start it; a grave that is None is the last."""
+        self._graves = graves
         self._busy_since = 0.0
+        self.is_replaced = False
         self.thread = threading.Thread(target=self._dig, name="elastic-undertaker", daemon=True)
         self.thread.start()
 
@@ -292,7 +298,7 @@ class Digger:
         return since > 0 and time.monotonic() - since > BURIAL_S
 
     def _dig(self) -> None:
-        while (grave := self.graves.get()) is not None:
+        while not self.is_replaced and (grave := self._graves.get()) is not None:
             self._busy_since = time.monotonic()
             things, first = grave
             if first is not None:
