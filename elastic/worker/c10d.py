@@ -206,6 +206,13 @@ def begun_in_parts() -> tuple[tuple[str, tuple[int, ...], int], ...]:
     return tuple(sorted(found))
 
 
+def all_by_gloo() -> bool:
+    """Return whether all groups of this process carry everything by gloo; any thread."""
+    backends = [str(backend) for backend, _ in list(parts().world.pg_map.values())]
+    names = [part.rpartition(":")[2] for backend in backends for part in backend.split(",")]
+    return set(names) == {"gloo"}
+
+
 def all_ranks_of(group: Any) -> tuple[int, ...]:
     """Return the ranks in the default group of a group's members, ascending; any thread."""
     return tuple(sorted(parts().world.pg_group_ranks.get(group, {})))
@@ -294,6 +301,7 @@ class Seams:
         self._standing = standing
         self._let_go = let_go
         self._waits = waits
+        self._wait_messages: Callable[[Sequence[Any]], None] | None = None
         self._undo: list[tuple[Any, str, Any]] = []
         self.init_process_group = dist.init_process_group
 
@@ -330,11 +338,13 @@ class Seams:
             waits.wait_messages(real, works)
 
         self._put(work_type, "wait", wait)
+        self._wait_messages = wait_messages
         _messages.append(wait_messages)
 
     def remove(self) -> None:
         """Give the places back."""
-        _messages.clear()
+        if self._wait_messages in _messages:
+            _messages.remove(self._wait_messages)
         while self._undo:
             setattr(*self._undo.pop())
 

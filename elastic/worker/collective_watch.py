@@ -38,7 +38,7 @@ CALLED = ("distributed_c10d.py", "c10d_logger.py", "utils.py")
 """Under `DISTRIBUTED`: what everyone calls collectives through."""
 
 
-WAITS = (waits.__file__, c10d.__file__)
+WAITS = (waits.Waits.wait.__code__, waits.Waits.wait_messages.__code__)
 """Where we wait in torch's place."""
 WAITS_DEPTH = 8
 """Frames of that, and of `threading` below it."""
@@ -132,15 +132,16 @@ def stance_of(thread: threading.Thread) -> Stance:
 
 def _outside_of_waits(frame: FrameType | None) -> FrameType | None:
     """Return the frame that waits in our `Work.wait`, if the innermost one does; itself if not."""
-    outer, found = frame, frame
+    inner = frame
     for _ in range(WAITS_DEPTH):
-        if outer is None:
+        if inner is None:
             break
-        is_ours = outer.f_code.co_filename in WAITS
-        outer = outer.f_back
-        if is_ours:
-            found = outer
-    return found
+        if inner.f_code in WAITS:
+            inner = inner.f_back
+            # What stands in torch's place is a function of the seam's.
+            return inner.f_back if inner is not None else None
+        inner = inner.f_back
+    return frame
 
 
 def _elsewhere(frame: FrameType | None) -> Stance:

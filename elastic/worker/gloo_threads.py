@@ -2,12 +2,14 @@
 
 torch names them, and neither it nor gloo says what they do. A thread that waits for a peer waits
 with the group's timeout, an idle one without; and whoever copies or adds up uses the processor.
+One that waits for a lock of another thread's for a moment looks idle, too.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Set
 from dataclasses import dataclass
 
 NAME = "pt_gloo_runloop"
@@ -15,65 +17,92 @@ FUTEX = {"x86_64": ("202", "219"), "aarch64": ("98", "128")}
 """Numbers of futex, and of what the kernel calls it that goes on after a stop (restart_syscall)."""
 TIMEOUT_ARGUMENT = 4
 """Of futex(address, operation, value, timeout, ...), counted with the call's number as 0."""
+BLIND_S = 1.0
+"""How long whoever cannot see waits instead."""
 
 
 @dataclass(frozen=True)
-class GlooThread:
-    """One of them, at one moment.
+class Seen:
+    """A thread at one moment.
 
     Attributes:
         number: of the thread.
         cpu_ns: what it has had of the processor.
-        sleeps: it waits for something, idle or not.
-        waits_for_peer: it waits with a timeout.
+        sleeps: it waits for something in a futex.
+        has_timeout: not for ever.
     """
 
     number: int
     cpu_ns: int
     sleeps: bool
-    waits_for_peer: bool
+    has_timeout: bool
+
+
+def numbers_of_gloo() -> frozenset[int]:
+    """Return the numbers of the threads in which gloo carries out collectives, of all groups."""
+    found = set()
+    for name in os.listdir("/proc/self/task"):
+        try:
+            if _read(int(name), "comm") == NAME:
+                found.add(int(name))
+        except OSError:
+            continue  # It has ended meanwhile.
+    return frozenset(found)
+
+
+def look_at(numbers: Set[int]) -> tuple[Seen, ...] | None:
+    """Return what these threads do, without those that have ended; None if it cannot be told."""
+    futex = FUTEX.get(os.uname().machine)
+    if futex is None:
+        return None
+    found = []
+    for number in sorted(numbers):
+        try:
+            call = _read(number, "syscall").split()
+            spent = int(_read(number, "schedstat").split()[0])
+        except (FileNotFoundError, ProcessLookupError):
+            if os.path.exists(f"/proc/self/task/{number}/comm"):
+                return None  # This kernel does not tell.
+            continue
+        except (OSError, ValueError, IndexError):
+            return None
+        sleeps = call[0] in futex
+        has_timeout = sleeps and int(call[TIMEOUT_ARGUMENT], 16) != 0
+        found.append(Seen(number, spent, sleeps, has_timeout))
+    return tuple(found)
+
+
+def wait_for_peers(numbers: Set[int]) -> bool:
+    """Return whether none of these threads does anything, and one waits for a peer."""
+    seen = look_at(numbers) or ()
+    return all(one.sleeps for one in seen) and any(one.has_timeout for one in seen)
+
+
+def sleeps_for_ever(number: int) -> bool:
+    """Return whether a thread waits in a futex without a timeout."""
+    seen = look_at({number}) or ()
+    return any(one.sleeps and not one.has_timeout for one in seen)
 
 
 class Quiet:
-    """Whether gloo's threads have done nothing for a while: none copies, adds up or begins."""
+    """Whether threads have done nothing for a while: none copies, adds up or begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Set[int]) -> None:
         """Nothing has been seen."""
-        self._seen: tuple[GlooThread, ...] | None = None
+        self._numbers = numbers
+        self._seen: tuple[Seen, ...] | None = None
         self._since = 0.0
 
     def lasts(self, seconds: float) -> bool:
         """Take a look; return whether all looks of so many seconds have shown the same."""
-        now, threads = time.monotonic(), gloo_threads()
-        if threads != self._seen or not all(thread.sleeps for thread in threads):
-            self._seen, self._since = threads, now
-            return False
+        now, seen = time.monotonic(), look_at(self._numbers)
+        if seen is None:
+            self._since = self._since or now
+            return now - self._since >= max(seconds, BLIND_S)
+        if seen != self._seen or not all(one.sleeps for one in seen):
+            self._seen, self._since = seen, now
+            return not seen
         return now - self._since >= seconds
-
-
-def gloo_threads() -> tuple[GlooThread, ...]:
-    """Return all of this process; those of whom the kernel does not tell are left out."""
-    futex = FUTEX.get(os.uname().machine, ())
-    found = []
-    for number in _numbers():
-        try:
-            if _read(number, "comm") != NAME:
-                continue
-            call = _read(number, "syscall").split()
-            spent = int(_read(number, "schedstat").split()[0])
-        except (OSError, ValueError, IndexError):
-            continue  # It has ended meanwhile, or this kernel does not tell.
-        sleeps = call[0] in futex
-        waits = sleeps and int(call[TIMEOUT_ARGUMENT], 16) != 0
-        found.append(GlooThread(number, spent, sleeps, waits))
-    return tuple(found)
-
-
-def _numbers() -> list[int]:
-    try:
-        return sorted(int(name) for name in os.listdir("/proc/self/task"))
-    except OSError:
-        return []
 
 
 def _read(thread: int, name: str) -> str:

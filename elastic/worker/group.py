@@ -29,7 +29,8 @@ from elastic.core.messages import PROTOCOL_MINOR
 from elastic.core.policy.dialects import dialect_of
 from elastic.errors import ConfigError, GroupError
 from elastic.worker import c10d
-from elastic.worker.life import Life, Undertaker
+from elastic.worker.gloo_threads import numbers_of_gloo
+from elastic.worker.life import AT_WORK_S, Life, Undertaker
 from elastic.worker.resolver import forget_name_servers
 from elastic.worker.sockets import find_connections, find_event_loop, peer_address, socket_inodes
 from elastic.worker.waits import Waits
@@ -221,17 +222,24 @@ class ProcessGroups:
 
         Its connections are shut down, so all members must have left the group, or it must be
         broken. What torch holds is taken apart in the background, as far as user code lets go.
+        Takes milliseconds, mostly; a second where gloo does not close a connection by itself.
 
         Raises:
-            GroupError: NCCL does not let go of its communicators; the process must be replaced.
+            GroupError: gloo does not come to rest, or NCCL does not let go of its communicators;
+                the process must be replaced.
         """
         with self._lock:
             life, self._life = self._life, None
         if life is not None:
             self._abort(life)
             life.abort_nccl()  # once more: a group may have been made while it was aborted
-            life.join_gloo()
-            self._undertaker.bury([life], life.release)
+            is_quiet = life.join_gloo()
+            self._undertaker.bury([life, *c10d.forget_all_groups()], life.release)
+            if not is_quiet:
+                raise GroupError(
+                    f"{life.spec}: gloo has been at work for {AT_WORK_S:.0f} s since the group is "
+                    f"over, and may write where this process trains; it must be replaced"
+                )
             if not life.join_nccl(NCCL_ABORT_S):
                 raise GroupError(
                     f"{life.spec}: NCCL has not ended its communicators after {NCCL_ABORT_S:.0f} "
@@ -291,10 +299,10 @@ class ProcessGroups:
         life = self._life
         return life is not None and life.is_broken()
 
-    def has_been_left(self) -> bool:
-        """Return whether the group is over and gloo has let go of it, but nobody has dropped it."""
+    def over(self) -> Life | None:
+        """Return a group that is over, and nobody has dropped; None if there is no such."""
         life = self._life
-        return life is not None and life.has_let_go()
+        return life if life is not None and life.has_closed_all() else None
 
     def received_bytes(self) -> int:
         """Return what has come from the other members, as far as that can be known."""
@@ -366,6 +374,7 @@ class ProcessGroups:
         options._devices = [life.device]
         options._timeout = timedelta(seconds=limit_s)
         before = frozenset(life.loop.watched()) if life.loop else frozenset()
+        threads = numbers_of_gloo()
         try:
             backend = self._left_behind_if_need_be(
                 life, lambda: real(store, rank, size, options), limit_s
@@ -375,7 +384,7 @@ class ProcessGroups:
                 raise  # `form` says whose it is
             raise GroupError(f"{life.spec}: a subgroup was not formed: {error}") from error
         backend._set_default_timeout(timedelta(seconds=timeout_s))
-        life.add_backend(backend, before)
+        life.add_backend(backend, before, threads)
         return backend
 
     def _left_behind_if_need_be(self, life: Life, call: Callable[[], Made], limit_s: float) -> Made:

@@ -229,7 +229,10 @@ class Interrupter:
                     self._wake.wait()
                     continue
             if self._overdue is not None and self._pause_s == LONGEST_PAUSE_S:
-                self._overdue()
+                try:
+                    self._overdue()
+                except Exception:  # Whoever is to leave must still be told.
+                    log.exception("overdue_failed")
             if self._is_due() and not self._is_on_its_way():
                 try:
                     signal.pthread_kill(self._main.ident or 0, SIGNAL)

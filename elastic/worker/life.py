@@ -1,8 +1,8 @@
 """One generation's connections, from the first attempt to form to the last reference.
 
 Rule: `abort` may come from any thread at any moment of that life, and after it nothing of this
-generation waits for a peer. Taking things apart is left to the undertaker: it can take 10 ms
-for each connection, and nobody waits for it.
+generation waits for a peer, but for what gloo itself has forgotten (see `waits`). Taking things
+apart is left to the undertaker: it can take 10 ms for each connection, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from elastic.errors import GroupError
 from elastic.worker import c10d, mesh
-from elastic.worker.gloo_threads import Quiet
+from elastic.worker.gloo_threads import Quiet, numbers_of_gloo, wait_for_peers
 from elastic.worker.sockets import (
     EventLoop,
     Watched,
@@ -36,17 +36,19 @@ from elastic.worker.sockets import (
 log = logging.getLogger(__name__)
 
 BURIAL_S = 2.0
-QUIET_S = 0.2
+KEEP_UP_S = 0.2
 """How long after an abort our peers' connections are kept up: they are told to leave, too, and
 until they have, a connection that is reset can make gloo forget what they wait for."""
-
-
 CLOSE_S = 1.0
 """How long gloo may take to close connections that have ended; it takes some microseconds."""
-CLOSING_S = 0.0005
-AT_WORK_S = 5.0
+SILENT_S = 0.1
+"""How long after a connection was silenced gloo may still read from it."""
+AT_WORK_S = 30.0
 """How long gloo may take to copy or add up what had come, once nothing more comes."""
 QUIET_LOOKS_S = 0.005
+LOOK_S = 0.0005
+"""Between two looks."""
+FORGOTTEN_LOOK_S = 1.0
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Life:
         loop: the device's event loop.
         stands: the default group is formed.
         aborted: it is over.
-        left_early: a wait in it was left while gloo may still have been at work for it.
+        threads: numbers of the threads in which gloo carries out its collectives.
     """
 
     generation: int
@@ -87,13 +89,14 @@ class Life:
     loop: EventLoop | None = None
     stands: bool = False
     aborted: bool = False
-    left_early: bool = False
+    threads: frozenset[int] = frozenset()
     _backends: list[Backend] = field(default_factory=list)
     _waiting: Future[Any] | None = None
     _nccl: list[threading.Thread] = field(default_factory=list)
     _handles: list[socket.socket] = field(default_factory=list)
     _quiet_at: float = 0.0
     _cut_at: float = 0.0
+    _silenced_at: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def left_s(self) -> float:
@@ -120,8 +123,11 @@ class Life:
 
     # --------------------------------------------------------------------------------- backends
 
-    def add_backend(self, backend: Any, before: frozenset[Watched]) -> None:
-        """Remember a gloo backend, and the connections made since `before`."""
+    def add_backend(
+        self, backend: Any, before: frozenset[Watched], threads: frozenset[int]
+    ) -> None:
+        """Remember a gloo backend, and connections and threads made since `before`, `threads`."""
+        self.threads |= numbers_of_gloo() - threads
         now = self.loop.watched() if self.loop else ()
         sockets = tuple(one for one in now if one not in before)
         self._backends.append(Backend(backend, sockets))
@@ -175,8 +181,8 @@ class Life:
             return True
         return "nccl" in self.spec.backend and c10d.any_nccl_error(c10d.all_groups())
 
-    def has_let_go(self) -> bool:
-        """Return whether this life is over, and gloo has let go of all connections of its groups.
+    def has_closed_all(self) -> bool:
+        """Return whether this life is over, and gloo has closed all connections of its groups.
 
         Nothing more comes then; a thread of gloo's may still copy or add up what has come.
         """
@@ -184,22 +190,29 @@ class Life:
             return False
         ours = {one.inode for known in list(self._backends) for one in known.sockets}
         with self._lock:  # the event loop's descriptor is its own until `release`
-            if self.loop is None:
-                return True
-            left = ours.intersection(one.inode for one in self.loop.watched())
-            if left and time.monotonic() - self._cut_at > CLOSE_S:
-                self.loop.silence(left)
-                return True
-        return not left
+            left = ours.intersection(one.inode for one in self.loop.watched()) if self.loop else ()
+            now = time.monotonic()
+            if not left or now - self._cut_at < CLOSE_S:
+                return not left
+            if self.loop is not None and not self._silenced_at:
+                self.loop.silence(ours)
+                self._silenced_at = now
+            return now - self._silenced_at > SILENT_S
 
-    def join_gloo(self) -> None:
-        """Wait until gloo has let go of this life, once aborted."""
-        while not self.has_let_go():
-            time.sleep(CLOSING_S)
-        if self.left_early:
-            quiet, end = Quiet(), time.monotonic() + AT_WORK_S
-            while not quiet.lasts(QUIET_LOOKS_S) and time.monotonic() < end:
-                time.sleep(CLOSING_S)
+    def join_gloo(self) -> bool:
+        """Wait until nothing of gloo's is at work for this life, once aborted.
+
+        Returns:
+            Whether it came to that, in `CLOSE_S` and `AT_WORK_S`; mostly it takes milliseconds.
+        """
+        while not self.has_closed_all():
+            time.sleep(LOOK_S)
+        quiet, end = Quiet(self.threads), time.monotonic() + AT_WORK_S
+        while not quiet.lasts(QUIET_LOOKS_S):
+            if time.monotonic() > end:
+                return False
+            time.sleep(LOOK_S)
+        return True
 
     def received_bytes(self) -> int:
         """Return what has come from the other members through gloo."""
@@ -225,6 +238,9 @@ class Life:
             self.device = None
         for handle in handles:
             handle.close()
+        # Whoever lets go last of a group waits for what it has forgotten: it must not be a script.
+        while wait_for_peers(self.threads):
+            time.sleep(FORGOTTEN_LOOK_S)
         self._backends.clear()
         self.store = None
 
@@ -232,7 +248,7 @@ class Life:
         with self._lock:  # the event loop's descriptor is its own until `release`
             if self.loop is not None:
                 self._handles += end_reading(self.loop.watched())
-                self._quiet_at = time.monotonic() + QUIET_S
+                self._quiet_at = time.monotonic() + KEEP_UP_S
         store_sockets = self.store_sockets
         if store_sockets is None and self.leader is not None:
             store_sockets = find_connections(self.known, self.leader)
@@ -245,15 +261,14 @@ Grave = tuple[list[Any], Callable[[], None] | None]
 
 
 class Undertaker:
-    """A thread that lets go of what takes long to take apart.
+    """Lets go of what takes long to take apart, in a thread.
 
-    A group in which gloo has forgotten somebody ends with that one's timeout: who waits for that
-    is left to it, and another thread goes on with the rest.
+    A group in which gloo has forgotten somebody ends with that one's timeout: whoever comes while
+    a thread is at it gets another one.
     """
 
     def __init__(self) -> None:
         """Start nothing yet."""
-        self._graves: queue.SimpleQueue[Grave | None] = queue.SimpleQueue()
         self._digger: Digger | None = None
         self._lock = threading.Lock()
 
@@ -262,47 +277,46 @@ class Undertaker:
         if not things:
             return
         with self._lock:
-            if self._digger is None or self._digger.is_held_up():
-                if self._digger is not None:
-                    self._digger.is_replaced = True
-                self._digger = Digger(self._graves)
-        self._graves.put((things, first))
+            if self._digger is None or self._digger.is_busy:
+                self._end(self._digger)
+                self._digger = Digger()
+            self._digger.is_busy = True
+            self._digger.graves.put((things, first))
 
     def close(self) -> None:
         """Finish, within reason."""
         with self._lock:
             digger, self._digger = self._digger, None
+        self._end(digger)
         if digger is not None:
-            self._graves.put(None)
             digger.thread.join(BURIAL_S)
+
+    @staticmethod
+    def _end(digger: Digger | None) -> None:
+        if digger is not None:
+            digger.graves.put(None)
 
 
 class Digger:
     """One thread of the undertaker's.
 
     Attributes:
-        is_replaced: another one goes on.
+        graves: what it is to let go of; None for the end.
+        is_busy: it has a grave.
     """
 
-    def __init__(self, graves: queue.SimpleQueue[Grave | None]) -> None:
-        """Start it; a grave that is None is the last."""
-        self._graves = graves
-        self._busy_since = 0.0
-        self.is_replaced = False
+    def __init__(self) -> None:
+        """Start it."""
+        self.graves: queue.SimpleQueue[Grave | None] = queue.SimpleQueue()
+        self.is_busy = False
         self.thread = threading.Thread(target=self._dig, name="elastic-undertaker", daemon=True)
         self.thread.start()
 
-    def is_held_up(self) -> bool:
-        """Return whether it has been at one grave for long."""
-        since = self._busy_since
-        return since > 0 and time.monotonic() - since > BURIAL_S
-
     def _dig(self) -> None:
-        while not self.is_replaced and (grave := self._graves.get()) is not None:
-            self._busy_since = time.monotonic()
+        while (grave := self.graves.get()) is not None:
             things, first = grave
             if first is not None:
                 first()
             things.clear()
             del grave, things, first
-            self._busy_since = 0.0
+            self.is_busy = False

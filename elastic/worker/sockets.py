@@ -26,6 +26,8 @@ WATCHED_LINE = re.compile(
     r"^tfd:\s*(\d+)\s.*\bdata:\s*([0-9a-f]+)\s.*\bino:([0-9a-f]+)\b", re.MULTILINE
 )
 EPOLL_CTL_MOD = 3
+EPOLL_EVENT = struct.Struct("=IQ" if platform.machine() in ("x86_64", "i686") else "=I4xQ")
+"""`struct epoll_event`, events and data; x86 packs it."""
 POLL_RDHUP = getattr(select, "POLLRDHUP", 0x2000)
 TCP_INFO_BYTES = 192
 BYTES_RECEIVED_AT = 128
@@ -39,13 +41,6 @@ class Watched:
 
     descriptor: int
     inode: int
-
-
-class EpollEvent(ctypes.Structure):
-    """`struct epoll_event`, which x86-64 packs."""
-
-    _pack_ = 1 if platform.machine() == "x86_64" else 8
-    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
 
 
 @dataclass(frozen=True)
@@ -68,8 +63,8 @@ class EventLoop:
         for one, data in self._lines():
             if one.inode in inodes:
                 # Once, because the kernel tells of a reset whatever it is asked for.
-                event = EpollEvent(select.EPOLLONESHOT, data)
-                change(self.descriptor, EPOLL_CTL_MOD, one.descriptor, ctypes.byref(event))
+                event = EPOLL_EVENT.pack(select.EPOLLONESHOT, data)
+                change(self.descriptor, EPOLL_CTL_MOD, one.descriptor, event)
 
     def _lines(self) -> list[tuple[Watched, int]]:
         """Return what is watched, and what the device is told with it."""

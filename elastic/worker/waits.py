@@ -10,7 +10,7 @@ Rule: no thread waits inside gloo for what only a peer can end. A collective's e
 in slices; a message, which gloo would break off at the end of a slice, is waited for by a
 thread that can be left behind. A wait is given up when its group is over and gloo has closed all
 of its connections, and none of its threads has anything to do, not before: what was posted may be
-written into until then. Whoever leaves sooner, by an exception, has his group's end wait for that.
+written into until then. `ProcessGroups.drop` waits for the same, for whoever leaves sooner.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from elastic.worker import c10d
 from elastic.worker.gloo_threads import Quiet
 from elastic.worker.life import Life
 
@@ -64,13 +64,12 @@ class Waits:
             RuntimeError: it failed, or its group is over.
         """
         life = self._life()
-        if life is None or args or named or "nccl" in life.spec.backend:
+        if life is None or args or named or not c10d.all_by_gloo():
             # NCCL's works look the same, and their time is the device's.
             return real(work, *args, **named)
-        with _noticed(life):
-            if work._get_op_type() in MESSAGES:
-                return self._in_another_thread(life, lambda: real(work))
-            return _in_slices(life, real, work)
+        if work._get_op_type() in MESSAGES:
+            return self._in_another_thread(life, lambda: real(work))
+        return _in_slices(life, real, work)
 
     def wait_messages(self, real: Wait, works: Sequence[Any]) -> None:
         """Wait for messages that gloo carries, one after the other, whatever else there is.
@@ -82,8 +81,7 @@ class Waits:
         if life is None:
             _each(real, works)
         elif works:
-            with _noticed(life):
-                self._in_another_thread(life, lambda: _each(real, works))
+            self._in_another_thread(life, lambda: _each(real, works))
 
     def _in_another_thread(self, life: Life, call: Callable[[], Any]) -> Any:
         standby = getattr(self._standbys, "mine", None) or Standby()
@@ -97,18 +95,6 @@ class Waits:
                 raise over.error()
         self._standbys.mine = standby
         return answer.take()
-
-
-@contextmanager
-def _noticed(life: Life) -> Iterator[None]:
-    """Notice when a signal handler's exception ends a wait whose work goes on."""
-    try:
-        yield
-    except RuntimeError:
-        raise
-    except BaseException:
-        life.left_early = True
-        raise
 
 
 def _in_slices(life: Life, real: Wait, work: Any) -> Any:
@@ -136,10 +122,10 @@ class _Over:
 
     def __init__(self, life: Life) -> None:
         self._life = life
-        self._quiet = Quiet()
+        self._quiet = Quiet(life.threads)
 
     def is_certain(self) -> bool:
-        return self._life.has_let_go() and self._quiet.lasts(QUIET_S)
+        return self._life.has_closed_all() and self._quiet.lasts(QUIET_S)
 
     def error(self) -> RuntimeError:
         log.info("forgotten_by_gloo generation=%d: a wait was given up", self._life.generation)

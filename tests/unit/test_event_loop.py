@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -44,11 +45,11 @@ def test_a_silenced_socket_is_heard_of_no_more_and_stays(
         loop.silence({watched(silent).inode})
         assert loop._lines() == told
         assert {number for number, _ in epoll.poll(5.0)} == {other.fileno()}
-        its_peer.close()
+        its_peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        its_peer.close()  # By a reset.
         # The kernel may tell of the end once, whatever it is asked for.
         epoll.poll(0)
         assert [number for number, _ in epoll.poll(0)] == [other.fileno()]
         assert set(loop.watched()) == {watched(silent), watched(other)}
         epoll.unregister(silent)
         assert loop.watched() == (watched(other),)
-    assert loop.watched() == ()

@@ -12,16 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.worker import c10d
 from elastic.worker.waits import MESSAGES, Waits
 
 PATIENCE_S = 20.0
-
-
-@dataclass
-class Spec:
-    """What a wait reads of a place in a group."""
-
-    backend: str = "gloo"
 
 
 @dataclass
@@ -29,10 +23,11 @@ class PlayedLife:
     """A life whose end the test says."""
 
     generation: int = 1
-    spec: Spec = field(default_factory=Spec)
+    spec: str = "rank 0 of 2"
     is_over: bool = False
+    threads: frozenset[int] = frozenset()
 
-    def has_let_go(self) -> bool:
+    def has_closed_all(self) -> bool:
         return self.is_over
 
 
@@ -68,7 +63,8 @@ def life() -> PlayedLife:
 
 
 @pytest.fixture
-def waits(life: PlayedLife) -> Waits:
+def waits(life: PlayedLife, monkeypatch: pytest.MonkeyPatch) -> Waits:
+    monkeypatch.setattr(c10d, "all_by_gloo", lambda: True)
     return Waits(lambda: life)  # type: ignore[arg-type, return-value]
 
 
@@ -128,14 +124,13 @@ def test_messages_are_waited_for_together(waits: Waits, life: PlayedLife) -> Non
     waits.wait_messages(real, [])
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_where_there_is_nccl_torch_waits_by_itself(
-    waits: Waits, life: PlayedLife, backend: str
+def test_where_not_all_goes_by_gloo_torch_waits_by_itself(
+    waits: Waits, life: PlayedLife, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life.spec.backend, life.is_over = backend, True
-    work = PlayedWork()
-    work.done.set()
-    assert waits.wait(real, work) is True
+    monkeypatch.setattr(c10d, "all_by_gloo", lambda: False)
+    asked: list[Any] = []
+    waits.wait(lambda work, *args, **named: asked.append((args, named)), PlayedWork())
+    assert asked == [((), {})]
 
 
 def test_a_timeout_of_the_callers_is_torchs(waits: Waits) -> None:
@@ -145,23 +140,24 @@ def test_a_timeout_of_the_callers_is_torchs(waits: Waits) -> None:
     assert asked == [((), {"timeout": 3}), ((4,), {})]
 
 
-def wait_gone(name: str) -> None:
-    """Wait until no thread of this name is left."""
+def wait_gone(known: set[threading.Thread]) -> None:
+    """Wait until no thread is left that is not known."""
     end = time.monotonic() + PATIENCE_S
-    while any(thread.name == name for thread in threading.enumerate()):
+    while set(threading.enumerate()) - known:
         assert time.monotonic() < end, "it has not ended"
         time.sleep(0.01)
 
 
 def test_threads_that_wait_end_with_whom_they_wait_for(waits: Waits, life: PlayedLife) -> None:
-    wait_gone("elastic-wait")
+    known = set(threading.enumerate())
     done, stuck = PlayedWork(12), PlayedWork(12)
     done.done.set()
 
     def wait_both() -> None:
         waits.wait(real, done)
         waits.wait(real, done)
-        assert sum(t.name == "elastic-wait" for t in threading.enumerate()) == 1
+        ours = {thread.name for thread in set(threading.enumerate()) - known}
+        assert ours == {"elastic-wait", threading.current_thread().name}
         waits.wait(real, stuck)
 
     thread, errors = in_thread(wait_both)
@@ -170,7 +166,7 @@ def test_threads_that_wait_end_with_whom_they_wait_for(waits: Waits, life: Playe
     thread.join(PATIENCE_S)
     assert errors
     stuck.done.set()
-    wait_gone("elastic-wait")
+    wait_gone(known)
 
 
 @pytest.fixture
@@ -184,4 +180,5 @@ def test_a_collective_is_none_of_what_torch_numbers_as_messages(alone: None) -> 
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert work is not None
     assert work._get_op_type() not in MESSAGES
+    assert c10d.all_by_gloo()
     work.wait()
