@@ -26,7 +26,7 @@ help:  ## say what there is
 demo: $(INSTALLED)  ## train on a small cluster, kill parts of it, and watch it go on
 	@$(BIN)/python examples/demo.py
 
-test: lint pytest  ## all checks and tests, half an hour or more on two cores
+test: lint pytest  ## all checks and tests, half an hour on two cores
 
 # Each check says how long it took; pytest prints its own table of seconds by part.
 define check

@@ -114,12 +114,20 @@ class Tally:
     Attributes:
         told: how many know of each generation.
         last_ns: when the last one heard of a generation.
+        over: how many heard of the end of a generation before they heard of the next one, and when
+            the last of them did.
         bytes_in: of the newest announcement.
     """
 
     def __init__(self) -> None:
         self.told: dict[int, int] = {}
+        self.over: dict[int, tuple[int, int]] = {}
         self.last_ns = self.bytes_in = 0
+
+    def hears_end(self, generation: int) -> None:
+        """Count one that hears that a generation is over."""
+        known, _ = self.over.get(generation, (0, 0))
+        self.over[generation] = known + 1, time.monotonic_ns()
 
     def hears(self, generation: int, size: int) -> None:
         """Count one that hears of a generation."""
@@ -178,7 +186,7 @@ class PlayedAgent:
         elif kind == "announce" and self.report is not None:
             self._join(message.announce.assignment, len(data))
         elif kind == "leave_group" and self.report is not None:
-            self._tell(replace(self.report, phase=WorkerPhase.READY))
+            self._leave(message.leave_group)
 
     def _start(self, order: Any) -> None:
         self._tell(
@@ -190,6 +198,14 @@ class PlayedAgent:
                 pid=1,
             )
         )
+
+    def _leave(self, order: Any) -> None:
+        """Say that the worker is out, unless that has time: then the next group is sooner here."""
+        assert self.report is not None
+        if not order.follows:
+            self._tell(replace(self.report, phase=WorkerPhase.READY))
+        elif order.generation == self.generation:
+            self._tally.hears_end(self.generation)
 
     def _join(self, place: Any, size: int) -> None:
         """Count it, and say that the worker trains when it is its turn, as real agents do."""
@@ -238,7 +254,9 @@ def answer(command: list[str], agents: list[PlayedAgent], tally: Tally) -> Any:
     """Do what a command says and return what is to be printed."""
     if command[0] == "state":
         newest = max(tally.told.items(), default=(0, 0))
-        return {"told": newest, "last_ns": tally.last_ns, "bytes": tally.bytes_in}
+        over = tally.over.get(newest[0] - 1, (0, 0))
+        known = {"told": newest, "last_ns": tally.last_ns, "bytes": tally.bytes_in}
+        return {**known, "over": over}
     if command[0] == "welcome":
         welcome = [agent.welcome_ns for agent in agents if not agent.is_gone()]
         return sum(moment > int(command[1]) for moment in welcome), max(welcome)

@@ -13,9 +13,11 @@ The processor time of the coordinator and of all agents stands beside the second
     rest       processor of the coordinator, and of the agents, connected and with nothing to do
     MiB        memory of the coordinator then
     submit     from the call until the last worker has been told to start, and of its group
-    death      from a worker's exit, as its agent tells it, until the last one knows the next group;
+    death      from a worker's exit, as its agent tells it, until the last one knows that its group
+               is over, which in a small cluster is told with the next group;
                with `--deaths 5` the median of five, and the range
-    node       the same from the end of an agent's stream; the grace for its return is in it
+    next group from then on until the last one knows the next group
+    node       both from the end of an agent's stream; the grace for its return is in it
     storm      the coordinator is killed and started anew: until the last agent is welcome again
     bytes      of an announcement
 
@@ -132,6 +134,11 @@ class Crowd:
             time.sleep(LOOK_S)
         raise click.ClickException(f"{workers} workers did not come into one group above {above}")
 
+    def end_told_ns(self, workers: int, otherwise_ns: int) -> int:
+        """Return when the last knew that the group before the newest is over; see `Tally.over`."""
+        counts, moments = zip(*(one["over"] for one in self.ask("state")), strict=True)
+        return int(max(moments)) if sum(counts) >= workers else otherwise_ns
+
     def largest_message(self) -> int:
         """Return the bytes of the largest of the newest messages to an agent."""
         return int(max(one["bytes"] for one in self.ask("state")))
@@ -205,11 +212,12 @@ class Phase:
         self._both = (coordinator, crowd)
         self._before = [one.cpu_s() for one in self._both]
         self.cpu_s: list[float] = []
-        self.seconds, self.commits = 0.0, 0
+        self.seconds, self.told_s, self.commits = 0.0, 0.0, 0
 
-    def ends(self, began_ns: int, last_ns: int) -> None:
-        """All know."""
+    def ends(self, began_ns: int, last_ns: int, told_ns: int = 0) -> None:
+        """All know the next group, and knew earlier, maybe, that the one before is over."""
         self.seconds = (last_ns - began_ns) / 1e9
+        self.told_s = (told_ns - began_ns) / 1e9
         self.cpu_s = [one.cpu_s() - s for one, s in zip(self._both, self._before, strict=True)]
 
     def __str__(self) -> str:
@@ -251,21 +259,23 @@ def _rest(coordinator: Coordinator, crowd: Crowd) -> list[str]:
 
 def _deaths(
     coordinator: Coordinator, crowd: Crowd, agents: int, deaths: int, generation: int
-) -> tuple[str, int]:
-    """Let workers die one after the other; return the cell, and the last group's number."""
+) -> tuple[list[str], int]:
+    """Let workers die one after the other; return the cells, and the last group's number."""
     found = []
     for number in range(deaths):
         with phase(coordinator, crowd) as death:
             (began_ns,) = crowd.ask(f"lose {3 + number}", 0)
             last_ns, generation = crowd.wait_generation(agents - 1, generation)
-            death.ends(began_ns, last_ns)
+            death.ends(began_ns, last_ns, crowd.end_told_ns(agents - 1, last_ns))
             # The one that was lost is started again, and comes in.
             _, generation = crowd.wait_generation(agents, generation - 1)
         found.append(death)
     found.sort(key=lambda one: one.seconds)
-    middle = found[len(found) // 2]
-    spread = f", {found[0].seconds:.2f} to {found[-1].seconds:.2f} s" if deaths > 1 else ""
-    return f"{middle}{spread}", generation
+    told_s = sorted(one.told_s for one in found)
+    told = f"{told_s[len(told_s) // 2]:.2f} s"
+    if deaths > 1:
+        told += f" ({told_s[0]:.2f} to {told_s[-1]:.2f})"
+    return [told, f"{found[len(found) // 2]}"], generation
 
 
 def _cells(
@@ -292,7 +302,7 @@ def _cells(
         (began_ns,) = crowd.ask("die 5", 0)
         last_ns, _ = crowd.wait_generation(agents - 1, generation)
         node.ends(began_ns, last_ns)
-    cells = [*rest, f"{submit}", death, f"{node}"]
+    cells = [*rest, f"{submit}", *death, f"{node}"]
     return [*cells, _storm(coordinator, crowd, agents) if storm else "", f"{size}"]
 
 
@@ -330,7 +340,9 @@ def main(
 ) -> None:
     """Measure a coordinator with many agents."""
     check_files(max(counts, default=0))
-    table = Table("agents", "rest", "MiB", "submit", "death", "node", "storm", "bytes")
+    table = Table(
+        "agents", "rest", "MiB", "submit", "death", "next group", "node", "storm", "bytes"
+    )
     for agents in counts or (1000,):
         table.add_row(*measure(agents, How(silence, client, at_once, deaths), storm=storm))
     console = Console(width=180)

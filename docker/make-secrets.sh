@@ -1,6 +1,6 @@
 #!/bin/sh
 # Make what opens the cluster of compose.yaml, each in the folder of who may have it. What is there
-# stays, certificates of servers aside, which are renewed: they are over after ninety days.
+# stays, certificates aside, which are over after ninety days: they are renewed after thirty.
 #
 #   authority/  the two authorities, elastic and etcd: mounted nowhere else
 #   coord/      the coordinators' certificate, the file of tokens, and what etcd asks them for
@@ -17,7 +17,8 @@ authority() {  # FOLDER --host HOST...: make an authority, or renew its servers'
     shift
     set -- --host localhost --host 127.0.0.1 "$@"
     if [ -e "$folder/ca.crt" ]; then
-        elastic-coord certs issue "$folder" --name coordinator --role all "$@" >/dev/null
+        is_new "$folder/coordinator" ||
+            elastic-coord certs issue "$folder" --name coordinator --role all "$@" >/dev/null
     else  # Whole, or not at all.
         rm -rf "$folder.new"
         # What it prints names the folder as it is until the next line.
@@ -26,7 +27,12 @@ authority() {  # FOLDER --host HOST...: make an authority, or renew its servers'
     fi
 }
 
+is_new() {  # FOLDER: whether its certificate is one of the last thirty days
+    [ -n "$(find "$1/tls.crt" -mtime -30 2>/dev/null)" ]
+}
+
 give() {  # FILE TARGET: replace TARGET, whole
+    cmp -s "$1" "$2" && return
     cp "$1" "$2.new"
     mv "$2.new" "$2"
 }
@@ -40,7 +46,8 @@ token() {  # ROLE FILE: make a token, unless there is one
 
 authority authority/elastic --host coord-1 --host coord-2
 authority authority/etcd --host etcd-1 --host etcd-2 --host etcd-3
-elastic-coord certs issue authority/etcd --name coordinators --role read >/dev/null
+is_new authority/etcd/coordinators ||
+    elastic-coord certs issue authority/etcd --name coordinators --role read >/dev/null
 
 for name in ca.crt tls.crt tls.key; do
     give "authority/etcd/coordinator/$name" "store/$name"

@@ -34,7 +34,14 @@ Messages say who did what with which values, what was expected, and what to do.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
+
+FOR_NOW = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN,
+    errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+})  # fmt: skip
+"""What a machine refuses that it may grant to a daemon that is started again later."""
 
 
 class ElasticError(Exception):
@@ -238,6 +245,12 @@ class InvariantViolation(ElasticError):
         self.story = tuple(story)
         lines = "".join(f"\n  {line}" for line in self.story)
         super().__init__(message + (f"\n  story:{lines}" if lines else ""))
+
+
+def is_for_now(error: BaseException) -> bool:
+    """Return whether the machine refused what it may grant later: its disk is full, say."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in FOR_NOW
 
 
 def check(condition: object, message: str) -> None:

@@ -4,7 +4,7 @@ Rule: the only place of the agent that reads the environment. A flag wins over i
 variable, that over the default.
 
 Exit codes: 0 done; 2 usage; 69 refused (also: this node id is taken on this host); 70 a bug;
-75 drained.
+75 drained; 78 a setting is wrong (do not retry).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from elastic.agent.address import address_towards_any
 from elastic.agent.address_book import AddressBook
 from elastic.agent.device_health import open_devices
 from elastic.agent.devices import (
-    Devices,
     find_devices,
     node_resources,
     parse_labels,
     parse_resources,
     parse_workers,
+    worker_env,
 )
 from elastic.agent.doctor.cli import doctor
 from elastic.agent.driver import AgentDriver, AgentSettings
@@ -50,17 +50,18 @@ from elastic.agent.processes import ZYGOTE_COMMAND, Launch
 from elastic.core.config import AgentConfig, check_name
 from elastic.core.events.agent import ExitAgent, HealthFound
 from elastic.core.world import Node, NodeId
-from elastic.errors import CoordinatorUnreachable, ElasticError, Refused, UsageError
+from elastic.errors import CoordinatorUnreachable, ElasticError, Refused, UsageError, is_for_now
 from elastic.runtime.access import find_access
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.eventlog import quoted
 from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.rpc import parse_endpoints
+from elastic.runtime.tether import check_tether
 
 log = logging.getLogger("elastic.agent")
 
 EXIT_BUG = 70
-EXIT_USAGE = 2
+EXIT_CONFIG = 78
 EXIT_REFUSED = 69
 EXIT_DRAINED = 75
 RESOLVE_PAUSE_S = 2.0
@@ -220,7 +221,8 @@ class Flags:
     hidden=True,
     help="Reading end of a pipe whose closing ends the agent at once.",
 )
-@click.version_option(__version__, prog_name="elastic-agent")
+# ELASTIC_VERSION is set on many machines, and means another program.
+@click.version_option(__version__, prog_name="elastic-agent", allow_from_autoenv=False)
 @click.pass_context
 def main(context: click.Context, /, **flags: object) -> None:
     """Run workers of this machine for a coordinator, until it is told to leave.
@@ -251,10 +253,10 @@ main.add_command(doctor)
 
 def exit_code(error: ElasticError) -> int:
     """Return the exit code for an error that ended the agent."""
-    if isinstance(error, UsageError):
-        return EXIT_USAGE
-    if isinstance(error, (Refused, CoordinatorUnreachable)):
+    if is_for_now(error) or isinstance(error, (Refused, CoordinatorUnreachable)):
         return EXIT_REFUSED
+    if isinstance(error, UsageError):
+        return EXIT_CONFIG
     return EXIT_BUG
 
 
@@ -265,6 +267,7 @@ def run_agent(flags: Flags, env: Mapping[str, str]) -> int:
         ElasticError: the flags cannot work, or the node id is taken; nothing was started.
     """
     clock = SystemClock()
+    check_tether(flags.tether_fd)
     settings = read_settings(flags, env)
     node = settings.node
     with hold_node(choose_run_dir(flags), node.node_id, clock.unix_ns()) as incarnation:
@@ -361,19 +364,6 @@ def read_sources(flags: Flags, env: Mapping[str, str]) -> tuple[Source, ...]:
     if flags.notices == "none" and flags.notice_file:
         text = f"file:{flags.notice_file}"
     return choose_sources(text, env)
-
-
-def worker_env(env: Mapping[str, str], devices: Devices, num_slots: int) -> dict[str, str]:
-    """Return the environment that spares start with; what the user set stays as it is.
-
-    What is set here must be there before torch is imported, so no worker could set it for itself.
-    """
-    added = {}
-    if num_slots > 1:
-        added["OMP_NUM_THREADS"] = "1"  # As torchrun does: workers share the processors.
-    if devices.entries and "CUDA_VISIBLE_DEVICES" not in env:
-        added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which they were counted.
-    return {**added, **env}
 
 
 async def live(

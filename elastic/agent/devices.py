@@ -7,6 +7,7 @@ is absent with a reason, never guessed.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -147,9 +148,11 @@ def normalise_name(name: str) -> str:
 # --------------------------------------------------------------------------------- the whole node
 
 
-def num_processors() -> int:
-    """Return how many processors this process may run on (a container or taskset may limit it)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def num_processors(cgroups: Path = cgroup.ROOT) -> int:
+    """Return how many processors this process may use (a container or taskset may limit it)."""
+    has = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = cgroup.cpu_limit(cgroups)
+    return has if limit is None else min(has, max(1, math.floor(limit)))
 
 
 def memory_gb(cgroups: Path = cgroup.ROOT) -> float:
@@ -239,3 +242,21 @@ def parse_workers(text: str, devices: Devices) -> int:
     if number < 1:
         raise ConfigError(f"--workers {text!r}: expected auto, or a number of at least 1")
     return number
+
+
+def worker_env(
+    env: Mapping[str, str], devices: Devices, num_slots: int, cgroups: Path = cgroup.ROOT
+) -> dict[str, str]:
+    """Return the environment that spares start with; what the user set stays as it is.
+
+    What is set here must be there before torch is imported, so no worker could set it for itself.
+    """
+    added, limit = {}, cgroup.cpu_limit(cgroups)
+    if num_slots > 1:
+        added["OMP_NUM_THREADS"] = "1"  # As torchrun does: workers share the processors.
+    elif limit is not None:
+        # A thread for each processor of the machine, and they would wait for each other's time.
+        added["OMP_NUM_THREADS"] = str(num_processors(cgroups))
+    if devices.entries and "CUDA_VISIBLE_DEVICES" not in env:
+        added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which they were counted.
+    return {**added, **env}

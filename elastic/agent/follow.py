@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from elastic.agent.logs import LogFile, Logs
+from elastic.agent.old_logs import hold
 from elastic.core.messages import FollowLogs, LogLines
 
 PIECE_BYTES = 32 * 1024
@@ -67,6 +68,10 @@ class Followers:
                 await self._send(LogLines(request.follow_id, worker_id, text, end=True))
                 return
             await self._send_log(found, request)
+        except OSError as error:
+            why = error.strerror or error
+            text = f"elastic-agent: output of worker {worker_id} cannot be read any more: {why}\n"
+            await self._send(LogLines(request.follow_id, worker_id, text, end=True))
         finally:
             if self._tasks.get(request.follow_id) is asyncio.current_task():
                 del self._tasks[request.follow_id]
@@ -102,7 +107,7 @@ class LogReader:
         paths = log_files(path)
         if paths:
             chosen, offset = tail_start(paths, tail_lines)
-            self._file = open(chosen, "rb", buffering=0)  # noqa: SIM115 (kept open)
+            self._file = _open(chosen)
             self._file.seek(offset)
 
     def read(self, *, last: bool) -> str:
@@ -142,9 +147,25 @@ class LogReader:
             following = paths[same.index(True) + 1 :] if True in same else paths
         if not following:
             return False
+        file = _open(following[0])
         self.close()
-        self._file = open(following[0], "rb", buffering=0)  # noqa: SIM115 (kept open)
+        self._file = file
         return True
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a log for reading; it stays until it is closed.
+
+    Raises:
+        OSError: it cannot be read, or was removed just now.
+    """
+    file = open(path, "rb", buffering=0)  # noqa: SIM115 (kept open)
+    try:
+        hold(file.fileno())
+    except FileNotFoundError:
+        file.close()
+        raise
+    return file
 
 
 def log_files(path: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import anyio
 
 from elastic.agent.device_health import DeviceWatch
+from elastic.runtime import cgroup
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class HealthWatch:
         *,
         free_bytes: Callable[[Path], int] | None = None,
         meminfo: Path = Path("/proc/meminfo"),
+        cgroups: Path = cgroup.ROOT,
     ) -> None:
         """Begin with nothing wrong.
 
@@ -44,11 +46,12 @@ class HealthWatch:
             devices: the accelerators, None for none.
             free_bytes: how much a folder's disk has left.
             meminfo: the kernel's account of memory.
+            cgroups: where a container's limits are.
         """
         self._folders = tuple(dict.fromkeys(folders))
         self._devices = devices
         self._free_bytes = free_bytes or (lambda path: shutil.disk_usage(path).free)
-        self._meminfo = meminfo
+        self._meminfo, self._cgroups = meminfo, cgroups
         self._low: set[str] = set()
 
     def look(self) -> tuple[str, ...]:
@@ -58,7 +61,7 @@ class HealthWatch:
             text = self._disk(folder)
             if text:
                 found.append(text)
-        available = read_meminfo(self._meminfo).get("MemAvailable")
+        available = memory_available(self._meminfo, self._cgroups)
         if available is not None and self._is_low("memory", available, MEMORY_BYTES_MIN):
             found.append("almost no memory is free")
         if self._devices is not None:
@@ -97,6 +100,12 @@ async def watch_health(watch: HealthWatch, tell: Callable[[tuple[str, ...]], Non
             before = found
             tell(found)
         await anyio.sleep(LOOK_S)
+
+
+def memory_available(meminfo: Path, cgroups: Path = cgroup.ROOT) -> int | None:
+    """Return the bytes that this machine has left, or this container; None if nobody says."""
+    amounts = (read_meminfo(meminfo).get("MemAvailable"), cgroup.memory_left(cgroups))
+    return min((amount for amount in amounts if amount is not None), default=None)
 
 
 def read_meminfo(path: Path = Path("/proc/meminfo")) -> Mapping[str, int]:

@@ -12,10 +12,12 @@ import contextlib
 import fcntl
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.agent.old_logs import hold, prune_logs
 from elastic.core.messages import Assign
 from elastic.core.world import WorkerId
 from elastic.runtime.eventlog import shift_files
@@ -26,6 +28,7 @@ READ_BYTES = 64 * 1024
 PIPE_BYTES = 1024 * 1024
 """A worker can print this much while the agent is busy; the kernel may allow less."""
 LAST_BYTES = 4096
+PRUNE_EVERY_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +113,14 @@ class LogFile:
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._fd = os.open(self.path, flags, 0o644)
+        while self._fd < 0:
+            fd = os.open(self.path, flags, 0o644)
+            try:
+                hold(fd)
+            except FileNotFoundError:
+                os.close(fd)  # One of this name, of an earlier worker, went in this very moment.
+            else:
+                self._fd = fd
         self._size = os.fstat(self._fd).st_size
 
 
@@ -195,6 +205,8 @@ class Logs:
         self.spares = LogFile(log_dir / f"{node_id}-spares.log", self.limits)
         self._live: dict[WorkerId, LogFile] = {}
         self._copies: list[OutputCopy] = []
+        self._node_id = node_id
+        self._prune_at_s = 0.0
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -221,10 +233,20 @@ class Logs:
         copy.switch(target)
         if copy.open:
             self._live[assign.worker_id] = target
+        self._make_room()
 
     def path_of(self, assign: Assign) -> Path:
         """Return the worker's log file; node and serial are joined to one name."""
         return self.log_dir / assign.spec.name / f"{assign.worker_id.replace('/', '-')}.log"
+
+    def _make_room(self) -> None:
+        """Remove old logs now and then, in a thread: there may be thousands, on a slow disk."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._prune_at_s:
+            self._prune_at_s = now_s + PRUNE_EVERY_S
+            about = (self.log_dir, self._node_id)
+            # Nobody waits for its end: an agent that is to end does so at once.
+            threading.Thread(target=prune_logs, args=about, name="old-logs", daemon=True).start()
 
     def find(self, worker_id: WorkerId) -> LogFile | None:
         """Return the log of a worker that runs, or ran here before; None if there is none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +21,20 @@ from elastic.errors import ConfigError, NameTaken, StorageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.files import Files
 from elastic.storage.run_directory import RunDirectory
-from elastic.storage.run_record import Owner, RunPhase, RunRecord, read_run, write_run
+from elastic.storage.run_record import (
+    Owner,
+    RunPhase,
+    RunRecord,
+    create_run,
+    read_run,
+    write_run,
+)
 from elastic.storage.soundness import newest_sound, place_of
 
 log = logging.getLogger(__name__)
 
 TRAINER_FILE = "trainer.pkl"
-LEFT_BY_A_KILL = {TRAINER_FILE, f"{TRAINER_FILE}.partial", "run.json.partial"}
+LEFT_BY_A_KILL = re.compile(rf"{re.escape(TRAINER_FILE)}(\.partial)?|run\.json(\.\w+)?\.partial")
 """What is in a directory whose run was killed before it had begun."""
 
 PhaseOf = Callable[[str], JobPhase | None]
@@ -44,6 +52,7 @@ class Plan:
         resume_from: path of a checkpoint of another run, with which a new one begins.
         owner: the process without which it cannot run, None if there is a cluster for it.
         trainer: pickled; stored for `TorchTrainer.restore`, b"" for nothing.
+        may_resume: the name was chosen by somebody: a run of that name that is there goes on.
     """
 
     run_path: str
@@ -52,6 +61,7 @@ class Plan:
     resume_from: str = ""
     owner: Owner | None = None
     trainer: bytes = b""
+    may_resume: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,19 +94,42 @@ def attempt(plan: Plan, *, phase_of: PhaseOf = lambda job_id: None) -> Iterator[
     files = Files(plan.run_path)
     before = read_run(files)
     if before is not None:
+        if not plan.may_resume:
+            raise NameTaken(f"{plan.run_path} is another run's directory: choose another name")
         _check_over(files, before, phase_of)
         begun = _resumed(plan, before)
     else:
         begun = Attempt(plan.resume_from)
+    _claim(files, plan, before)
     try:
         if plan.trainer:
             files.write(TRAINER_FILE, plan.trainer)
-        write_run(files, _record(plan, before))
         yield begun
     except BaseException:
         with contextlib.suppress(StorageError, OSError):
-            _take_back(files, before, was_there=was_there)
+            _take_back(files, plan, before, was_there=was_there)
         raise
+
+
+def _claim(files: Files, plan: Plan, before: RunRecord | None) -> None:
+    """Write down that this attempt has the run, unless another one has taken it meanwhile.
+
+    Raises:
+        NameTaken: another one has.
+        StorageError: the record cannot be written.
+    """
+    record = _record(plan, before)
+    if before is None:
+        is_ours = create_run(files, record)
+    else:
+        is_ours = read_run(files) == before  # To check its checkpoints took a while.
+        if is_ours:
+            write_run(files, record)
+    if not is_ours:
+        raise NameTaken(
+            f"run {plan.name} in {plan.run_path} was begun by somebody else in this moment: choose "
+            f"another name, or wait until that has ended"
+        )
 
 
 def _record(plan: Plan, before: RunRecord | None) -> RunRecord:
@@ -114,7 +147,10 @@ def _record(plan: Plan, before: RunRecord | None) -> RunRecord:
     )
 
 
-def _take_back(files: Files, before: RunRecord | None, *, was_there: bool) -> None:
+def _take_back(files: Files, plan: Plan, before: RunRecord | None, *, was_there: bool) -> None:
+    record = read_run(files)
+    if record is None or record.jobs[-1:] != (plan.job_id,):
+        return  # It is somebody else's by now.
     if before is not None:
         write_run(files, before)
         return
@@ -153,7 +189,7 @@ def _make_directory(run_path: str) -> bool:
 def _is_a_runs(fs: Any, root: str) -> bool:
     """Return whether a directory is a run's, or holds nothing that anybody could miss."""
     names = {name.rstrip("/").rpartition("/")[2] for name in fs.ls(root, detail=False)}
-    return "run.json" in names or names <= LEFT_BY_A_KILL
+    return "run.json" in names or all(map(LEFT_BY_A_KILL.fullmatch, names))
 
 
 def _check_over(files: Files, record: RunRecord, phase_of: PhaseOf) -> None:

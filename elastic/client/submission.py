@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -117,7 +118,16 @@ def entry_of(script: str, *, is_module: bool, working_dir: str) -> Entry:
 
 
 def run_path_of(storage_path: str, name: str) -> str:
-    """Return the run directory, storage_path/name, as an absolute path or URL."""
+    """Return the run directory, storage_path/name, as an absolute path or URL.
+
+    Raises:
+        UsageError: an URL that has lost a slash, as in `Path("s3://bucket")`.
+    """
     if "://" not in storage_path:
+        if lost := re.match(r"([a-z][a-z0-9+.-]+):/", storage_path):
+            raise UsageError(
+                f"storage path {storage_path!r} is neither a path nor an URL; expected "
+                f"{lost[1]}://..., as a str: a pathlib.Path drops one of the two slashes"
+            )
         storage_path = os.path.abspath(os.path.expanduser(storage_path))
     return f"{storage_path.rstrip('/')}/{name}"

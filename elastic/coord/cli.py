@@ -35,6 +35,7 @@ from elastic.errors import (
     Fenced,
     InvariantViolation,
     Unavailable,
+    is_for_now,
 )
 from elastic.runtime.access import Access, find_access, find_tls, read_token_file
 from elastic.runtime.clock import SystemClock
@@ -65,7 +66,9 @@ def exit_code(error: ElasticError) -> int:
         return EXIT_BUG
     if isinstance(error, Fenced):
         return EXIT_AGAIN
-    return EXIT_UNREACHABLE if isinstance(error, Unavailable) else EXIT_CONFIG
+    if isinstance(error, Unavailable) or is_for_now(error):
+        return EXIT_UNREACHABLE
+    return EXIT_CONFIG
 
 
 def fail(error: ElasticError) -> NoReturn:
@@ -327,16 +330,26 @@ def status(coord: str, token_file: str, timeout_s: float, output: str, **tls: st
 @tls_options
 @timeout_option
 def health(coord: str, timeout_s: float, **tls: str) -> None:
-    """Say whether a coordinator leads (SERVING) or could take over (STANDBY); exit 0 only then."""
+    """Say whether a coordinator leads (SERVING) or could take over (STANDBY).
+
+    Of several all are asked; exit 0 only if each is one or the other.
+    """
+    codes: list[int] = []
     try:
         access = access_of("", tls)
-        for endpoint in parse_endpoints(coord):
-            answer = fetch_health(endpoint, access, timeout_s=timeout_s)
-            click.echo(f"{endpoint} {answer}")
-            if answer not in ("SERVING", "STANDBY"):
-                sys.exit(EXIT_UNREACHABLE)
+        endpoints = parse_endpoints(coord)
     except ElasticError as error:
         fail(error)
+    for endpoint in endpoints:
+        try:
+            answer = fetch_health(endpoint, access, timeout_s=timeout_s)
+        except ElasticError as error:
+            click.echo(f"elastic-coord: {error}", err=True)
+            codes.append(exit_code(error))
+        else:
+            click.echo(f"{endpoint} {answer}")
+            codes.append(0 if answer in ("SERVING", "STANDBY") else EXIT_UNREACHABLE)
+    sys.exit(next((code for code in codes if code), 0))
 
 
 store_option = click.option(

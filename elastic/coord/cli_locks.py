@@ -71,9 +71,8 @@ def certs_init(folder: Path, hosts: tuple[str, ...], days: float) -> None:
     """
     from elastic.coord.certs import init_authority
 
-    local = ("localhost", "127.0.0.1", "::1")
     try:
-        made = init_authority(folder, tuple(dict.fromkeys(hosts + local)), _now(), days)
+        made = init_authority(folder, _with_local(hosts), _now(), days)
     except ElasticError as error:
         fail(error)
     click.echo(f"authority    {folder}/ca.key: whoever has it can be anybody; keep it safe")
@@ -95,11 +94,13 @@ def certs_issue(folder: Path, name: str, role: str, days: float, hosts: tuple[st
 
     Issued again under the same name, it replaces the older one: coordinators use the new files
     from the next connection on, agents and clients when they connect anew. A node attaches as
-    NAME and as no other.
+    NAME and as no other. A coordinator's is for this machine, too: localhost, 127.0.0.1 and ::1.
     """
     from elastic.coord.certs import Wanted, issue
 
-    wanted = Wanted(name=name, role=Role(role), hosts=hosts, days=days)
+    kind = Role(role)
+    serves_at = _with_local(hosts) if kind is Role.ALL and hosts else hosts
+    wanted = Wanted(name=name, role=kind, hosts=serves_at, days=days)
     try:
         made = issue(folder, wanted, _now())
     except ElasticError as error:
@@ -108,6 +109,11 @@ def certs_issue(folder: Path, name: str, role: str, days: float, hosts: tuple[st
     uses = {"node": f"elastic-agent --node-id {name}", "all": "elastic-coord serve"}
     click.echo(f"made   {made}: ca.crt, tls.crt, tls.key, until {until:%Y-%m-%d %H:%M} UTC")
     click.echo(f"use    {uses.get(role, 'elastic')} --tls-dir {made} (a copy of it, over there)")
+
+
+def _with_local(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Add what a coordinator is asked by on its own machine: health checks do."""
+    return tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1")))
 
 
 @certs.command(name="list")

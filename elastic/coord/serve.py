@@ -9,6 +9,7 @@ is killed instead loses nothing but time.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
@@ -45,6 +46,7 @@ from elastic.runtime.certificates import RevokedList
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.eventlog import EventLog
 from elastic.runtime.rpc import SILENCE_S, format_endpoint, is_loopback, parse_endpoint
+from elastic.runtime.tether import check_tether
 from elastic.store.interface import Store
 from elastic.store.open import open_store
 
@@ -125,6 +127,32 @@ class ServeOptions:
                 f"--ready-file {self.ready_file}: expected a file in a folder that exists and that "
                 f"this user may write to"
             )
+        check_tether(self.tether_fd)
+
+    def check_logs(self) -> None:
+        """Refuse logs that cannot be written: later that would be seen by nobody.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        for flag, path in (("--audit-log", self.audit_log), ("--event-log", self.event_log)):
+            try:
+                if path is not None:
+                    _check_appendable(path)
+            except OSError as error:
+                raise ConfigError(
+                    f"{flag} {path} cannot be written ({error.strerror or error}): expected a file "
+                    f"that this user may append to"
+                ) from error
+
+
+def _check_appendable(path: Path) -> None:
+    """Raise the OSError that an append would meet; a pipe's other end sees nothing of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file() or path.is_dir() or not path.exists():
+        path.open("ab").close()
+    elif not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -156,7 +184,9 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
         CorruptRecord: the store holds a record that cannot be read.
         InvariantViolation: a bug; carries the story.
         Unavailable: the address or the store cannot be used.
+        ConfigError: a log cannot be written.
     """
+    options.check_logs()
     clock = SystemClock()
     audit, server = open_door(options, clock)
     access = StoreAccess(options.store_files) if options.store_files is not None else None

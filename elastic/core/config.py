@@ -201,6 +201,8 @@ class CoordinatorConfig:
         jobs_per_submitter_max: of these, the ones that were submitted with one name of token or
             certificate; users without a name have no limit of their own.
         ended_jobs_kept: ended jobs that are remembered.
+        tell_first_min: members of a group with so many are told that it is over before the next one
+            is worked out, and then of that; the others of both at once.
         projects: shares and limits of projects; others have weight 1 and no limit.
         preemption: what is taken from jobs that train for one of strictly higher priority:
             "shrink" for what is above their mins, "whole" for all, if that is not enough.
@@ -230,6 +232,7 @@ class CoordinatorConfig:
     jobs_max: int = 1000
     jobs_per_submitter_max: int = 500
     ended_jobs_kept: int = 200
+    tell_first_min: int = 2000
     projects: tuple[ProjectShare, ...] = ()
     preemption: str = PREEMPT_WHOLE
     preemption_deadline_s: float = 60.0
@@ -260,7 +263,7 @@ class CoordinatorConfig:
                 )
         for name in (
             "crash_loop_limit", "node_faults_max", "jobs_max", "jobs_per_submitter_max",
-            "ended_jobs_kept",
+            "ended_jobs_kept", "tell_first_min",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"coordinator: {name}={getattr(self, name)}: expected >= 1")

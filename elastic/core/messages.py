@@ -286,6 +286,8 @@ class LeaveGroup:
             False: at once, because the group cannot go on.
         saves: at that boundary the state is saved first, because no member comes back soon. A later
             order without it takes that back: who waits for storage leaves at once.
+        follows: the next group is being worked out: that its worker is out need not be said before
+            its turn (`policy.spreading`).
     """
 
     worker_id: WorkerId
@@ -293,6 +295,7 @@ class LeaveGroup:
     at_boundary: bool
     reason: str
     saves: bool = False
+    follows: bool = False
 
 
 @dataclass(frozen=True)

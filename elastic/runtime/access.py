@@ -190,7 +190,10 @@ def read_token_file(path: str | Path) -> str:
         with open(path, encoding="utf-8") as file:
             token = file.read(FILE_BYTES_MAX).strip()
     except (OSError, UnicodeDecodeError) as error:
-        make = f"; make one: (umask 077; openssl rand -hex 32 >{path})"
+        make = (
+            "; copy the one that the coordinator has, or make one for a new cluster: "
+            f"(umask 077; openssl rand -hex 32 >{path})"
+        )
         raise UsageError(
             f"token file {path}: {error}; expected a readable text file"
             f"{make if isinstance(error, FileNotFoundError) else ''}"

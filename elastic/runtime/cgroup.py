@@ -1,35 +1,90 @@
-"""What memory a container may use: the limit of its control group, of either version.
+"""What memory and how many processors a process may use: its control groups, of either version.
 
-Rule: no limit, or none that can be read, is None; the numbers of the machine count then.
+Rule: the tightest counts, of the group that the process is in (a SLURM step, a systemd unit) and of
+all above it, as far as they can be seen; a container sees its own as the root. No limit, or none
+that can be read, is None; the numbers of the machine count then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
-VERSIONS = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+MEMBERSHIP = Path("/proc/self/cgroup")
+MEMORY = (
+    ("memory.max", "memory.current", ("active_file", "inactive_file")),
+    (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
 )
-"""Limit and use, of version 2 and of version 1, which says "no limit" by one of 8 EiB."""
+"""Limit, use, and what of that are files that were read, which the kernel drops when it needs room:
+of version 2 and of version 1, which says "no limit" by one of 8 EiB."""
+CPU = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
     """Return the limit in bytes."""
-    for limit, _ in VERSIONS:
-        if (found := _number(root / limit)) is not None:
-            return found
-    return None
+    limits = (_number(group / limit) for group in _groups(root, "memory") for limit, *_ in MEMORY)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Return the bytes between the limit and what is used."""
-    for limit, used in VERSIONS:
-        has, uses = _number(root / limit), _number(root / used)
-        if has is not None and uses is not None:
-            return max(0, has - uses)
-    return None
+    """Return the bytes between the limit and what is used and cannot be dropped."""
+    left = []
+    for group in _groups(root, "memory"):
+        for limit, used, droppable in MEMORY:
+            has, uses = _number(group / limit), _number(group / used)
+            if has is not None and uses is not None:
+                uses -= sum(_entry(group / "memory.stat", name) for name in droppable)
+                left.append(max(0, has - max(0, uses)))
+    return min(left, default=None)
+
+
+def cpu_limit(root: Path = ROOT) -> float | None:
+    """Return how many processors' time may be used."""
+    limits = []
+    for group in _groups(root, "cpu"):
+        for files in CPU:
+            try:
+                words = " ".join((group / file).read_text() for file in files).split()
+                quota, period = (int(word) for word in words)  # "max" and -1 are no limit.
+            except (OSError, ValueError):
+                continue
+            if quota > 0 and period > 0:
+                limits.append(quota / period)
+    return min(limits, default=None)
+
+
+def _groups(root: Path, controller: str) -> Iterable[Path]:
+    """Return the folders of this process's groups that can be seen, each once, the roots too."""
+    found: list[Path] = []
+    try:
+        lines = MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in [*lines, "0::/", f"1:{controller}:/"]:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        # Of version 1 each controller has a tree of its own, named as it is.
+        top = root / controller if controllers else root
+        below = [part for part in path.split("/") if part not in ("", ".", "..")]
+        found += (top.joinpath(*below[:depth]) for depth in range(len(below), -1, -1))
+    return dict.fromkeys(found)
+
+
+def _entry(file: Path, name: str) -> int:
+    """Return one number of a file of names and numbers, 0 if it is not there."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in lines if line.split()[:1] == [name]]
+    return int(found[0]) if found and found[0].isdigit() else 0
 
 
 def _number(file: Path) -> int | None:

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import queue
+import stat
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class EventLog:
         self._queue: queue.Queue[str | None] = queue.Queue(self._limits.queue_lines_max)
         self._file: IO[bytes] | None = None
         self._size = 0
+        self._rotates = True
         self._lock = threading.Lock()
         self._dropped = 0
         self._dropped_unsaid = 0
@@ -149,9 +151,15 @@ class EventLog:
     def _opened(self, more: int) -> IO[bytes]:
         """Return the file to append to, after rotation if `more` bytes no longer fit."""
         file = self._file or self._open()
-        if self._size and self._size + more > self._limits.file_bytes_max:
+        if self._rotates and self._size and self._size + more > self._limits.file_bytes_max:
+            try:
+                shift_files(self._path, self._limits.num_old_files)
+            except OSError as error:
+                # Whoever may append may not rename here. A long file is better than none.
+                self._rotates = False
+                log.warning("event_log_unrotated path=%s error=%r", self._path, str(error))
+                return file
             file.close()
-            shift_files(self._path, self._limits.num_old_files)
             file = self._open()
         return file
 
@@ -159,7 +167,8 @@ class EventLog:
         self._file = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (kept open)
-        self._size = os.fstat(self._file.fileno()).st_size
+        about = os.fstat(self._file.fileno())
+        self._size, self._rotates = about.st_size, stat.S_ISREG(about.st_mode)
         return self._file
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import glob
 import logging
 import zlib
 from collections.abc import Callable, Iterator
@@ -320,7 +321,9 @@ class Files:
             attempts += 1
             self.fs.invalidate_cache()
             try:
-                self.fs.rm(self.at(name), recursive=True)
+                # Most file systems take a path for a pattern, and "run[1]" for the name of run1.
+                path = self.at(name)
+                self.fs.rm(path if self.is_local else glob.escape(path), recursive=True)
             except FileNotFoundError:
                 if attempts == 1:
                     raise  # Otherwise the attempt before did it, and its answer was lost.

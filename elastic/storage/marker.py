@@ -119,7 +119,9 @@ class Marker:
         """
         body = from_summed_json(text, FORMAT)
         try:
-            files = tuple(StoredFile(path, *rest) for path, rest in body.pop("files").items())
-            return cls(**{**body, "metrics": json.dumps(body["metrics"])}, files=files)
+            files = tuple(StoredFile(path, *rest[:2]) for path, rest in body.pop("files").items())
+            # What a later version added is passed over, as in `run.json`.
+            known = {key: body[key] for key in cls.__dataclass_fields__ if key in body}
+            return cls(**{**known, "metrics": json.dumps(body["metrics"])}, files=files)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None

@@ -54,10 +54,10 @@ class MetricsLog:
         self._flush_s = flush_s
         self._name = "" if files.is_object_store else log_name(rank)
         self._generation: Any = None
-        # Not written yet: of a file the lines to add, of an object all that it is to hold.
+        # Of a file the lines to add, of an object all that it is to hold, and how many it has.
         self._lines: list[bytes] = []
-        self._num_bytes = 0
-        self._unwritten = self._is_failing = False
+        self._num_bytes = self._num_written = 0
+        self._is_failing = False
         self._not_before = 0.0
 
     def append(self, record: dict[str, Any]) -> None:
@@ -77,7 +77,6 @@ class MetricsLog:
                 self._begin_part(record)
         self._lines.append(line)
         self._num_bytes += len(line)
-        self._unwritten = True
         self._forget_oldest()
         if time.monotonic() >= self._not_before:
             self._write(PATIENCE_S)
@@ -93,20 +92,21 @@ class MetricsLog:
     def _begin_part(self, record: dict[str, Any]) -> None:
         """Let what comes go to an object of its own; the one before is then whole.
 
-        Where storage does not take that one, its lines go along.
+        Where storage does not take that one, the lines that it lacks go along.
         """
         try:
             if not self._is_failing or time.monotonic() >= self._not_before:
                 self._write(PATIENCE_S)
-                self._lines, self._num_bytes = [], 0
         except StorageError as error:
             log.warning("metrics_kept rank=%d error=%r", self._rank, str(error))
+        self._lines = self._lines[self._num_written :]
+        self._num_bytes, self._num_written = sum(map(len, self._lines)), 0
         unix_ns = int(record.get("unix_ns", 0)) or time.time_ns()
         self._name = f"{FOLDER}/{unix_ns:020d}-rank{self._rank}.jsonl"
         self._generation = record.get("generation")
 
     def _write(self, patience_s: float) -> None:
-        if not self._unwritten:
+        if self._num_written == len(self._lines):
             return
         files = self._files if patience_s > PATIENCE_S else self._impatient
         data = b"".join(self._lines)
@@ -114,10 +114,11 @@ class MetricsLog:
         self._not_before, self._is_failing = time.monotonic() + AGAIN_S, True
         if files.is_object_store:
             files.write(self._name, data)
+            self._num_written = len(self._lines)
         else:
             files.append(self._name, data)
             self._lines, self._num_bytes = [], 0
-        self._unwritten = self._is_failing = False
+        self._is_failing = False
         flush_s = self._flush_s if files.is_object_store else 0.0
         self._not_before = time.monotonic() + flush_s
 
@@ -125,6 +126,7 @@ class MetricsLog:
         lost = 0
         while self._num_bytes > KEPT_BYTES_MAX and len(self._lines) > 1:
             self._num_bytes -= len(self._lines.pop(0))
+            self._num_written = max(0, self._num_written - 1)
             lost += 1
         if lost:
             log.warning("metrics_lost rank=%d lines=%d: storage takes none", self._rank, lost)

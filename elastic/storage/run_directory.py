@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import math
+import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,8 @@ from elastic.storage.patience import PATIENCE_S
 from elastic.storage.run_record import read_run
 from elastic.storage.validation import completed
 
+log = logging.getLogger(__name__)
+
 CHECKPOINTS = "checkpoints"
 
 
@@ -60,6 +64,7 @@ class RunDirectory:
         self.files = Files(path, patience_s=patience_s)
         self.path = self.files.path
         self._logs: dict[int, MetricsLog] = {}
+        self._unreadable: set[str] = set()
 
     def checkpoint_path(self, name: str) -> str:
         """Return the path under which users find a checkpoint."""
@@ -113,15 +118,16 @@ class RunDirectory:
             Every file of ours, claimed or not; those claimed with their checksums.
 
         Raises:
-            StorageError: something cannot be read or written.
+            StorageError: something cannot be read or written, or a checkpoint of this name counts.
         """
+        self.check_free(name)
         target = self.checkpoint(name)
         current = str(source)
         try:
             if not source.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, "it is not a directory", str(source))
             files = []
-            for path in sorted(p for p in source.rglob("*") if p.is_file()):
+            for path in sorted(_files_below(source)):
                 current = str(path)
                 relative = path.relative_to(source).as_posix()
                 if relative in OURS:
@@ -166,6 +172,15 @@ class RunDirectory:
             StorageError: the directory cannot be read.
         """
         return self.checkpoint(name).exists(MARKER)
+
+    def check_free(self, name: str) -> None:
+        """Refuse to write over a checkpoint that counts.
+
+        Raises:
+            StorageError: there is one of this name, or that cannot be found out.
+        """
+        if self.is_committed(name):
+            raise StorageError(f"{self.checkpoint_path(name)} exists already; use another name")
 
     def commit(self, name: str, marker: Marker) -> str:
         """Make a checkpoint count, once all its files are there; the same twice is no error.
@@ -389,12 +404,47 @@ class RunDirectory:
         files = self.checkpoint(name)
         try:
             return completed(files, Marker.from_json(files.read(MARKER).decode()))
-        except ValueError:
-            return None  # Torn.
+        except ValueError as error:
+            if files.path not in self._unreadable:
+                self._unreadable.add(files.path)
+                log.warning(
+                    "marker_unreadable path=%s error=%r: the checkpoint is passed over",
+                    files.path,
+                    str(error),
+                )
+            return None
         except StorageError as error:
             if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
                 return None  # Not committed, or pruned by another member since we listed it.
             raise
+
+
+def _files_below(source: Path) -> Iterator[Path]:
+    """Yield all files, also behind links to folders; a folder within itself only once.
+
+    Raises:
+        OSError: a link that leads nowhere, or what is neither a file nor a folder.
+    """
+    seen: set[tuple[int, int]] = set()
+    for folder, below, files in os.walk(source, followlinks=True, onerror=_raise):
+        below[:] = [name for name in below if _is_new(Path(folder, name), seen)]
+        for name in files:
+            path = Path(folder, name)
+            if not path.is_file():
+                os.stat(path)  # A link to nothing says so itself.
+                raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            yield path
+
+
+def _is_new(folder: Path, seen: set[tuple[int, int]]) -> bool:
+    about = folder.stat()
+    is_new = (about.st_dev, about.st_ino) not in seen
+    seen.add((about.st_dev, about.st_ino))
+    return is_new
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _copied(path: Path, target: Files, relative: str) -> StoredFile:

@@ -137,6 +137,15 @@ def read_run(files: Files) -> RunRecord | None:
         ) from None
 
 
+def create_run(files: Files, record: RunRecord) -> bool:
+    """Write `run.json` unless there is one; return whether it was written.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    return files.create(RUN_FILE, record.to_json().encode())
+
+
 def write_run(files: Files, record: RunRecord) -> None:
     """Write `run.json`.
 

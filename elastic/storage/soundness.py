@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from elastic.errors import DamagedCheckpoint
 from elastic.storage.files import Files
-from elastic.storage.marker import MARKER, Marker
+from elastic.storage.marker import DAMAGED, MARKER, Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.verify import damage_of
 
@@ -19,10 +19,16 @@ def read_marker(checkpoint: Files) -> Marker | None:
     """Return the marker of a checkpoint, None if it has none (it was never committed).
 
     Raises:
-        DamagedCheckpoint: there is one, and it is torn or changed.
+        DamagedCheckpoint: there is one, and it is torn or changed, or there was one, which was
+            found to be damaged.
         StorageError: storage cannot be read.
     """
     if not checkpoint.exists(MARKER):
+        if checkpoint.exists(DAMAGED):
+            reason = checkpoint.read(DAMAGED).decode(errors="replace")
+            raise DamagedCheckpoint(
+                f"checkpoint {checkpoint.path} was found damaged before: {reason}"
+            )
         return None
     try:
         return Marker.from_json(checkpoint.read(MARKER).decode())

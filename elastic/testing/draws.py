@@ -21,6 +21,8 @@ SPREADS_S = (0.0001, 0.0001, 0.01, 0.05)
 """For each member of a group, some of them as in groups of hundreds and thousands."""
 SHARED_SEED = 2
 """Of every five seeds this one has several coordinators."""
+TOLD_FIRST_EVERY = 7
+"""Of so many seeds, members hear in one that their group is over before they hear of the next."""
 HANG_TIMEOUTS_S = (1.0, 3.0, 10.0)
 
 
@@ -43,6 +45,7 @@ def draw_config(seed: int, timeline: Timeline, conditions: Conditions) -> Coordi
         preemption_deadline_s=5.0,
         preemption_min_run_s=2.0,
         preemption_retry_s=10.0,
+        tell_first_min=2 if seed % TOLD_FIRST_EVERY == 3 else CoordinatorConfig.tell_first_min,
     )
 
 

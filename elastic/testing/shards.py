@@ -98,10 +98,22 @@ class Shards:
         run.base, run.newest = None, run.newest._replace(steps=steps)
 
     def stepped(
-        self, job_id: JobId, every: int, nodes: Iterable[NodeId], *, step: int, first: int
+        self,
+        job_id: JobId,
+        generation: Generation,
+        every: int,
+        nodes: Iterable[NodeId],
+        *,
+        step: int,
+        first: int,
     ) -> None:
-        """A group has made a step: perhaps it takes a snapshot."""
+        """A group has made a step: perhaps it takes a snapshot.
+
+        One that has not heard yet that it is over is not followed: nobody goes on from its rows.
+        """
         run, sources = self.runs[job_id], tuple(sorted(set(nodes)))
+        if generation != run.generation:
+            return
         is_due = step - first == FIRST_AT or step // every > run.newest.steps // every
         if not is_due or any(self._is_awaited(run, node) for node in sources):
             return

@@ -193,7 +193,12 @@ class DataPlane:
         if script.is_sharded:
             nodes = [process.node_id for process in group.members.values()]
             self.copying.shards.stepped(
-                group.job_id, script.copies_every, nodes, step=group.step, first=group.first_step
+                group.job_id,
+                group.generation,
+                script.copies_every,
+                nodes,
+                step=group.step,
+                first=group.first_step,
             )
         self._save_if_wished(group)
         if script.in_place:

@@ -44,7 +44,8 @@ class ScalingConfig:
         num_workers: a number, or (min, max) for an elastic run; 0 runs the train function in this
             process, with the same reports and checkpoints; what it raises ends the run.
         use_gpu: one GPU for each worker, unless `resources_per_worker` says otherwise.
-        resources_per_worker: such as {"CPU": 2, "GPU": 1}; by default one CPU or one GPU.
+        resources_per_worker: such as {"CPU": 2, "GPU": 1}; by default one GPU with `use_gpu`,
+            otherwise nothing but a slot.
         placement_strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
         accelerator_type: only nodes with this one, such as "H100".
         label_selector: only nodes that carry all of these labels.

@@ -24,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from elastic.core.policy.streams import Cut
 from elastic.errors import UsageError
 from elastic.train.devices import get_device
+from elastic.train.expecting import is_whole
 from elastic.train.session import require_context, require_place
 from elastic.worker.context import WorkerContext
 from elastic.worker.loader import MicroBatchLoader, is_plain
@@ -131,6 +132,11 @@ def _micro_batches_of(
     """Return V, the micro-batches of a step."""
     if global_batch_size is None:
         return context.max_workers
+    if not is_whole(global_batch_size):
+        raise UsageError(
+            f"prepare_data_loader(global_batch_size={global_batch_size!r}): expected an int, the "
+            f"samples of a step"
+        )
     size = loader.batch_size
     if size is None:
         raise UsageError(

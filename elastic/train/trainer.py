@@ -303,6 +303,7 @@ class TorchTrainer:
             resume_from=path_to_begin_from(self.resume_from_checkpoint),
             owner=owner,
             trainer=trainer,
+            may_resume=self.run_config.name is not None,
         )
 
     def _pickled(self) -> bytes:

@@ -162,7 +162,9 @@ class Slot:
         size = os.fstat(self._fd).st_size
         if size < need:
             check_room(need - size, "a snapshot")
-            os.ftruncate(self._fd, need)
+            # Not `ftruncate`: a worker beside us may have made it longer since we looked, and what
+            # it maps must not end under it (SIGBUS).
+            os.posix_fallocate(self._fd, need - 1, 1)
         if self._map is None or len(self._map) < need:
             # What still reads the old mapping keeps it.
             self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)

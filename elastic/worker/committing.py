@@ -184,8 +184,7 @@ class Committer:
         run, name = self.run, parts[0].name
         if run is None:
             raise StorageError("the job has no run directory")
-        if run.is_committed(name):
-            raise StorageError(f"{run.checkpoint_path(name)} exists already; use another name")
+        run.check_free(name)
         refusal = _refusal(parts)
         if refusal:
             if turn.owns_files:

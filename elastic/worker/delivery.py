@@ -56,7 +56,8 @@ class Brought:
         mode: how they come into the run directory.
         upload: the user's own way: takes the checkpoint's name, and returns the path of its
             directory in the run directory, with the files in it.
-        release: called once the files are not needed any more.
+        release: called once the files lie in the run directory, and are not needed here any more;
+            what a script wrote is its own as long as they do not.
         validation: how the checkpoint is to be validated, JSON, "" if it is not; that of the
             member that commits it counts.
     """
@@ -222,8 +223,6 @@ class Background:
         self._given_up = True
         if self.outcome is None:
             log.warning("checkpoint_given_up name=%s: %s", self.delivery.name, why)
-        if self.outcome is None:
-            self.delivery.brought.release()
         if not self._over.is_set():
             # The group need not wait: storage may take long, and the thread ends by itself.
             _given_up.append(self)

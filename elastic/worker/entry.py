@@ -94,6 +94,7 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], Call]:
     for directory in reversed(entry.python_path):
         _put_first(directory)
     if entry.kind is EntryKind.FUNCTION:
+        sys.argv = [RUN_NAME]  # What its modules would read there are our own flags.
         _function_call(entry)  # An import error is known before the group forms.
         return lambda: _function_call(entry)
     folders = [os.getcwd(), *entry.python_path]

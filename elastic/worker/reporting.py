@@ -203,7 +203,6 @@ class Reporter:
                 self._committer.post(index, metrics)
             if brought is not None:
                 log.warning("checkpoint_given_up name=%s: the group changed: %s", name, error)
-                brought.release()
         if late:
             raise late
 

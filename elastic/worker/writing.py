@@ -427,7 +427,9 @@ class Writer:
         being_written = {self._name(snapshot.name) for snapshot in list(self._outstanding)}
         for name in set(self._run.names(PREFIX)) - committed - being_written:
             is_theirs = name.startswith(tuple(f"{PREFIX}{job_id}-s" for job_id in later))
-            if _steps_in(name) < steps and not is_theirs:
+            # What a script or a newer version has marked is somebody's, whether we can read it.
+            is_left = 0 <= _steps_in(name) < steps and not is_theirs
+            if is_left and not self._run.is_committed(name):
                 self._run.discard(name)
 
 
@@ -443,9 +445,9 @@ def _check_unchanged(snapshot: Snapshot) -> None:
 
 
 def _steps_in(name: str) -> int:
-    """Return the steps that the name of an automatic checkpoint tells; 0 if it is none."""
+    """Return the steps that the name of an automatic checkpoint tells; -1 if it is none."""
     found = re.search(r"-s(\d+)-g\d+-\d+$", name)
-    return int(found[1]) if found else 0
+    return int(found[1]) if found else -1
 
 
 def _state_of(snapshot: Snapshot) -> Any:

@@ -182,6 +182,7 @@ def test_a_copy_outlives_the_coordinator(cluster: LocalCluster, tmp_path: Path) 
     story.check()
 
 
+@pytest.mark.slow
 def test_over_tls_a_run_goes_on_from_a_copy_too(tmp_path: Path) -> None:
     """Agents bring copies, and a worker fetches one, with the certificates of their nodes."""
     pki = tmp_path / "pki"

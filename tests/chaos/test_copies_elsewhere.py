@@ -38,6 +38,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCl
         yield found
 
 
+@pytest.mark.slow
 def test_rows_come_from_another_node_when_the_first_dies_as_it_is_asked(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

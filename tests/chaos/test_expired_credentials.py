@@ -46,6 +46,7 @@ def automatic(view: JobView) -> list[str]:
     return [record.path for record in view.record.checkpoints if record.automatic]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_training_goes_on_and_so_do_checkpoints_once_the_credentials_are_renewed(
     cluster: LocalCluster, s3: Trouble, credentials: Path, tmp_path: Path

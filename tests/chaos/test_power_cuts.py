@@ -33,6 +33,7 @@ def test_on_a_local_disk(tmp_path: Path) -> None:
     assert "12 power cuts" in cut(12, str(tmp_path), seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_on_s3(s3: Trouble) -> None:
     said = cut(4, f"s3://{BUCKET}/cuts", seed=2, life_s=5.0)

@@ -77,12 +77,12 @@ def trains_on(*nodes: str) -> Any:
 
 def wait_gone(cluster: LocalCluster, name: str) -> None:
     """Wait until the node's agent has ended."""
-    assert cluster.agents[name].wait(30) == 75, cluster.log_of(name)[-2000:]
+    assert cluster.agents[name].wait(60) == 75, cluster.log_of(name)[-2000:]
 
 
 def wait_draining(cluster: LocalCluster) -> None:
     """Wait until the coordinator has heard of the notice."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while all(node.phase is not NodePhase.DRAINING for node in cluster.view().nodes):
         assert time.monotonic() < deadline, "no node drains"
         time.sleep(0.01)

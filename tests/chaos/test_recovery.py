@@ -235,7 +235,8 @@ def test_a_drained_node_leaves_at_a_boundary_and_ends(
     nodes = {str(n.node.node_id): n.phase for n in cluster.view().nodes}
     assert nodes["n1"] is NodePhase.LEFT
     # Nothing was done twice: the second generation begins after what the first one reported.
-    assert epochs_of(tmp_path) == sorted(set(epochs_of(tmp_path)))
+    epochs = epochs_of(tmp_path)
+    assert epochs == sorted(set(epochs))
     assert_counted(cluster, job_id, tmp_path)
 
 

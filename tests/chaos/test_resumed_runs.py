@@ -49,7 +49,7 @@ def leave(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "epoch", "says"),
     [
-        (leave, 2, ""), (flip, 1, "changed: checksum"),
+        pytest.param(leave, 2, "", marks=pytest.mark.slow), (flip, 1, "changed: checksum"),
         pytest.param(tear, 1, "truncated: 100 bytes", marks=pytest.mark.slow),
     ],
 )  # fmt: skip

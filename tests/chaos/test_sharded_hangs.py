@@ -80,6 +80,7 @@ def test_a_rank_that_hangs_is_named_and_the_others_go_on(
     assert cluster.job(job_id).record.failures == 0
 
 
+@pytest.mark.slow
 def test_of_two_replicas_only_the_rank_that_hangs_is_named(tmp_path: Path) -> None:
     """Its partner seems to stand too, and is waited for by the other replica, as the one it is."""
     orders = tmp_path / "orders"

@@ -41,6 +41,7 @@ def test_a_job_gives_slots_to_the_next_and_takes_them_back(
     four.wait(first_id, lambda v: not v.workers, "its processes' end")
 
 
+@pytest.mark.slow
 def test_a_paused_job_holds_nothing_and_goes_on_to_the_same_bits(
     four: LocalCluster, tmp_path: Path
 ) -> None:

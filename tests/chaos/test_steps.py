@@ -129,6 +129,7 @@ def test_kills_at_random_moments_change_nothing(three: LocalCluster, tmp_path: P
     assert outcome.faults
 
 
+@pytest.mark.slow
 def test_kills_amid_large_messages_replace_nobody_else(three: LocalCluster, tmp_path: Path) -> None:
     """Members pass on 30 MB in a step; gloo forgets who has got a part of it."""
     job = job_of("mlp", 3, tmp_path / "large")

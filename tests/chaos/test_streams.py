@@ -86,7 +86,7 @@ def test_every_world_size_ends_with_the_same_bits(
 @pytest.mark.parametrize(
     ("kind", "loader_workers"),
     [
-        slow("plain", 0), slow("worker", 2), ("stateful", 2), slow("torchdata", 0), ("hf", 0),
+        slow("plain", 0), slow("worker", 2), ("stateful", 2), slow("torchdata", 0), slow("hf", 0),
         slow("hf", 2), slow("hf-shuffled", 2),
     ],
 )  # fmt: skip
@@ -134,7 +134,7 @@ def num_saved(view: JobView) -> int:
     return max(saved, default=0)
 
 
-@pytest.mark.parametrize(("kind", "loader_workers"), [("stateful", 2), slow("plain", 0)])
+@pytest.mark.parametrize(("kind", "loader_workers"), [slow("stateful", 2), slow("plain", 0)])
 def test_streams_go_on_from_a_checkpoint(
     three: LocalCluster, tmp_path: Path, kind: str, loader_workers: int
 ) -> None:

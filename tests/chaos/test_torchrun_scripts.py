@@ -105,7 +105,7 @@ def test_scripts_that_end_their_process_with_success_have_finished(
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("part", ["agent", "coordinator"])
+@pytest.mark.parametrize("part", ["agent", pytest.param("coordinator", marks=pytest.mark.slow)])
 def test_a_part_of_its_own_cluster_that_dies_ends_the_command_with_its_log(
     launched: Callable[..., Script], tmp_path: Path, part: str
 ) -> None:

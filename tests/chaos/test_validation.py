@@ -61,6 +61,7 @@ def test_what_is_killed_while_it_validates_is_taken_up_and_training_has_its_bits
     assert {0.0, 20.0} <= set(scores) <= {0.0, 10.0, 20.0}
 
 
+@pytest.mark.slow
 def test_validations_of_a_driver_that_was_killed_are_taken_up_by_the_next(
     start: Start, tmp_path: Path
 ) -> None:

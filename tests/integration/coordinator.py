@@ -47,7 +47,7 @@ from elastic.wire.codec_stream import (
 from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 Message = TypeVar("Message", bound=CoordinatorMessage)
 
 

@@ -41,7 +41,7 @@ from elastic.wire.frames import FrameReader, encode_frame
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
 HOST = "127.0.0.1"
 
 

@@ -20,7 +20,7 @@ from elastic.wire.codec_stream import (
     encode_coordinator_message,
 )
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 Found = TypeVar("Found")
 
 

@@ -306,10 +306,7 @@ async def served_serial(address: str, access: Access) -> int:
 async def test_a_coordinator_is_not_believed_under_another_host_name(tmp_path: Path) -> None:
     folder = authority(tmp_path / "ours")
     reader = certificate(folder, "r", Role.READ)
-    elastic_coord(
-        *("certs", "issue", str(folder), "--name", "coordinator", "--role", "all"),
-        *("--host", "coord.example"),
-    )
+    certificate(folder, "coordinator", Role.ALL, hosts=("coord.example",))
     args = ("--tls-dir", str(folder / "coordinator"))
     with Coordinator(tmp_path / "c", args=args) as running:
         outcome = await call(running.address, "/elastic.v1.Jobs/List", access=reader)

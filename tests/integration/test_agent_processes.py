@@ -34,7 +34,7 @@ from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind, JobId, Wor
 from elastic.errors import NameTaken
 
 pytestmark = pytest.mark.anyio
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 ECHO = (sys.executable, str(Path(__file__).parents[1] / "workers" / "echo_worker.py"))
 WORKER = WorkerId("n1/7")
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +142,7 @@ async def test_nodes_and_users_are_let_in_each_to_their_part(
                     assert outcome.code == code, (who, method, outcome)
 
 
-def test_a_second_start_keeps_tokens_and_authorities_and_renews_certificates(
+def test_a_second_start_keeps_tokens_and_authorities_and_renews_old_certificates(
     tmp_path: Path,
 ) -> None:
     root = tmp_path / "secrets"
@@ -158,4 +159,9 @@ def test_a_second_start_keeps_tokens_and_authorities_and_renews_certificates(
     after = [(root / name).read_bytes() for name in kept]
     assert after[:3] == before[:3]
     assert after[3] != before[3]
+    assert (root / "coord" / "tls.crt").read_bytes() == served, "it holds for months"
+    month_ago = time.time() - 31 * 86_400
+    os.utime(root / "authority" / "elastic" / "coordinator" / "tls.crt", (month_ago, month_ago))
+    make_secrets(root)
     assert (root / "coord" / "tls.crt").read_bytes() != served
+    assert (root / "coord" / "ca.crt").read_bytes() == (root / "node" / "ca.crt").read_bytes()

@@ -112,6 +112,13 @@ def test_status_and_health_say_what_there_is(coordinator: Coordinator) -> None:
     assert (healthy.returncode, healthy.stdout) == (0, f"{coordinator.address} SERVING\n")
 
 
+def test_the_health_of_several_is_asked_of_all(coordinator: Coordinator) -> None:
+    both = f"127.0.0.1:9,{coordinator.address}"
+    done = elastic_coord("health", "--coord", both, "--timeout", "1")
+    assert (done.returncode, done.stdout) == (69, f"{coordinator.address} SERVING\n")
+    assert "no coordinator answers at 127.0.0.1:9" in done.stderr
+
+
 def test_asking_where_nobody_listens_says_so(guarded: Coordinator) -> None:
     for command in ("status", "health"):
         done = elastic_coord(command, "--coord", "127.0.0.1:9", "--timeout", "1")

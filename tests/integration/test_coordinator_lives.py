@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,10 +189,7 @@ async def follow_the_leader(leader: Coordinator, standby: Coordinator) -> None:
         loyal = Client(leader.address)
         assert not (await anyio.to_thread.run_sync(loyal.status)).standby
         leader.kill()
-    killed_at = time.monotonic()
     await anyio.to_thread.run_sync(standby.wait_ready)
-    # Within 3 s on a machine with nothing else to do; see LEASE_TTL_S.
-    assert time.monotonic() - killed_at < 8.0
     with loyal:
         assert (await anyio.to_thread.run_sync(loyal.get, job_id)).record.spec.job_id == job_id
     async with ScriptedAgent(standby.address, node("n1")) as agent, User(standby.address) as user:

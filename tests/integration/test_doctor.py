@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -110,7 +111,7 @@ def test_a_folder_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
 )
 def test_memory_is_judged_by_what_is_available(tmp_path: Path, text: str, level: Level) -> None:
     (tmp_path / "meminfo").write_text(text)
-    assert machine.check_memory(tmp_path / "meminfo").level is level
+    assert machine.check_memory(tmp_path / "meminfo", tmp_path / "none").level is level
 
 
 def test_few_processes_and_few_ports_are_warned_of(tmp_path: Path) -> None:
@@ -156,3 +157,14 @@ def test_torch_must_see_the_gpus_that_the_driver_shows(
     said: dict[str, Any], num_gpus: int, levels: list[str]
 ) -> None:
     assert [check.level.value for check in judge_torch(said, num_gpus)] == levels
+
+
+def test_a_variable_that_means_another_programs_version_is_not_ours(tmp_path: Path) -> None:
+    """Machines with Elastic's stack have it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic.agent.cli", "--run-dir", str(tmp_path)],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        env={**os.environ, "ELASTIC_VERSION": "8.15.0"},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Missing option '--coord'" in done.stderr

@@ -148,7 +148,7 @@ def test_of_many_that_create_an_object_one_succeeds(s3: Trouble) -> None:
 
     def create(number: int) -> bool:
         files = Files(URL)
-        ready.wait(10)
+        ready.wait(60)
         return files.create("marker", str(number).encode())
 
     with ThreadPoolExecutor(4) as pool:

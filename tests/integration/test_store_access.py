@@ -29,7 +29,7 @@ from tests.integration.locked import authority, certificate
 
 pytestmark = [pytest.mark.anyio, pytest.mark.etcd]
 
-WAIT_S = 15.0
+WAIT_S = 60.0
 Code = grpc.StatusCode
 ROOT = "team"
 Answer = TypeVar("Answer")

@@ -16,7 +16,7 @@ from tests.etcd_server import EtcdServer, find_etcd
 
 pytestmark = [pytest.mark.anyio, pytest.mark.etcd]
 
-WAIT_S = 45.0
+WAIT_S = 60.0
 QUOTA_BYTES = 8 * 1024 * 1024
 PIECE_BYTES = 512 * 1024
 

@@ -19,7 +19,7 @@ from tests.etcd_server import EtcdServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.etcd]
 
-WAIT_S = 45.0
+WAIT_S = 60.0
 PIECE_BYTES = 512 * 1024
 roots = (f"pages{number}" for number in itertools.count())
 

@@ -42,7 +42,7 @@ bounded = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 CLOCK = SystemClock()
 
 # ------------------------------------------------------------------------------- the store

@@ -55,6 +55,7 @@ class WorkerWorld(RuleBasedStateMachine):
         self.main: Any = None  # the order that the main thread carries out
         self.formed: list[int] = []
         self.cut: set[int] = set()
+        self.is_final = False
         self.aborted: set[int] = set()
         self.reports: list[WorkerReport] = []
         self.asked: set[tuple[int, int]] = set()
@@ -85,7 +86,9 @@ class WorkerWorld(RuleBasedStateMachine):
             self.aborted.add(effect.generation)
         elif isinstance(effect, we.InterruptTrain):
             assert self.trains_in(effect.generation)
-            assert effect.generation not in self.cut, "interrupted twice"
+            assert effect.generation not in self.cut or effect.final, "interrupted twice"
+            assert not self.is_final, "interrupted after the end"
+            self.is_final = effect.final
             self.cut.add(effect.generation)
         elif isinstance(effect, we.WishBoundary):
             assert self.trains_in(effect.generation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from elastic.core.machine import jobs, settle
+from elastic.core.machine import jobs, lateness, settle
 from elastic.core.policy import membership
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.membership import Act, Plan
@@ -15,7 +15,7 @@ from tests.simulation.planting import Patch, bug
 @bug
 def cuts_off_who_saves_longer_than_others(patch: Patch) -> None:
     """Where members save, they have as long as at any other boundary."""
-    patch.setattr(settle, "_is_saving", lambda cluster, job: False)
+    patch.setattr(lateness, "is_saving", lambda cluster, job: False)
 
 
 @bug

@@ -23,16 +23,27 @@ def bug(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
 
 
 RARE = {
+    "accuses_all_who_seem_to_stand": 39,
     "blames_others_for_its_own_slowness": 209,
-    "ends_who_forms_with_the_one_that_it_waits_for": 166,
+    "deals_addresses_to_workers_of_older_agents": 22,
+    "does_not_say_again_where_to_bring_what_was_lost": 14,
+    "ends_who_forms_with_the_one_that_it_waits_for": 190,
+    "frees_rows_once_one_node_has_newer_ones": 46,
+    "groups_workers_that_do_not_understand_each_other": 70,
     "leaves_alone_who_does_not_leave": 1500,
     "lets_drained_nodes_go_with_what_they_hold": 110,
     "obeys_leaders_that_were_replaced": 1352,
-    "says_nothing_again_after_a_reconnect": 534,
+    "replaces_all_members_and_saves_nothing": 59,
+    "says_nothing_again_after_a_reconnect": 749,
     "takes_a_job_down_before_the_others_can_go_too": 287,
-    "takes_the_neighbour_of_a_hung_worker_for_ill": 1529,
+    "takes_a_job_down_whose_checkpoint_did_not_come": 31,
+    "takes_rows_of_the_group_before_for_newer_ones": 86,
+    "takes_the_neighbour_of_a_hung_worker_for_ill": 1625,
     "tells_metrics_to_one_coordinator_only": 464,
-    "waits_for_ever_where_all_wait": 1090,
+    "tells_older_agents_of_doors_that_they_do_not_know": 22,
+    "waits_for_ever_where_all_wait": 1265,
+    "waits_without_end_for_a_checkpoint_that_does_not_come": 47,
+    "writes_without_comparing_the_leader": 192,
 }
 """Bugs that few seeds show, and the first one that does; others are looked for from 0 on."""
 

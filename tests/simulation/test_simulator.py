@@ -13,7 +13,7 @@ from elastic.errors import ElasticError
 from elastic.testing.simulator import Simulation, run_seed
 from tests.simulation import planted, planted_crowds, planted_leavers, planting
 
-SEEDS = 500
+SEEDS = 300
 SEEDS_PER_BUG = 300
 PLANTED_IN = (planted, planted_crowds, planted_leavers)
 """Modules that enter their bugs when they are imported."""

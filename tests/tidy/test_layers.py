@@ -72,9 +72,9 @@ STATED = {("elastic.store.etcd*", "elastic.wire.generated")}
 
 # What core may use of the standard library: no IO, clock, randomness, threads, loops, logging.
 PURE = {
-    "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools",
-    "hashlib", "heapq", "itertools", "json", "math", "operator", "re", "signal", "string", "struct",
-    "types", "typing", "zlib",
+    "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "errno", "fractions",
+    "functools", "hashlib", "heapq", "itertools", "json", "math", "operator", "re", "signal",
+    "string", "struct", "types", "typing", "zlib",
 }  # fmt: skip
 # hash() and id() differ between two runs of one seed; of signal, core needs numbers and names.
 IMPURE_CALLS = {

@@ -20,7 +20,7 @@ from elastic.store.local import LocalStore
 
 PREFIX = "test"
 TTL_S = 0.3
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Weak:

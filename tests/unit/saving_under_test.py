@@ -20,7 +20,7 @@ from elastic.worker.saving import Saver, Seat
 from elastic.worker.state import TrainState
 from elastic.worker.writing import Writer
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Coordinator:

@@ -45,7 +45,7 @@ def keeps(path: str) -> bool:
 
 
 async def wait_for_none() -> None:
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         while descriptors():  # noqa: ASYNC110
             await anyio.sleep(0.01)
 

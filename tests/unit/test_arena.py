@@ -11,6 +11,7 @@ import torch
 from elastic.core.policy.shares import Piece, cut
 from elastic.runtime import snapshot_memory
 from elastic.runtime.snapshot_memory import HEADER, Mark
+from elastic.worker import arena
 from elastic.worker.arena import Layout, Slot
 from elastic.worker.transfer import pack, places_print, read_skeleton, tensors_of
 
@@ -150,3 +151,19 @@ def test_more_memory_than_there_is_is_refused_at_once(monkeypatch: pytest.Monkey
     slot.reserve(1 << 18)
     with pytest.raises(OSError, match="1048576 are available on this node"):
         slot.reserve(1 << 21)
+
+
+def test_room_that_another_worker_made_since_we_looked_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it maps must not end under it: the kernel would kill it."""
+    ours = Slot()
+    theirs = Slot(f"/proc/{os.getpid()}/fd/{ours._fd}")
+
+    def looked(*_: object) -> None:
+        monkeypatch.undo()
+        theirs.reserve(1_000_000)
+
+    monkeypatch.setattr(arena, "check_room", looked)
+    ours.reserve(0)
+    assert os.fstat(ours._fd).st_size == HEADER + 1_000_000

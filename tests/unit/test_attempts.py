@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from elastic.client import attempts
 from elastic.client.attempts import Attempt, Plan, attempt, note_end
 from elastic.core.world import FIRST_AUTOMATIC, JobPhase
 from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
@@ -211,3 +214,67 @@ def test_any_storage_will_do() -> None:
         assert begun == Attempt()
     with attempt(Plan(run_path=path, name="r", job_id="j2")) as begun:
         assert "at its beginning" in begun.lines[0]
+
+
+def test_who_is_second_to_begin_a_run_harms_the_first_in_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both saw an empty place; one has claimed it since."""
+    first = Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1", trainer=b"first")
+    second = replace(first, job_id="j2", trainer=b"second")
+    with attempt(first):
+        record = read_run(Files(first.run_path))
+        monkeypatch.setattr(attempts, "read_run", lambda files: None)
+        with (
+            pytest.raises(NameTaken, match="begun by somebody else in this moment"),
+            attempt(second),
+        ):
+            pytest.fail("it is not ours")
+        monkeypatch.undo()
+    assert read_run(Files(first.run_path)) == record
+    assert (tmp_path / "r" / attempts.TRAINER_FILE).read_bytes() == b"first"
+
+
+def test_a_submission_that_fails_takes_back_nothing_of_a_later_attempt(tmp_path: Path) -> None:
+    first = Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")
+    files = Files(first.run_path)
+    with contextlib.suppress(KeyError), attempt(first):
+        later = read_run(files)
+        assert later is not None
+        write_run(files, replace(later, jobs=(*later.jobs, "j2")))
+        raise KeyError
+    found = read_run(files)
+    assert found is not None
+    assert found.jobs == ("j1", "j2")
+
+
+def test_a_run_that_goes_on_is_not_taken_from_who_took_it_while_we_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")
+    files = Files(first.run_path)
+    with attempt(first):
+        pass
+    begun = read_run(files)
+    assert begun is not None
+    write_run(files, begun.ended(RunPhase.FAILED, 1, "no"))
+
+    def looked(*_: object) -> attempts.Attempt:
+        write_run(files, replace(begun, jobs=("j1", "j2")))
+        return attempts.Attempt()
+
+    monkeypatch.setattr(attempts, "_resumed", looked)
+    with pytest.raises(NameTaken, match="in this moment"), attempt(replace(first, job_id="j3")):
+        pytest.fail("it is not ours")
+    found = read_run(files)
+    assert found is not None
+    assert found.jobs == ("j1", "j2")
+
+
+def test_a_name_that_nobody_chose_is_that_of_a_new_run(tmp_path: Path) -> None:
+    first = Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1", may_resume=False)
+    with attempt(first):
+        pass
+    second = replace(first, job_id="j2")
+    with pytest.raises(NameTaken, match="another run's directory"), attempt(second):
+        pytest.fail("it is not ours")

@@ -123,6 +123,12 @@ def test_the_run_directory_is_storage_path_and_name(storage: str, path: str) -> 
     assert run_path_of(storage, "x") == path
 
 
+@pytest.mark.parametrize("storage", ["s3:/bucket/runs", str(Path("gs://bucket/runs"))])
+def test_an_url_that_lost_a_slash_is_not_taken_for_a_folder(storage: str) -> None:
+    with pytest.raises(UsageError, match=r"expected (s3|gs)://\.\.\., as a str"):
+        run_path_of(storage, "x")
+
+
 # --------------------------------------------------------------------------------- the command line
 
 

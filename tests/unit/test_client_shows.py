@@ -220,7 +220,7 @@ def test_reports_come_at_most_once_a_second_and_the_last_one_always(
 
 
 def wait_drawn(terminal: Terminal, text: str) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while text not in terminal.getvalue():
         assert time.monotonic() < until, terminal.getvalue()
         time.sleep(0.01)

@@ -130,6 +130,7 @@ SECONDS = (
 )  # fmt: skip
 COUNTS = (
     "crash_loop_limit", "node_faults_max", "jobs_max", "jobs_per_submitter_max", "ended_jobs_kept",
+    "tell_first_min",
 )  # fmt: skip
 ABOVE_ZERO = ("probe_timeout_s", "preemption_retry_s")
 NO_DURATIONS = (-0.001, -1, math.nan, math.inf)

@@ -46,7 +46,7 @@ from elastic.store.memory import memory_store
 from tests.unit.journal_under_test import Weak, holder, record
 
 pytestmark = pytest.mark.anyio
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 NS_PER_S = 1_000_000_000
 
 Script = Callable[[CoordinatorEvent], tuple[CoordinatorEffect, ...]]

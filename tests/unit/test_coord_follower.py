@@ -23,7 +23,7 @@ from tests.unit.test_coord_journal import PREFIX
 from tests.unit.test_coord_office import StoppedClock
 
 pytestmark = pytest.mark.anyio
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 READERS = 6
 
 

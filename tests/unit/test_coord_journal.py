@@ -320,7 +320,7 @@ async def test_a_coordinator_takes_the_key_of_its_own_earlier_term_at_once() -> 
 async def test_a_claim_whose_answer_was_lost_counts() -> None:
     weak = Weak(memory_store())
     weak.fail_after = 1
-    leader = Leadership(weak, PREFIX, holder("a"), SystemClock(), shared=True, ttl_s=TTL_S)  # type: ignore[arg-type]
-    with anyio.fail_after(2.0):
+    leader = Leadership(weak, PREFIX, holder("a"), SystemClock(), shared=True, ttl_s=300.0)  # type: ignore[arg-type]
+    with anyio.fail_after(DEADLINE_S):
         await leader.acquire(lambda _: None)
     await Journal(weak, PREFIX, leader).write([record()])  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from elastic.coord.server_limits import Door, Limits
 from elastic.errors import Busy
 from elastic.runtime.clock import SystemClock
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 CODE = """
 import logging, resource

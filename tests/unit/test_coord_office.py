@@ -19,7 +19,7 @@ from tests.unit.journal_under_test import PREFIX, checkpoints, record
 from tests.unit.journal_under_test import office as journal_in_office
 
 pytestmark = pytest.mark.anyio
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 LEADER = Holder("b/2", "10.0.0.2:7070", 2, "life", term=7)
 
 

@@ -32,7 +32,6 @@ from elastic.core.world import (
     JobId,
     JobPhase,
     NodePhase,
-    WorkerPhase,
 )
 from elastic.errors import InvariantViolation
 from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running, spec
@@ -332,35 +331,6 @@ def test_a_group_that_broke_without_a_loss_is_formed_anew_from_the_same_members(
     coordinator.advance(CONFIG.broken_grace_s)
     assert coordinator.members("a") == "g2: n1/1 n2/1 n3/1"
     assert coordinator.noted("group_formed")[-1]["cause"] == "broken"
-
-
-def test_who_comes_out_of_forming_late_with_all_the_others_is_not_killed() -> None:
-    """The link between two members was cut, and healed: nobody hangs, and one is out first."""
-    coordinator = running()
-    coordinator.exits("n3/1")
-    for worker in ("n1/1", "n2/1"):
-        coordinator.update(worker, WorkerPhase.FORMING)
-    coordinator.advance(CONFIG.form_timeout_s - 0.001)
-    coordinator.training("n1/1")
-    coordinator.advance(CONFIG.form_timeout_s - 1)
-    assert not coordinator.sent(StopWorker)
-    coordinator.advance(1)
-    (stop,) = coordinator.sent(StopWorker)
-    assert stop.worker_id == "n2/1", "but who never is"
-
-
-def test_a_member_that_never_comes_to_train_is_killed_and_replaced() -> None:
-    coordinator = running()
-    coordinator.exits("n3/1")
-    coordinator.training("n1/1")
-    coordinator.advance(CONFIG.form_timeout_s)
-    (stop,) = coordinator.sent(StopWorker)
-    assert (stop.worker_id, stop.grace_ns) == ("n2/1", 0)
-    assert stop.reason == "did not join generation 2 within 20 s"
-    assert coordinator.members("a") == "g3: n1/1"
-    coordinator.exits("n2/1", STOPPED)
-    gone = coordinator.noted("worker_gone")[-1]["cause"]
-    assert gone == "killed because it hung (did not join generation 2 within 20 s)"
 
 
 def test_below_min_members_keep_their_state_and_resume_with_a_replacement() -> None:

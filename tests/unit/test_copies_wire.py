@@ -30,7 +30,7 @@ from elastic.runtime.snapshot_memory import HEADER, MARK, MARKS_MAX, SENT_AT, Ma
 
 JOB = JobId("j1")
 KEY = "a secret of this job"
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 BODY = os.urandom(3 << 20)
 
 

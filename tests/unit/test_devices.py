@@ -20,6 +20,7 @@ from elastic.agent.devices import (
     parse_workers,
     read_nvml,
     type_of,
+    worker_env,
 )
 from elastic.core.config import KNOWN_ACCELERATORS
 from elastic.errors import ConfigError
@@ -145,18 +146,28 @@ def test_memory_is_what_the_container_may_use(
 
 
 @pytest.mark.parametrize(
-    ("limit", "used"),
+    ("limit", "used", "account", "dropped"),
     [
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
     ],
 )
-def test_what_is_left_of_a_containers_memory(tmp_path: Path, limit: str, used: str) -> None:
+def test_what_is_left_of_a_containers_memory(
+    tmp_path: Path, limit: str, used: str, account: str, dropped: str
+) -> None:
     assert cgroup.memory_left(tmp_path) is None
     (tmp_path / limit).parent.mkdir(exist_ok=True)
     (tmp_path / limit).write_text("1000\n")
     (tmp_path / used).write_text("300\n")
     assert cgroup.memory_left(tmp_path) == 700
+    (tmp_path / account).write_text(f"anon 90\n{dropped} 150\n{dropped.replace('in', '')} 50\n")
+    assert cgroup.memory_left(tmp_path) == 900, "files that were read make room"
+    (tmp_path / account).unlink()
     (tmp_path / used).write_text("1300\n")
     assert cgroup.memory_left(tmp_path) == 0
 
@@ -208,3 +219,57 @@ def test_workers_are_counted_by_gpus_or_given() -> None:
 def test_a_number_of_workers_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected auto, or a number of at least 1"):
         parse_workers(text, NONE)
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "50000 100000\n"}, 0.5),
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1.0),
+    ],
+)
+def test_a_containers_share_of_processors_is_what_it_has(
+    tmp_path: Path, files: dict[str, str], limit: float | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cgroup.cpu_limit(tmp_path) == limit
+    env = worker_env({}, Devices(()), 1, tmp_path)
+    assert env == ({} if limit is None else {"OMP_NUM_THREADS": "1"})
+    assert num_processors(tmp_path) == (num_processors(tmp_path / "absent") if not env else 1)
+
+
+def test_what_a_user_set_for_workers_stays(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    assert worker_env({"OMP_NUM_THREADS": "7"}, Devices(()), 1, tmp_path)["OMP_NUM_THREADS"] == "7"
+    assert worker_env({}, Devices(()), 2, tmp_path)["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_tightest_of_the_groups_that_a_process_is_in_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A SLURM step or a systemd unit has its limit far below the root."""
+    member = tmp_path / "self"
+    monkeypatch.setattr(cgroup, "MEMBERSHIP", member)
+    member.write_text("0::/system.slice/job_7/step_0\n")
+    step = tmp_path / "system.slice" / "job_7" / "step_0"
+    step.mkdir(parents=True)
+    (step / "memory.max").write_text("max\n")
+    (step.parent / "memory.max").write_text("1000\n")
+    (step.parent / "memory.current").write_text("400\n")
+    (step.parents[1] / "memory.max").write_text("5000\n")
+    (step.parents[1] / "memory.current").write_text("4900\n")
+    (step / "cpu.max").write_text("150000 100000\n")
+    assert cgroup.memory_limit(tmp_path) == 1000
+    assert cgroup.memory_left(tmp_path) == 100, "others use up what is above"
+    assert cgroup.cpu_limit(tmp_path) == 1.5
+    member.write_text("5:cpu,cpuacct:/gone\n4:memory:/slurm/job_7\n")
+    (tmp_path / "memory" / "slurm" / "job_7").mkdir(parents=True)
+    (tmp_path / "memory" / "slurm" / "job_7" / "memory.limit_in_bytes").write_text("70\n")
+    assert cgroup.memory_limit(tmp_path) == 70
+    assert cgroup.cpu_limit(tmp_path) is None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
 from elastic.core.events.shared import Note
+from elastic.runtime import eventlog
 from elastic.runtime.eventlog import (
     EventLog,
     EventLogLimits,
@@ -133,6 +135,37 @@ def records_of_one(folder: Path) -> dict[str, object]:
     log.write(NOTE)
     log.close()
     return records(folder / "probe")[0]
+
+
+def test_who_may_append_but_not_rename_goes_on_appending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(eventlog, "shift_files", denied)
+    path = tmp_path / "events.jsonl"
+    path.write_text("{}\n" * 100)
+    log = event_log(path, file_bytes_max=200)
+    for number in range(20):
+        log.write(Note(f"event{number}"))
+    log.close()
+    assert len(path.read_text().splitlines()) == 120
+    assert log.dropped == 0
+    assert caplog.text.count("event_log_unrotated") == 1
+
+
+def test_what_is_no_file_is_not_renamed(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    log = event_log(path, file_bytes_max=200)
+    for number in range(20):
+        log.write(Note(f"event{number}"))
+    log.close()
+    assert os.read(reading, 1 << 16).count(b"\n") == 20
+    os.close(reading)
+    assert [file.name for file in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_shifting_keeps_the_given_number_of_old_files(tmp_path: Path) -> None:

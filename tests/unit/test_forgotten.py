@@ -21,7 +21,7 @@ from elastic.worker.gloo_threads import (
     wait_for_peers,
 )
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @dataclass
@@ -166,7 +166,7 @@ def test_a_thread_of_gloos_that_waits_for_a_peer_is_told_from_an_idle_one() -> N
         with waiting_thread(PATIENCE_S) as busy:
             wait_until(lambda: wait_for_peers({busy, idle}))
             assert not sleeps_for_ever(busy)
-    assert idle not in numbers_of_gloo()
+    wait_until(lambda: idle not in numbers_of_gloo())  # The kernel's thread outlives Python's.
 
 
 def test_threads_are_quiet_that_sleep_on() -> None:

@@ -18,7 +18,7 @@ from elastic.errors import UsageError
 from elastic.worker import interrupt
 from elastic.worker.interrupt import GroupChanged, Interrupter
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

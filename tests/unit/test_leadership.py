@@ -19,7 +19,7 @@ from tests.unit.test_coord_journal import PREFIX, Weak, holder, record
 from tests.unit.test_coord_office import StoppedClock
 
 pytestmark = pytest.mark.anyio
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Guarded(Weak):

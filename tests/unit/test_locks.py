@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import shutil
 from dataclasses import replace
@@ -13,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from elastic.client.endpoints import Endpoints, with_reason
 from elastic.coord.certs import Wanted, init_authority, issue
-from elastic.coord.cli import main
+from elastic.coord.cli import exit_code, main
 from elastic.coord.roles import Role
 from elastic.coord.serve import ServeOptions
 from elastic.coord.server_limits import Door, Limits
@@ -23,6 +24,7 @@ from elastic.runtime.access import PEM_BYTES_MAX, Access, TlsFiles
 from elastic.runtime.certificates import RevokedList, Shown, read_shown
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import call_metadata
+from elastic.runtime.tether import check_tether
 
 NOW = datetime.datetime.now(datetime.timezone.utc)
 BLANK = Token(token_id="", name="", role=Role.READ, digest="", created_ns=1)
@@ -149,6 +151,47 @@ def test_a_ready_file_that_could_never_be_written_is_refused_at_the_start(tmp_pa
         ServeOptions(
             listen=("127.0.0.1", 0), store="memory:", ready_file=tmp_path / "none" / "ready"
         )
+
+
+@pytest.mark.parametrize("name", ["audit_log", "event_log"])
+def test_a_log_that_could_never_be_written_is_refused_at_the_start(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    given = {name: tmp_path / "file" / "log"}
+    options = ServeOptions(listen=("127.0.0.1", 0), store="memory:", **given)
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} .*file/log cannot be"):
+        options.check_logs()
+    given = {name: tmp_path / "new" / "log"}
+    ServeOptions(listen=("127.0.0.1", 0), store="memory:", **given).check_logs()
+    assert (tmp_path / "new" / "log").read_bytes() == b""
+
+
+def test_a_pipe_is_taken_for_a_log_without_being_opened(tmp_path: Path) -> None:
+    """To open it would wait for its reader, and to close it again would end the reader."""
+    os.mkfifo(tmp_path / "pipe")
+    ServeOptions(listen=("127.0.0.1", 0), store="memory:", event_log=tmp_path / "pipe").check_logs()
+
+
+def test_a_log_that_cannot_be_made_now_may_be_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    options = ServeOptions(listen=("127.0.0.1", 0), store="memory:", audit_log=tmp_path / "log")
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(ConfigError, match="No space") as wrong:
+        options.check_logs()
+    assert exit_code(wrong.value) == 69
+    assert exit_code(ConfigError("no such folder")) == 78
+
+
+def test_a_tether_that_nobody_holds_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--tether-fd 999"):
+        ServeOptions(listen=("127.0.0.1", 0), store="memory:", tether_fd=999)
+    with (tmp_path / "file").open("w") as file, pytest.raises(ConfigError, match="--tether-fd"):
+        check_tether(file.fileno())
 
 
 def test_an_address_that_means_every_host_is_not_told_to_others() -> None:

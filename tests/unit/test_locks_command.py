@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from cryptography import x509
 
 from elastic.coord.cli import main
 from elastic.coord.follows import Merged, Waiting
@@ -49,6 +50,18 @@ def test_a_certificate_that_cannot_be_made_is_refused_with_what_to_do(
     done = run("certs", *(arg.format(pki) for arg in args))
     assert done.exit_code == 78
     assert says in done.stderr
+
+
+def test_a_coordinators_certificate_issued_again_is_for_its_own_machine_too(pki: Path) -> None:
+    done = run(
+        *("certs", "issue", pki / "a", "--name", "coordinator", "--role", "all"),
+        *("--host", "coord.example"),
+    )
+    assert done.exit_code == 0, done.stderr
+    cert = x509.load_pem_x509_certificate((pki / "a" / "coordinator" / "tls.crt").read_bytes())
+    names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["coord.example", "localhost"]
+    assert len(names.get_values_for_type(x509.IPAddress)) == 2, "health checks ask 127.0.0.1"
 
 
 def test_keys_are_for_their_owner_only_and_never_printed(pki: Path) -> None:

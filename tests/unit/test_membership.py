@@ -13,7 +13,7 @@ import pytest
 
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.policy.decision import Decision
-from elastic.core.policy.membership import Act, Candidate, Current, Plan, decide
+from elastic.core.policy.membership import UNASKED_S, Act, Candidate, Current, Plan, decide
 from elastic.core.world import JobId, NodeId, WorkerId, WorkerPhase
 from tests.strategies import SCRIPT
 
@@ -323,8 +323,16 @@ def test_a_leaver_has_time_until_its_deadline_and_is_cut_off_then() -> None:
     ],
 )
 def test_a_leavers_deadline_is_kept_whatever_else_is_waited_for(workers: str, reason: str) -> None:
-    decision = ask(workers, "a1 b1 c1")
+    decision = ask(workers, "a1 b1 c1", asked="ready" in workers)
     assert (decision.reason, decision.wake_ns) == (reason, ns(120))
+
+
+def test_members_that_left_unasked_wait_for_the_others_for_a_moment_only() -> None:
+    """Their coordinator told them, and was replaced before it said what came then."""
+    left = "a1:ready/1@99 b1:train/1 c1:ready/1@99"
+    assert ask(left, "a1 b1 c1").wake_ns == ns(99 + UNASKED_S)
+    assert answer(ask(left, "a1 b1 c1", now_ns=ns(101))) == "form join: a1 b1 c1"
+    assert answer(ask(left, "a1 b1 c1", now_ns=ns(101), asked=True)) == "keep"
 
 
 def test_a_leavers_deadline_comes_before_the_cause_of_a_broken_group_is_known() -> None:

@@ -181,7 +181,10 @@ def test_a_disk_is_full_below_its_limit_and_well_again_only_above_twice_that(
 ) -> None:
     free = [10 * DISK_BYTES_MIN]
     watch = HealthWatch(
-        [tmp_path / "not" / "there"], free_bytes=lambda path: free[0], meminfo=tmp_path / "none"
+        [tmp_path / "not" / "there"],
+        free_bytes=lambda path: free[0],
+        meminfo=tmp_path / "none",
+        cgroups=tmp_path / "none",
     )
     seen = []
     for amount in (10, 0.9, 1.5, 1.9, 2.1, 1.5):
@@ -193,17 +196,30 @@ def test_a_disk_is_full_below_its_limit_and_well_again_only_above_twice_that(
 def test_memory_that_is_almost_gone_is_a_problem(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 1000000 kB\nMemAvailable: 100000 kB\n")
-    watch = HealthWatch([], meminfo=meminfo)
+    watch = HealthWatch([], meminfo=meminfo, cgroups=tmp_path / "none")
     assert watch.look() == ("almost no memory is free",)
     meminfo.write_text("MemTotal: 1000000 kB\nMemAvailable: 900000 kB\n")
     assert watch.look() == ()
+
+
+def test_a_container_at_its_limit_has_no_memory_left_however_much_its_machine_has(
+    tmp_path: Path,
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 64000000 kB\nMemAvailable: 60000000 kB\n")
+    (tmp_path / "memory.max").write_text("8000000000\n")
+    (tmp_path / "memory.current").write_text("7900000000\n")
+    watch = HealthWatch([], meminfo=meminfo, cgroups=tmp_path)
+    assert watch.look() == ("almost no memory is free",)
+    (tmp_path / "memory.stat").write_text("inactive_file 5000000000\n")
+    assert watch.look() == (), "most of it are files that were read"
 
 
 def test_a_disk_that_cannot_be_asked_is_a_problem(tmp_path: Path) -> None:
     def fails(path: Path) -> int:
         raise OSError(5, "Input/output error")
 
-    watch = HealthWatch([tmp_path], free_bytes=fails, meminfo=tmp_path / "none")
+    watch = HealthWatch([tmp_path], free_bytes=fails, meminfo=tmp_path / "none", cgroups=tmp_path)
     assert watch.look() == (f"the disk of {tmp_path} cannot be read (Input/output error)",)
 
 

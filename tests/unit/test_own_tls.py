@@ -35,7 +35,7 @@ from tests.unit.test_peer_tls import NOW
 JOB, KEY = JobId("j1"), "a secret of this job"
 BODY = os.urandom(3 << 20)
 MARK = Mark(1, 1, 10, 1, len(BODY) - 100, 7, 100, 9)
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 OURS = OwnCertificate()
 LOCK = Pinned(OURS.fingerprint)
 

@@ -51,7 +51,7 @@ LAST_WORDS = WorkerUpdate(
         failure=Failure("ValueError", "bad", "Traceback\n" * 3000),
     )
 )
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

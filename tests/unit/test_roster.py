@@ -17,7 +17,7 @@ from elastic.runtime.rpc import ADDRESSES_MAX, plain_addresses
 from elastic.store.interface import ChangeKind, Entry
 from elastic.store.memory import memory_store
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 A, B = "10.0.0.1:7070", "10.0.0.2:7070"
 
 

@@ -18,7 +18,7 @@ from elastic.testing.faulty_storage import Faults
 from elastic.worker import shared_storage
 from elastic.worker.shared_storage import SharedStorage
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 NEVER: Callable[[], bool] = lambda: False  # noqa: E731
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from elastic.core.config import AgentConfig
+from elastic.core.events.agent import SendCoordinator
 from elastic.core.messages import Announce, LeaveGroup, Progress, Pulse, WorkerUpdate
 from elastic.core.policy.spreading import (
     WAITING_NS,
@@ -23,6 +24,12 @@ def in_group_of(size: int, *, rank: int = 7, config: AgentConfig | None = None) 
     agent.process(1, said_by(W1, WorkerPhase.READY))
     agent.hear(Announce(Assignment(JOB, W1, 3, rank, size, 0, 1, rank, size, "h:1")))
     return agent
+
+
+def updates_within(agent: Agent, seconds: float) -> list[WorkerUpdate]:
+    """Let time pass, and return what the coordinator hears of the worker meanwhile."""
+    messages = [e.message for e in agent.pass_time(seconds) if isinstance(e, SendCoordinator)]
+    return [message for message in messages if isinstance(message, WorkerUpdate)]
 
 
 def test_small_groups_answer_at_once() -> None:
@@ -57,7 +64,7 @@ def test_a_member_of_a_large_group_says_once_that_it_trains_when_its_turn_comes(
     agent.at_deadline()
     assert agent.now_ns - began_ns == 1000 * MEMBER_NS + 7 * MEMBER_NS
     assert [update.report.phase for update in agent.sent(WorkerUpdate)] == [WorkerPhase.TRAINING]
-    assert not [m for m in agent.pass_time(5.0) if isinstance(m, WorkerUpdate)]
+    assert not updates_within(agent, 5.0)
 
 
 def test_what_breaks_or_leaves_is_said_at_once() -> None:
@@ -115,3 +122,42 @@ def test_rank_0_of_a_large_group_tells_how_far_it_is_as_often_as_it_says_it() ->
 def test_in_a_large_group_waiting_is_worth_a_word_later() -> None:
     assert waiting_is_long_after_ns(16) == WAITING_NS
     assert waiting_is_long_after_ns(10_000) == 2 * S
+
+
+def leaving(*, follows: bool) -> LeaveGroup:
+    return LeaveGroup(W1, 3, at_boundary=False, reason="lost n9/1", follows=follows)
+
+
+def test_who_leaves_because_another_group_follows_need_not_say_that_it_is_out() -> None:
+    agent = in_group_of(1000)
+    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 3))
+    agent.hear(leaving(follows=True))
+    agent.process(1, said_by(W1, WorkerPhase.READY, 3))
+    agent.hear(Announce(Assignment(JOB, W1, 4, 6, 999, 0, 1, 6, 999, "h:1")))
+    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 4))
+    said = [(m.report.phase, m.report.generation) for m in updates_within(agent, 5.0)]
+    assert said == [(WorkerPhase.TRAINING, 4)]
+
+
+def test_it_is_said_in_its_turn_when_none_follows_after_all_and_at_once_when_told_so() -> None:
+    agent = in_group_of(1000)
+    agent.hear(leaving(follows=True))
+    agent.process(1, said_by(W1, WorkerPhase.READY, 3))
+    assert not agent.sent(WorkerUpdate)
+    agent.hear(leaving(follows=False))
+    assert [update.report.phase for update in agent.sent(WorkerUpdate)] == [WorkerPhase.READY]
+
+    agent = in_group_of(1000)
+    agent.hear(leaving(follows=True))
+    agent.process(1, said_by(W1, WorkerPhase.READY, 3))
+    began_ns = agent.now_ns
+    agent.at_deadline()
+    assert agent.now_ns - began_ns == 2 * (1000 + 7) * MEMBER_NS
+    assert [update.report.phase for update in agent.sent(WorkerUpdate)] == [WorkerPhase.READY]
+
+
+def test_what_goes_wrong_on_the_way_out_is_said_at_once() -> None:
+    agent = in_group_of(1000)
+    agent.hear(leaving(follows=True))
+    agent.process(1, said_by(W1, WorkerPhase.BROKEN, 3))
+    assert [update.report.phase for update in agent.sent(WorkerUpdate)] == [WorkerPhase.BROKEN]

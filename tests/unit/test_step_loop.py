@@ -308,6 +308,12 @@ def test_a_global_batch_that_is_no_multiple_is_refused(size: int) -> None:
         prepare_data_loader(DataLoader(data(), batch_size=2), global_batch_size=size)
 
 
+@pytest.mark.parametrize("size", ["16", 8.0, True])
+def test_a_global_batch_that_is_no_number_of_samples_is_refused(size: Any) -> None:
+    with pytest.raises(UsageError, match=rf"global_batch_size={size!r}\): expected an int"):
+        prepare_data_loader(DataLoader(data(), batch_size=2), global_batch_size=size)
+
+
 def test_a_global_batch_without_a_batch_size_or_for_too_many_workers_is_refused() -> None:
     with pytest.raises(UsageError, match="the loader has no batch_size"):
         prepare_data_loader(DataLoader(data(), batch_size=None), global_batch_size=8)

@@ -6,7 +6,7 @@ import threading
 
 from elastic.worker.life import Undertaker
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Stubborn:

@@ -15,7 +15,7 @@ from elastic.worker.exchange import Answer
 from elastic.worker.local import LocalRun, _retention
 from elastic.worker.validating import ValidationPlan, Validator
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Line:

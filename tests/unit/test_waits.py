@@ -15,7 +15,7 @@ import torch.distributed as dist
 from elastic.worker import c10d
 from elastic.worker.waits import MESSAGES, Waits
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @dataclass

@@ -15,7 +15,7 @@ from elastic.storage.marker import StoredFile
 from elastic.worker.agreement import Agreement, Outcome, Part, Tally, Vote
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def members(world_size: int) -> list[Agreement]:

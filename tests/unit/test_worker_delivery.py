@@ -25,7 +25,7 @@ from elastic.worker.interrupt import GroupChanged
 from elastic.worker.reporting import Place, Reporter
 from tests.unit.test_worker_reporting import Coordinator, committed, directory
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 ASYNC, NO_UPLOAD = CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 
 

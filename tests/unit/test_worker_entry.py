@@ -42,6 +42,11 @@ def test_a_function_gets_a_config_of_its_own_each_time() -> None:
     assert [prepare().run(), prepare().run()] == [2, 2]
 
 
+def test_a_function_does_not_see_our_own_flags() -> None:
+    sys.argv = ["worker", "--protocol", "1"]
+    assert entry.load(function_entry(lambda: len(sys.argv)))().run() == 1
+
+
 def test_config_and_options_are_known_before_the_call() -> None:
     call = entry.load(function_entry(lambda: None, {"lr": 1}, epochs=3))()
     assert (call.config, call.options) == ({"lr": 1}, {"epochs": 3})

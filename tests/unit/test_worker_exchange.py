@@ -87,7 +87,7 @@ def test_a_report_is_answered_by_its_generation_and_index() -> None:
     assert not answer.wait(0.01)
     teller = threading.Thread(target=exchange.resolve, args=(ResolveReport(2, 7, False, "old"),))
     teller.start()
-    assert answer.wait(20.0)
+    assert answer.wait(60.0)
     teller.join()
     assert (answer.accepted, answer.reason) == (False, "old")
 

@@ -26,7 +26,7 @@ from elastic.worker.exchange import Answer
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.reporting import Place, Reporter
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @dataclass

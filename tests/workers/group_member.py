@@ -48,6 +48,7 @@ class Member:
         self.subgroup: Any = None
         self.steps: Steps | None = None
         self.trains_in = 0
+        self.computes = False
 
     # ------------------------------------------------------------------------- control thread
 
@@ -66,6 +67,9 @@ class Member:
 
     def trains(self, generation: int) -> bool:
         return self.trains_in == generation
+
+    def stop_computing(self) -> None:
+        self.computes = False
 
     def interrupt(self, generation: int) -> None:
         self.interrupter.interrupt(generation, "told to")
@@ -157,11 +161,14 @@ class Member:
         assert self.steps is not None, "no run has begun"
         return self.steps
 
-    def compute(self, seconds: float) -> None:
-        """Hold the interpreter, as busy Python code does."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    def compute(self) -> None:
+        """Hold the interpreter, as busy Python code does, until told to stop."""
+        self.computes = True
+        while self.computes:
             pass
+
+    def is_computing(self) -> bool:
+        return self.computes
 
     def train_until_changed(self, generation: int, how: str = "", size: int = 0) -> str:
         """Wait in a collective inside `run`, the way a worker does."""
@@ -254,7 +261,10 @@ class Member:
         }
 
 
-AT_ONCE = ("abort", "hung_up", "interrupt", "is_forming", "received", "trains")
+AT_ONCE = (
+    "abort", "hung_up", "interrupt", "is_computing", "is_forming", "received", "stop_computing",
+    "trains",
+)  # fmt: skip
 
 
 def answer(member: Member, order: dict[str, Any]) -> None:

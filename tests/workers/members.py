@@ -150,8 +150,9 @@ class Crew:
         member.kill()
 
     def end(self) -> None:
-        for member in self._members:
-            member.kill()
+        """End all; the crew may take others later."""
+        while self._members:
+            self._members.pop().kill()
 
 
 def all_ask(members: list[MemberProcess], order: str, **arguments: Any) -> list[Any]:

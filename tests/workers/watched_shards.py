@@ -27,7 +27,7 @@ WIDTH = 16
 LOOK_S = 0.1
 LOOKS = 5
 """So many in a row that show the same settle what is seen; at the deadline the last one does."""
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Late(torch.autograd.Function):

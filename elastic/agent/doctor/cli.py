@@ -40,6 +40,9 @@ COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 @click.option(
     "--tls-dir", default="", metavar="PATH", help="Folder with ca.crt, tls.crt and tls.key."
 )
+@click.option("--tls-cert", default="", metavar="PATH", help="Instead of DIR/tls.crt.")
+@click.option("--tls-key", default="", metavar="PATH", help="Instead of DIR/tls.key.")
+@click.option("--tls-ca", default="", metavar="PATH", help="Instead of DIR/ca.crt.")
 @click.option("--run-dir", default="", metavar="PATH", help="Private directory of the agent.")
 @click.option("--log-dir", default="", metavar="PATH", help="Output of workers.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
@@ -62,7 +65,7 @@ def doctor(context: click.Context, /, output: str, **own: str) -> None:
         raise click.UsageError(str(error)) from error
     checks = look(folders, flags["host"], endpoints)
     for endpoint in endpoints:
-        single = {name: str(agents.get(f"tls_{name}") or "") for name in ("cert", "key", "ca")}
+        single = {name: flags[f"tls_{name}"] for name in ("cert", "key", "ca")}
         step = partial(ask, endpoint, flags["token_file"], flags["tls_dir"], single)
         checks += guarded(f"coordinator {endpoint}", step)
     if output == "json":

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from elastic import __version__
 from elastic.agent.doctor.check import Check, fail, ok, warn
-from elastic.agent.health import MIB, read_meminfo
+from elastic.agent.health import MIB, memory_available, read_meminfo
+from elastic.runtime import cgroup
 
 GIB = 1024 * MIB
 PYTHON_MIN = (3, 10)
@@ -49,10 +50,11 @@ def check_shm(path: Path = Path("/dev/shm")) -> Check:
     return ok("shared memory", found)
 
 
-def check_memory(meminfo: Path = Path("/proc/meminfo")) -> Check:
-    """Look at what memory is free."""
-    amounts = read_meminfo(meminfo)
-    available, total = amounts.get("MemAvailable"), amounts.get("MemTotal")
+def check_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = cgroup.ROOT) -> Check:
+    """Look at what memory is free, of the machine or of the container."""
+    totals = (read_meminfo(meminfo).get("MemTotal"), cgroup.memory_limit(cgroups))
+    available = memory_available(meminfo, cgroups)
+    total = min((amount for amount in totals if amount is not None), default=None)
     if available is None or total is None:
         return warn("memory", f"{meminfo} does not say", "look at it by other means")
     found = f"{gib(available)} of {gib(total)} available"

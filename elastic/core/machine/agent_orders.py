@@ -147,6 +147,10 @@ def _forward(
         return
     if isinstance(message, Announce):
         books.spreading.announced(message.assignment, books.now_ns)
+    elif isinstance(message, LeaveGroup) and not message.at_boundary:
+        books.spreading.told_to_leave(message, books.now_ns)
+        if not message.follows and books.workers.is_changed(worker):
+            books.workers.tell(worker)  # Nothing comes that would be told instead.
     process = books.processes.get(worker.process_id)
     if process is not None:
         worker.wanted_in = max(worker.wanted_in, _wanted_in(message))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.core.config import AgentConfig, ns
-from elastic.core.messages import Progress
+from elastic.core.messages import LeaveGroup, Progress
 from elastic.core.policy.spreading import answer_after_ns, telemetry_every_ns
 from elastic.core.world import Assignment, Generation, WorkerId, WorkerPhase, WorkerReport
 
@@ -18,15 +18,19 @@ class Turn:
     """When one member of a large group speaks.
 
     Attributes:
+        after_ns: between what it is told and its turn to answer.
         answer_at_ns: that it forms or trains.
+        out_at_ns: that it is out of its group, when the next one is being worked out.
         progress_at_ns, every_ns: how far it is, next and from then on.
         progress: what waits for that.
     """
 
     generation: Generation
+    after_ns: int
     answer_at_ns: int
     progress_at_ns: int
     every_ns: int
+    out_at_ns: int = 0
     progress: Progress | None = None
 
 
@@ -48,7 +52,16 @@ class Spreading:
         if after_ns:
             every_ns = telemetry_every_ns(place.rank, place.world_size, self._member_ns)
             at_ns = now_ns + after_ns
-            self._turns[place.worker_id] = Turn(place.generation, at_ns, at_ns, every_ns)
+            self._turns[place.worker_id] = Turn(place.generation, after_ns, at_ns, at_ns, every_ns)
+
+    def told_to_leave(self, order: LeaveGroup, now_ns: int) -> None:
+        """A worker is told to leave its group at once, maybe because another one follows.
+
+        With twice the time: what it says of that one replaces this.
+        """
+        turn = self._turns.get(order.worker_id)
+        if turn is not None and order.generation == turn.generation:
+            turn.out_at_ns = now_ns + 2 * turn.after_ns if order.follows else 0
 
     def forget(self, worker_id: WorkerId) -> None:
         """A worker is no more."""
@@ -57,11 +70,12 @@ class Spreading:
     def answer_at_ns(self, said: WorkerReport) -> int:
         """Return until when a worker's report may wait, 0 if it may not."""
         turn = self._turns.get(said.worker_id)
-        is_answer = said.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)
-        is_fine = is_answer and said.failure is None
-        if turn is None or not is_fine or said.generation != turn.generation:
+        if turn is None or said.failure is not None or said.generation != turn.generation:
             return 0
-        return turn.answer_at_ns
+        if said.phase is WorkerPhase.READY:
+            return turn.out_at_ns
+        is_answer = said.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)
+        return turn.answer_at_ns if is_answer else 0
 
     def hold(self, progress: Progress, now_ns: int) -> bool:
         """Return whether a worker's progress waits for its turn; it is kept then."""

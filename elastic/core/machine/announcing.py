@@ -12,10 +12,10 @@ from elastic.core.copy_messages import Doors
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import copies
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
-from elastic.core.messages import PROTOCOL_MINOR, Announce, CoordinatorMessage
+from elastic.core.messages import PROTOCOL_MINOR, Announce, CoordinatorMessage, LeaveGroup
 from elastic.core.policy import replication
 from elastic.core.policy.ranks import Place
-from elastic.core.world import Assignment, NodeId, WorkerId
+from elastic.core.world import Assignment, NodeId, WorkerId, WorkerPhase
 from elastic.errors import InvariantViolation
 
 DEALT_SINCE_MINOR = 1
@@ -33,6 +33,40 @@ def tell(cluster: Cluster, worker: WorkerState, message: CoordinatorMessage) -> 
     session = cluster.node_of(worker).session
     if session is not None:
         cluster.do(SendAgent(session, message))
+
+
+def tell_first(cluster: Cluster, job: JobState) -> bool:
+    """Tell the members of a large group that lost one that it is over; True if that was done now.
+
+    It takes as long to work the next group out, to write it down and to tell it as this takes. What
+    members have to do first (NCCL's abort) they do meanwhile.
+    """
+    if not (job.is_open and is_large(cluster, job)) or job.is_told_over():
+        return False
+    members = job.member_ids()
+    here = [w for w in map(job.workers.get, members) if w is not None and w.stop_cause is None]
+    if len(here) == len(members) or any(_may_keep_it(cluster, worker) for worker in here):
+        return False
+    job.told_over = job.generation
+    reason = f"lost {len(members) - len(here)} of {len(members)} members"
+    for worker in here:
+        told = LeaveGroup(worker.report.worker_id, job.generation, False, reason, follows=True)
+        tell(cluster, worker, told)
+    return True
+
+
+def _may_keep_it(cluster: Cluster, worker: WorkerState) -> bool:
+    """Return whether a group that lost one may stand for the sake of this member.
+
+    It does as long as word of a member is awaited, and when all that are left have finished.
+    """
+    is_finished = worker.report.phase is WorkerPhase.FINISHED
+    return is_finished or cluster.node_of(worker).is_awaited()
+
+
+def is_large(cluster: Cluster, job: JobState) -> bool:
+    """Return whether the newest group is one whose members take long to tell."""
+    return len(job.member_ids()) >= cluster.config.tell_first_min
 
 
 def announcement(cluster: Cluster, job: JobState, worker_id: WorkerId) -> Announce:

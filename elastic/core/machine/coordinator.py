@@ -47,8 +47,9 @@ from elastic.core.machine import (
     settle,
     suspicion,
 )
-from elastic.core.machine.jobs import Cluster, JobState, restore
+from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.nodes import NodeState
+from elastic.core.machine.restoring import restore
 from elastic.core.machine.story import Story
 from elastic.core.messages import ProbeAck, Progress, Pulse
 from elastic.core.policy import placement

@@ -202,7 +202,10 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
         saves.remind(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
     elif is_member:
-        if job.asked:
+        if job.is_told_over():
+            over = (report.worker_id, job.generation, False, "the group is over")
+            tell(cluster, worker, LeaveGroup(*over, follows=True))
+        elif job.asked:
             told = (report.worker_id, job.generation, True, "planned change")
             can_save = job.told_to_save and all_save_where_they_leave(cluster, job)
             tell(cluster, worker, LeaveGroup(*told, saves=can_save))

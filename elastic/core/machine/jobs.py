@@ -52,6 +52,7 @@ class WorkerState:
         lingers_since_ns: it is still in a group that goes on without it; None if it is not.
         told_ns: when its agent was first told of the newest group, or to leave, in this
             coordinator's life; earlier than `announced_ns` while its agent is away, -1 for never.
+        shown_ns: when its stacks were asked for because it was late, -1 for never.
     """
 
     report: WorkerReport
@@ -62,6 +63,7 @@ class WorkerState:
     sight: Sight | None = None
     lingers_since_ns: int | None = None
     told_ns: int = -1
+    shown_ns: int = -1
 
     def update(self, report: WorkerReport, now_ns: int) -> None:
         """Take over a newer report."""
@@ -87,15 +89,14 @@ class JobState:
         wake_ns: when this job must be looked at again.
         first_steps: wall clock at the end of each member's first step in this generation.
         finished: what the train function returned, of each member that finished; outlives it.
-        failure_generation, loss_generation: the newest ones that were charged for a failure of
-            user code and for a lost worker; each is charged once.
+        failure_generation, loss_generation: the newest that was charged for a failure, a loss.
         charged_ns: when it was last charged for a loss, None for never.
         save_request: of the newest wish for a checkpoint that did not come true yet, 0 for none.
         preemptions: how many nodes an announced drain took from its groups; a budget of its own.
-        saved_before_ns: when a checkpoint was last wished for because nodes leave that the group
-            cannot do without, None while there are none.
+        saved_before_ns: when a checkpoint was last wished for because its group needs who leaves.
         has_news_of_leavers: its members were not told yet of a node of theirs that is to leave.
         stuck: why the newest group will never go on, "" if it may.
+        told_over: the newest group that heard of its end before the next one was worked out.
         hung: members that are about to be killed as hung, and since when their stacks are written.
         seated: the places of a group, worked out once.
         bounds: (min, max) workers that a user set after the submission, None for those of the spec.
@@ -150,6 +151,7 @@ class JobState:
     first_steps: dict[WorkerId, int] = field(default_factory=dict)
     finished: dict[WorkerId, str] = field(default_factory=dict)
     stuck: str = ""
+    told_over: Generation = NO_GENERATION
     hung: dict[WorkerId, int] = field(default_factory=dict)
     seated: tuple[Group, tuple[Place, ...]] | None = None
     save_request: int = 0
@@ -234,7 +236,12 @@ class JobState:
             stuck=self.stuck,
             in_place=self.is_in_place(),
             has_trained=self.training_since_ns is not None,
+            is_over=self.is_told_over(),
         )
+
+    def is_told_over(self) -> bool:
+        """Return whether members of the newest group heard that it is over, before the next one."""
+        return self.is_open and self.told_over == self.generation
 
     def is_in_place(self) -> bool:
         """Return whether its group trains in a loop that newcomers can enter."""
@@ -348,52 +355,6 @@ class JobState:
         )
         first = self.group.members[0].node_id if self.is_open and self.group else NodeId("")
         return JobView(record, reason, self.since_ns, workers, self.copies.view(first))
-
-
-def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) -> JobState:
-    """Return the state that a journal record stands for; its workers are not known yet.
-
-    Where the wall clock is not known, or was not to whoever wrote it, its phase begins now.
-    """
-    is_known = unix_ahead_ns is not None and record.since_unix_ns
-    # That clock may have been set back meanwhile.
-    since_ns = min(now_ns, record.since_unix_ns - (unix_ahead_ns or 0)) if is_known else now_ns
-    # A group is replaced only after what ended it was charged: more of that may still be told.
-    is_open = record.phase is JobPhase.RUNNING
-    leaves = is_open and record.told_to_save
-    charged = max(NO_GENERATION, record.generation - 1) if is_open else record.generation
-    return JobState(
-        spec=record.spec,
-        sequence=record.sequence,
-        phase=record.phase,
-        since_ns=since_ns,
-        generation=record.generation,
-        group=record.group,
-        is_open=is_open,
-        asked=leaves,
-        told_to_save=leaves,
-        gives_all=leaves and (record.paused or bool(record.leaves_for)),
-        gives_way_to=record.leaves_for if leaves else "",
-        failure_generation=charged if record.failures else NO_GENERATION,
-        loss_generation=charged if record.losses else NO_GENERATION,
-        charged_ns=now_ns if record.losses else None,
-        history=History(record.failures, record.losses),
-        preemptions=record.preemptions,
-        checkpoints=record.checkpoints,
-        reason=record.reason,
-        failure=record.failure,
-        failed_worker=record.failed_worker,
-        result=record.result,
-        metrics=record.metrics,
-        announced_ns=now_ns,
-        bounds=record.bounds if record.min_workers or record.max_workers else None,
-        paused=record.paused,
-        preempted_by=record.preempted_by,
-        submitter=record.submitter,
-        is_fresh=not is_open,
-        links=Links(nowhere_ns=now_ns),
-        unix_ahead_ns=unix_ahead_ns,
-    )
 
 
 @dataclass

@@ -5,10 +5,16 @@ Rule: whoever waits is not late: time counts against those whom the others wait 
 
 from __future__ import annotations
 
-from elastic.core.config import ns
+from elastic.core.config import NS_PER_S, ns
+from elastic.core.machine.announcing import tell
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
+from elastic.core.messages import DumpStacks
 from elastic.core.policy.spreading import forming_is_long_after_ns
 from elastic.core.world import WorkerPhase
+
+DUMP_NS = 3 * NS_PER_S // 10
+"""Between asking for stacks and killing: writing them takes some milliseconds, more when the
+machine is loaded."""
 
 
 def is_somebody_behind(job: JobState) -> bool:
@@ -74,3 +80,44 @@ def stands(cluster: Cluster, job: JobState, worker: WorkerState) -> bool:
     if not hang_s or sight is None or not sight.stands(worker.report.generation, cluster.now_ns):
         return False
     return cluster.now_ns - (sight.still_since_ns or 0) >= ns(hang_s)
+
+
+def is_saving(cluster: Cluster, job: JobState) -> bool:
+    """Return whether members save where they leave, and none that has not left stands still."""
+    if not (job.told_to_save and job.is_in_place()):
+        return False
+    inside = [job.workers[w] for w in job.member_ids() if w in job.workers]
+    return not any(
+        w.report.phase is WorkerPhase.TRAINING and stands(cluster, job, w) for w in inside
+    )
+
+
+def show_all(cluster: Cluster, job: JobState, why: str) -> None:
+    """Have the stacks of all members of the newest group written."""
+    for worker in _members(job):
+        tell(cluster, worker, DumpStacks(worker.report.worker_id, why))
+
+
+def show_first(
+    cluster: Cluster, worker: WorkerState, since_ns: int, limit_s: float, why: str
+) -> int | None:
+    """Have the stacks of a worker written that is about to be killed for being late.
+
+    Args:
+        cluster: all there is.
+        worker: which is waited for.
+        since_ns: from when on.
+        limit_s: how long that may be.
+        why: for people.
+
+    Returns:
+        When to look again, None when it can be killed.
+    """
+    until_ns = since_ns + ns(limit_s)
+    if cluster.now_ns < until_ns - DUMP_NS:
+        return until_ns - DUMP_NS
+    if worker.shown_ns < until_ns - DUMP_NS:  # Also if it was late before, and then was not.
+        worker.shown_ns = cluster.now_ns
+        tell(cluster, worker, DumpStacks(worker.report.worker_id, why))
+    until_ns = max(until_ns, worker.shown_ns + DUMP_NS)
+    return until_ns if cluster.now_ns < until_ns else None

@@ -147,7 +147,7 @@ def _may_leave(cluster: Cluster, job: JobState) -> bool:
 def _can_leave(job: JobState) -> bool:
     """Return whether it has a group that trains, or leaves, is whole and not about to end."""
     has_trained = job.gives_all or job.training_since_ns is not None
-    return has_trained and _is_whole(job) and not _is_ending(job)
+    return has_trained and _is_whole(job) and not (_is_ending(job) or job.is_told_over())
 
 
 def _is_whole(job: JobState) -> bool:

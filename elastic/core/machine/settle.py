@@ -1,8 +1,7 @@
 """What follows from the facts for one job: form, ask, suspend, start, stop, end.
 
 Rule: `settle_job` is called after every event that touched the job and brings it to rest; it
-asks policies, and turns their answers into effects. A group is persisted before anyone hears
-of it.
+asks policies, and turns their answers into effects. A group is persisted before anyone hears of it.
 """
 
 from __future__ import annotations
@@ -51,12 +50,15 @@ ROUNDS_MAX = 8
 
 def settle_job(cluster: Cluster, job: JobState) -> None:
     """Bring the job to rest under what is known now."""
-    job.wake_ns = None
+    job.wake_ns, before = None, job.generation
     if job.has_ended():
         _stop_all(cluster, job)
         copies.end(cluster, job)
         return
     if job.phase is JobPhase.PAUSED:
+        return
+    if announcing.tell_first(cluster, job):
+        job.wake_ns = cluster.now_ns + 1
         return
     wake(job, links.settle(cluster, job))
     if job.has_news_of_leavers:
@@ -75,6 +77,9 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
     else:
         check(False, f"job {job.job_id} does not come to rest: {job.reason}")
     if job.has_ended():
+        return
+    if job.generation > before and announcing.is_large(cluster, job):
+        job.wake_ns = cluster.now_ns + 1  # All else has time until they are told.
         return
     _save_before_they_leave(cluster, job)
     _stop_leavers(cluster, job)
@@ -140,10 +145,12 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
         job.waits_for = f"project {job.spec.project} may be at its limit: not all nodes are back"
         return False
     candidates = [*job.candidates(cluster.book).values()]
-    current = replace(job.current(), is_saving=_is_saving(cluster, job))
+    current = replace(job.current(), is_saving=lateness.is_saving(cluster, job))
     decision = membership.decide(limits, current, candidates, cluster.now_ns, cluster.config)
     wake(job, decision.wake_ns)
     plan = decision.value
+    if plan.shows:
+        lateness.show_all(cluster, job, decision.reason)
     if plan.act is Act.FORM:
         if plan.cause == "broken" and _fails_by_break(cluster, job):
             return False
@@ -341,22 +348,12 @@ def _give_up_stuck(cluster: Cluster, job: JobState) -> None:
         else:
             continue
         limit_s = lateness.patience_s(cluster, job, worker)
-        until = since_ns + ns(limit_s)
-        if cluster.now_ns < until:
-            wake(job, until)
+        wake_ns = lateness.show_first(cluster, worker, since_ns, limit_s, f"has to {what}")
+        if wake_ns is not None:
+            wake(job, wake_ns)
             continue
         detail = f"did not {what} within {limit_s:g} s"
         stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
-
-
-def _is_saving(cluster: Cluster, job: JobState) -> bool:
-    """Return whether members save where they leave, and none that has not left stands still."""
-    if not (job.told_to_save and job.is_in_place()):
-        return False
-    inside = [job.workers[w] for w in job.member_ids() if w in job.workers]
-    return not any(
-        w.report.phase is WorkerPhase.TRAINING and lateness.stands(cluster, job, w) for w in inside
-    )
 
 
 def _save_before_they_leave(cluster: Cluster, job: JobState) -> None:

@@ -14,11 +14,10 @@ from __future__ import annotations
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.machine import lateness, links
-from elastic.core.machine.announcing import tell
 from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.settle import stop_worker
-from elastic.core.messages import DumpStacks, Probe, Pulse
+from elastic.core.messages import Probe, Pulse
 from elastic.core.policy import hang
 from elastic.core.policy.hang import Sight, Watched
 from elastic.core.policy.spreading import forming_is_long_after_ns
@@ -27,9 +26,6 @@ from elastic.core.world import ExitCause, ExitKind, WorkerPhase
 LOOK_NS = NS_PER_S // 10
 QUIET_NS = NS_PER_S // 2
 """A node that said anything within this time is not probed."""
-DUMP_NS = 3 * NS_PER_S // 10
-"""Between asking for stacks and killing: writing them takes some milliseconds, more when the
-machine is loaded."""
 FORMING_PROBES = 3
 """While a group forms, a node has so many times longer to answer."""
 LATE_NS = NS_PER_S // 10
@@ -212,9 +208,9 @@ def _judge(cluster: Cluster, job: JobState) -> None:
             seconds=seconds,
         )
     if fresh:
-        _dump_stacks(cluster, job, decision.reason)
+        lateness.show_all(cluster, job, decision.reason)
     for worker_id in culprits:
-        if cluster.now_ns - job.hung[worker_id] >= DUMP_NS:
+        if cluster.now_ns - job.hung[worker_id] >= lateness.DUMP_NS:
             detail = f"did not move for {seconds} s: {decision.reason}"
             stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
             cluster.touch(job)
@@ -226,10 +222,5 @@ def _unstick(cluster: Cluster, job: JobState, why: str) -> None:
         return
     job.stuck = why
     cluster.note("group_stuck", job.job_id, generation=job.generation, reason=why)
-    _dump_stacks(cluster, job, why)
+    lateness.show_all(cluster, job, why)
     cluster.touch(job)
-
-
-def _dump_stacks(cluster: Cluster, job: JobState, why: str) -> None:
-    for worker_id in job.member_ids():
-        tell(cluster, job.workers[worker_id], DumpStacks(worker_id, why))

@@ -11,7 +11,7 @@ are never voted on, but derived from reports, keeps a decision free of round tri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -21,6 +21,10 @@ from elastic.core.world import Generation, NodeId, WorkerId, WorkerPhase
 
 LOOK_S = 5.0
 """While members save their state at a boundary, it is looked so often whether one stands still."""
+
+UNASKED_S = 2.0
+"""Members that left a group which nobody asked to leave were told by a coordinator that is gone: to
+leave now, since one was lost, or at a boundary, at which the others are within moments, too."""
 
 WAITING_PHASES = (WorkerPhase.READY, WorkerPhase.BROKEN, WorkerPhase.FINISHED)
 """Phases in which a worker can be announced into a group without being interrupted."""
@@ -47,12 +51,14 @@ class Plan:
 
     Attributes:
         saves: members are to save their state where they leave.
+        shows: nobody knows which of the members hangs: all their stacks are wanted first.
     """
 
     act: Act
     members: tuple[WorkerId, ...] = ()
     cause: str = ""
     saves: bool = False
+    shows: bool = False
 
 
 class Candidate(NamedTuple):
@@ -93,6 +99,7 @@ class Current:
         stuck: why it will never go on, "" if it may.
         in_place: members that are out have its state in memory still, and go on with it.
         has_trained: all its members were seen to train at some time.
+        is_over: its members were told that it is, while one was lost; it may have come back.
     """
 
     generation: Generation = 0
@@ -104,6 +111,7 @@ class Current:
     stuck: str = ""
     in_place: bool = False
     has_trained: bool = False
+    is_over: bool = False
 
 
 def decide(
@@ -182,8 +190,8 @@ def _decide_open(
     lost = [w for w in current.members if w not in by_id or not by_id[w].present]
     # Replaced too early, a group takes along what its members have reported meanwhile.
     awaited = [c.worker_id for c in members if c.awaited]
-    if lost:
-        why = f"lost {', '.join(lost)}"
+    if lost or current.is_over:
+        why = f"lost {', '.join(lost)}" if lost else "its members were told that it is over"
         if awaited:
             return Decision(Plan(Act.KEEP), f"{why}; waiting for word of {', '.join(awaited)}")
         return _replace(spec, current, by_id, "lost", why)
@@ -210,7 +218,7 @@ def _decide_open(
     stuck_ns = _stuck_at_ns(members, here, config)
     if stuck_ns is not None and not awaited:
         if now_ns >= stuck_ns:
-            return _replace(spec, current, by_id, "broken", "nobody has come out of forming")
+            return _replace_stuck(spec, current, by_id)
         wake.append(stuck_ns)
 
     if current.stuck:
@@ -223,8 +231,7 @@ def _decide_open(
     if left:
         out = sum(1 for c in here if c.phase in WAITING_PHASES)
         is_saving = current.is_saving and saves
-        limit_s = config.boundary_save_s if is_saving else config.boundary_timeout_s
-        until = min(c.since_ns for c in left) + ns(limit_s)
+        until = min(c.since_ns for c in left) + _patience_ns(current, is_saving, awaited, config)
         if out == len(members) or now_ns >= until:
             return _replace_out(spec, current, by_id, wanted)
         # Who is out already saves nothing any more: with those, it is done in the next group.
@@ -240,6 +247,17 @@ def _decide_open(
         return Decision(Plan(Act.KEEP), f"the node of {', '.join(silent)} does not answer", wake_ns)
     forms = "" if current.has_trained else _forms(current, here)
     return _wish(current, wanted, saves, wake_ns, forms=forms)
+
+
+def _patience_ns(
+    current: Current, is_saving: bool, awaited: Sequence[WorkerId], config: CoordinatorConfig
+) -> int:
+    """Return how long members that left a group wait for the others."""
+    if is_saving:
+        return ns(config.boundary_save_s)
+    if current.asked or current.saves or awaited:
+        return ns(config.boundary_timeout_s)
+    return ns(min(config.boundary_timeout_s, UNASKED_S))
 
 
 def _forms(current: Current, here: Sequence[Candidate]) -> str:
@@ -324,6 +342,14 @@ def _replace(
     if cause == "join" and len(members) < len(current.members):
         cause = "drain"
     return Decision(Plan(Act.FORM, members, cause), why)
+
+
+def _replace_stuck(
+    spec: JobSpec, current: Current, by_id: dict[WorkerId, Candidate]
+) -> Decision[Plan]:
+    """All members form, and none comes out of it: one of them hangs."""
+    found = _replace(spec, current, by_id, "broken", "nobody has come out of forming")
+    return replace(found, value=replace(found.value, shows=True))
 
 
 def _replace_out(

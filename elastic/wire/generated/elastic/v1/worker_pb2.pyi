@@ -85,18 +85,20 @@ class Announce(_message.Message):
     def __init__(self, assignment: _Optional[_Union[_facts_pb2.Assignment, _Mapping]] = ...) -> None: ...
 
 class LeaveGroup(_message.Message):
-    __slots__ = ("worker_id", "generation", "at_boundary", "reason", "saves")
+    __slots__ = ("worker_id", "generation", "at_boundary", "reason", "saves", "follows")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     AT_BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SAVES_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     generation: int
     at_boundary: bool
     reason: str
     saves: bool
-    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., at_boundary: bool = ..., reason: _Optional[str] = ..., saves: bool = ...) -> None: ...
+    follows: bool
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., at_boundary: bool = ..., reason: _Optional[str] = ..., saves: bool = ..., follows: bool = ...) -> None: ...
 
 class SaveState(_message.Message):
     __slots__ = ("worker_id", "generation", "request")

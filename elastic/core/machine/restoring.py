@@ -1,0 +1,59 @@
+"""What a coordinator that begins makes of the records that the one before it left.
+
+Rule: what a record does not say (`JobState.record`) is not known: workers are heard of from their
+agents, and time counts from now.
+"""
+
+from __future__ import annotations
+
+from elastic.core.events.coordinator import JobRecord
+from elastic.core.machine.jobs import JobState
+from elastic.core.machine.links_book import Links
+from elastic.core.policy.failure import History
+from elastic.core.world import NO_GENERATION, JobPhase
+
+
+def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) -> JobState:
+    """Return the state that a journal record stands for; its workers are not known yet.
+
+    Where the wall clock is not known, or was not to whoever wrote it, its phase begins now.
+    """
+    is_known = unix_ahead_ns is not None and record.since_unix_ns
+    # That clock may have been set back meanwhile.
+    since_ns = min(now_ns, record.since_unix_ns - (unix_ahead_ns or 0)) if is_known else now_ns
+    # A group is replaced only after what ended it was charged: more of that may still be told.
+    is_open = record.phase is JobPhase.RUNNING
+    leaves = is_open and record.told_to_save
+    charged = max(NO_GENERATION, record.generation - 1) if is_open else record.generation
+    return JobState(
+        spec=record.spec,
+        sequence=record.sequence,
+        phase=record.phase,
+        since_ns=since_ns,
+        generation=record.generation,
+        group=record.group,
+        is_open=is_open,
+        asked=leaves,
+        told_to_save=leaves,
+        gives_all=leaves and (record.paused or bool(record.leaves_for)),
+        gives_way_to=record.leaves_for if leaves else "",
+        failure_generation=charged if record.failures else NO_GENERATION,
+        loss_generation=charged if record.losses else NO_GENERATION,
+        charged_ns=now_ns if record.losses else None,
+        history=History(record.failures, record.losses),
+        preemptions=record.preemptions,
+        checkpoints=record.checkpoints,
+        reason=record.reason,
+        failure=record.failure,
+        failed_worker=record.failed_worker,
+        result=record.result,
+        metrics=record.metrics,
+        announced_ns=now_ns,
+        bounds=record.bounds if record.min_workers or record.max_workers else None,
+        paused=record.paused,
+        preempted_by=record.preempted_by,
+        submitter=record.submitter,
+        is_fresh=not is_open,
+        links=Links(nowhere_ns=now_ns),
+        unix_ahead_ns=unix_ahead_ns,
+    )

@@ -1,0 +1,121 @@
+"""Nothing is written over a checkpoint that counts, and none is removed for its name's sake."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from elastic.errors import DamagedCheckpoint, StorageError
+from elastic.storage.files import Files
+from elastic.storage.marker import FORMAT, MARKER, Marker, StoredFile
+from elastic.storage.metrics import MetricsLog, read_metrics
+from elastic.storage.run_directory import RunDirectory
+from elastic.storage.soundness import read_marker
+from elastic.storage.summed import from_summed_json, to_summed_json
+from tests.unit.saving_under_test import Run
+
+
+def source_of(folder: Path, content: str = "weights") -> Path:
+    folder.mkdir()
+    (folder / "model").write_text(content)
+    return folder
+
+
+def marker_of(files: tuple[StoredFile, ...] = ()) -> Marker:
+    return Marker("j", 1, 0, 1, 1, "{}", files)
+
+
+def test_an_upload_under_a_name_that_counts_leaves_it_whole(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run"))
+    files = run.upload(source_of(tmp_path / "a"), "latest", claim=lambda _: True)
+    run.commit("latest", marker_of(files))
+    with pytest.raises(StorageError, match="latest exists already; use another name"):
+        run.upload(source_of(tmp_path / "b", "other"), "latest", claim=lambda _: True)
+    assert (tmp_path / "run" / "checkpoints" / "latest" / "model").read_text() == "weights"
+
+
+def test_a_script_may_call_its_checkpoints_what_it_likes(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    own = run.folder("auto-encoder-0")
+    own.mkdir(parents=True)
+    (own / "model").write_bytes(b"weights")
+    run.directory.commit("auto-encoder-0", marker_of())
+    for _ in range(4):
+        run.save()
+    assert (own / "model").exists()
+    assert (own / MARKER).exists()
+
+
+def test_what_a_newer_version_added_to_a_marker_is_passed_over() -> None:
+    text = marker_of((StoredFile("model", 7, 5),)).to_json()
+    newer = {**from_summed_json(text, FORMAT), "colour": "red"}
+    newer["files"]["model"].append("of a kind")
+    read = Marker.from_json(to_summed_json(newer, FORMAT))
+    assert read.files == (StoredFile("model", 7, 5),)
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a*", "a?"])
+def test_a_name_with_a_patterns_characters_is_no_pattern(name: str) -> None:
+    memory = fsspec.filesystem("memory")
+    files = Files("memory://names[1]/run")
+    memory.pipe_file("/names1/run/a1/x", b"another run's")
+    for each in ("a1", "a2", name):
+        memory.pipe_file(f"/names[1]/run/{each}/x", b"1")
+    files.delete(name)
+    assert memory.find("/names[1]") == ["/names[1]/run/a1/x", "/names[1]/run/a2/x"]
+    assert memory.find("/names1") == ["/names1/run/a1/x"]
+    memory.rm("/names1", recursive=True)
+
+
+def test_what_was_found_damaged_is_not_taken_for_whole_later(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run"))
+    files = run.upload(source_of(tmp_path / "a"), "c", claim=lambda _: True)
+    run.commit("c", marker_of(files))
+    run.set_aside("c", "file model is changed")
+    with pytest.raises(DamagedCheckpoint, match="found damaged before: file model is changed"):
+        read_marker(run.checkpoint("c"))
+
+
+def test_folders_behind_links_are_part_of_a_checkpoint_and_broken_links_are_refused(
+    tmp_path: Path,
+) -> None:
+    run, source = RunDirectory(str(tmp_path / "run")), source_of(tmp_path / "a")
+    (source_of(tmp_path / "big") / "more").mkdir()
+    (tmp_path / "big" / "more" / "shard").write_text("s")
+    (source / "shards").symlink_to(tmp_path / "big")
+    (tmp_path / "big" / "more" / "up").symlink_to(tmp_path / "big")
+    found = run.upload(source, "c", claim=lambda _: True)
+    assert [file.path for file in found] == ["model", "shards/model", "shards/more/shard"]
+    os.symlink(tmp_path / "nowhere", source / "gone")
+    with pytest.raises(StorageError, match="No such file"):
+        run.upload(source, "d", claim=lambda _: True)
+
+
+def test_lines_that_a_part_has_do_not_go_along_into_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Files, "is_object_store", True)
+    files = Files("memory://metrics-parts", patience_s=0)
+    log = MetricsLog(files, 0, flush_s=0.0)
+
+    def report(number: int, generation: int) -> None:
+        log.append({"generation": generation, "unix_ns": number + 1, "metrics": {"n": number}})
+
+    for number in range(3):
+        report(number, 1)
+    real = Files.write
+
+    def away(*_: object) -> None:
+        raise StorageError("away")
+
+    monkeypatch.setattr(Files, "write", away)
+    with pytest.raises(StorageError):
+        report(3, 1)
+    report(4, 2)
+    monkeypatch.setattr(Files, "write", real)
+    monkeypatch.setattr(log, "_not_before", 0.0)
+    report(5, 2)
+    assert [row["metrics"]["n"] for row in read_metrics(files, 0)] == [0, 1, 2, 3, 4, 5]
