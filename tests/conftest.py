@@ -5,9 +5,11 @@ Rule: nothing here makes a test easier to pass.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import psutil
@@ -19,6 +21,10 @@ SESSION_MARK = "ELASTIC_TEST_SESSION"
 # Python's own, ends with us: it frees shared memory that a process left behind.
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 GOODBYE_S = 5.0
+# How long a test may go on after its timeout has ended it.
+CLEANUP_S = 60.0
+# Where people read, whatever a test has done to the process's own.
+STDERR = pytest.StashKey[int]()
 
 # How long an example takes says something of the machine, which others may use too.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -78,6 +84,35 @@ def described(process: psutil.Process) -> str:
         return f"  pid {process.pid}: {' '.join(process.cmdline())[:200]} (started in {test})"
     except psutil.Error:
         return f"  pid {process.pid}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the way to whoever reads before output is captured."""
+    assert sys.__stderr__ is not None
+    config.stash[STDERR] = os.dup(sys.__stderr__.fileno())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the whole process if a test's timeout does not end it: it shows where it stands.
+
+    So it is with what waits outside of Python, and with a clean-up that waits for a thread. With
+    several processes the test fails under its name, and others run what is left.
+    """
+    mark = item.get_closest_marker("timeout")
+    limit_s = float(mark.args[0] if mark is not None else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(
+        limit_s + CLEANUP_S, exit=True, file=item.config.stash[STDERR]
+    )
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_enter_pdb() -> None:
+    """Let people think as long as they want."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -21,6 +21,8 @@ from elastic.worker.state import TrainState
 from elastic.worker.writing import Writer
 
 DEADLINE_S = 60.0
+WRITERS: list[Writer] = []
+"""Those of the test that runs."""
 
 
 class Coordinator:
@@ -41,6 +43,13 @@ class Coordinator:
         answer.accepted, answer.reason = not self.refuses, self.refuses
         answer.code = self.code if self.refuses else RefusalCode.NONE
         answer.ready.set()
+
+
+def writer_of(directory: RunDirectory, coordinator: Coordinator) -> Writer:
+    """Return a writer whose thread ends with the test."""
+    writer = Writer(directory, JobId("j1"), line=coordinator, clock=SystemClock())
+    WRITERS.append(writer)
+    return writer
 
 
 class Table:
@@ -85,7 +94,7 @@ class Run:
         self.directory = RunDirectory(str(folder))
         self.savers = []
         for rank in range(workers):
-            writer = Writer(self.directory, JobId("j1"), line=self.coordinator, clock=SystemClock())
+            writer = writer_of(self.directory, self.coordinator)
             saver = Saver((), writer)
             saver.enter(Seat(1, rank, workers))
             self.savers.append(saver)

@@ -16,14 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.shares import chunk
-from elastic.core.world import SNAPSHOT_SLOTS, JobId
-from elastic.runtime.clock import SystemClock
+from elastic.core.world import SNAPSHOT_SLOTS
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.sharded_state import with_expected
 from elastic.worker.state import TrainState
-from elastic.worker.writing import Writer
-from tests.unit.saving_under_test import DEADLINE_S, Coordinator
+from tests.unit.saving_under_test import DEADLINE_S, Coordinator, writer_of
 
 
 class Whole(nn.Module):
@@ -118,7 +116,7 @@ class ShardedRun:
         self.savers = []
         for rank in range(size):
             node, local = divmod(rank, size // nodes)
-            writer = Writer(self.directory, JobId("j1"), line=self.coordinator, clock=SystemClock())
+            writer = writer_of(self.directory, self.coordinator)
             saver = Saver(self.nodes[node].paths, writer)
             saver.enter(Seat(1, rank, size, local, size // nodes))
             self.savers.append(saver)

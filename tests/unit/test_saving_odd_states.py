@@ -13,18 +13,15 @@ import torch
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor
-from elastic.core.world import JobId
 from elastic.errors import UsageError
-from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import keeping
 from elastic.worker.likeness import registered_prints
 from elastic.worker.local import LocalRun, local_context
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.transfer import pack
-from elastic.worker.writing import Writer
 from tests.unit.engine_under_test import Loop, square
-from tests.unit.saving_under_test import Coordinator, Run
+from tests.unit.saving_under_test import Coordinator, Run, writer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -178,7 +175,7 @@ def shared_savers(tmp_path: Path, memories: list[tuple[str, ...]]) -> list[Saver
     run = RunDirectory(str(tmp_path))
     savers = []
     for rank, paths in enumerate(memories):
-        writer = Writer(run, JobId("j1"), line=Coordinator(), clock=SystemClock())
+        writer = writer_of(run, Coordinator())
         saver = Saver(paths, writer)
         saver.enter(Seat(1, rank, len(memories), rank, len(memories)))
         savers.append(saver)

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import datasets
+import datasets.distributed
 import numpy as np
 import psutil
 import pytest
