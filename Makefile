@@ -40,8 +40,9 @@ lint: $(INSTALLED)  ## style, format and types
 	$(call check,$(BIN)/mypy --no-error-summary)
 
 # With flags that choose some tests there may be none on one of the two sides: pytest ends with 5.
+# Where twenty fail, others would, too, and each of them may take its five minutes.
 define run
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS) $(1) \
+	$(BIN)/python -m pytest -m "not slow and not gpu" --maxfail 20 $(PYTEST_FLAGS) $(1) \
 	|| { code=$$?; $(if $(PYTEST_FLAGS),test $$code = 5,false) || exit $$code; }
 endef
 

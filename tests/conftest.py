@@ -21,6 +21,7 @@ SESSION_MARK = "ELASTIC_TEST_SESSION"
 # Python's own, ends with us: it frees shared memory that a process left behind.
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 GOODBYE_S = 5.0
+LINES_AT_ONCE = 15
 # How long a test may go on after its timeout has ended it.
 CLEANUP_S = 60.0
 # Where people read, whatever a test has done to the process's own.
@@ -90,6 +91,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep the way to whoever reads before output is captured."""
     assert sys.__stderr__ is not None
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno())
+    if "CI" in os.environ and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SaysAtOnce(config))
+
+
+class SaysAtOnce:
+    """Prints what fails when it does: a run that is cut off has no table of failures at its end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+            assert terminal is not None
+            terminal.write_line(f"\n{report.nodeid} has failed ({report.duration:.0f} s):")
+            for line in report.longreprtext.splitlines()[-LINES_AT_ONCE:]:
+                terminal.write_line(f"    {line}")
 
 
 @pytest.hookimpl(wrapper=True)
