@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -188,19 +190,25 @@ def test_an_error_in_what_is_wanted_later_is_reported_in_its_turn(tmp_path: Path
             loader.next()
 
 
-def kill_and_read(pids: set[int], loader: MicroBatchLoader) -> None:
-    """Read until a process is missed.
+@contextmanager
+def deaf_to_children() -> Iterator[None]:
+    """Have torch not hear of dead processes by signals.
 
-    torch raises from its signal handler, too, wherever Python happens to be at that moment, which
-    may be after the socket of that process was found closed: it does not hear of this death.
+    It would raise from its handler wherever Python happens to be at that moment, also where the
+    loader has found out by itself, and whenever another child of ours ends.
     """
-    process = psutil.Process(min(pids))
     hears = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        process.kill()
-        wait_until_dead(process)
+        yield
     finally:
         signal.signal(signal.SIGCHLD, hears)
+
+
+def kill_and_read(pids: set[int], loader: MicroBatchLoader) -> None:
+    """Read until a process is missed."""
+    process = psutil.Process(min(pids))
+    process.kill()
+    wait_until_dead(process)
     for _ in range(8):
         loader.next()
 
@@ -212,10 +220,11 @@ def test_killed_processes_are_an_error_after_which_others_read_on(tmp_path: Path
         readers = set().union(*(pids for _, pids in take(loader, 4)))
         # Torch's words, or those of the socket over which it asks the process for an answer.
         missed = "exited unexpectedly|killed by signal|reset by peer|refused|^$"
-        with pytest.raises((RuntimeError, OSError, EOFError), match=missed):
-            kill_and_read(readers, loader)
-        (tmp_path / "waits-20").unlink()
-        at = loader.next()
+        with deaf_to_children():
+            with pytest.raises((RuntimeError, OSError, EOFError), match=missed):
+                kill_and_read(readers, loader)
+            (tmp_path / "waits-20").unlink()
+            at = loader.next()
         assert at.value[0].tolist() == ids(at.cursor, at.micro_batch, loader)
         later = set().union(*(pids for _, pids in take(loader, 20)))
         assert not later & readers
@@ -241,22 +250,33 @@ def leave(*_: Any) -> None:
     raise Leaving
 
 
+def leave_when_it_waits() -> None:
+    """Interrupt the main thread once it waits for an answer."""
+    main = threading.main_thread().ident
+    assert main is not None
+    until = time.monotonic() + DEADLINE_S
+    while not sys._current_frames()[main].f_code.co_filename.endswith("selectors.py"):
+        assert time.monotonic() < until, "it does not wait"
+    signal.pthread_kill(main, signal.SIGUSR1)
+
+
 def test_after_an_interrupt_the_same_is_tried_again(tmp_path: Path) -> None:
     slow = tmp_path / "waits-6"
     slow.touch()
-    before = signal.signal(signal.SIGALRM, leave)
+    before = signal.signal(signal.SIGUSR1, leave)
+    leaves = threading.Thread(target=leave_when_it_waits)
     try:
         with loading(Recorded(tmp_path)) as loader:
             loader.deal(Cursor(), (0, 4))
             assert len(list(take(loader, 3))) == 3
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            leaves.start()
             with pytest.raises(Leaving):
                 loader.next()
             slow.unlink()
             assert [numbers for numbers, _ in take(loader, 3)] == [[6, 7], [8, 9], [10, 11]]
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        leaves.join(DEADLINE_S)
+        signal.signal(signal.SIGUSR1, before)
 
 
 class Interrupted(Recorded):
