@@ -371,6 +371,15 @@ class RunDirectory:
         reported = self.reported()
         return self.checkpoint_path(reported[-1][0]) if reported else ""
 
+    def newest_generation(self, job_id: str) -> int:
+        """Return the last generation of an attempt that has a checkpoint here, 0 if none has.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        of_job = (marker for _, marker in self.markers() if marker.job_id == job_id)
+        return max((marker.generation for marker in of_job), default=0)
+
     def set_aside(self, name: str, reason: str) -> None:
         """Let a damaged checkpoint not exist any more; its files stay where they are.
 

@@ -310,10 +310,9 @@ def _form(run: LocalRun) -> bool:
 def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngine) -> WorkerContext:
     environ = os.environ
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    generation = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
     directory = RunDirectory(run.run_path) if run.run_path else None
     store = _own_keys()
-    job_id, newest = _shared_facts(store, rank, run, clock)
+    job_id, generation, newest = _shared_facts(store, rank, run, clock)
     local_rank = int(environ.get("LOCAL_RANK", "0"))
     device = "cpu"
     if run.use_gpu:
@@ -414,16 +413,19 @@ def new_job_id() -> JobId:
     return JobId(f"local-{SystemClock().unix_ns() // 1_000_000}")
 
 
-def _shared_facts(store: Store, rank: int, run: LocalRun, clock: Clock) -> tuple[str, str]:
-    """Return a job id and the newest checkpoint, both as rank 0 sees them."""
+def _shared_facts(store: Store, rank: int, run: LocalRun, clock: Clock) -> tuple[str, int, str]:
+    """Return job id, generation and the newest checkpoint, all as rank 0 sees them."""
     if rank == 0:
         # The same after a restart by torchrun, where whoever makes the run directory knows it.
         launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         unique = launch if launch.isalnum() and launch != "none" else clock.unix_ns() // 1_000_000
         job_id = run.job_id or f"local-{unique}"
-        newest = run.resume_from
-        if run.run_path and not newest:
-            newest = RunDirectory(run.run_path).newest_checkpoint()
-        store.set(FACTS_KEY, json.dumps([job_id, newest]))
-    job_id, newest = json.loads(store.get(FACTS_KEY))
-    return job_id, newest
+        generation, newest = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1, ""
+        if run.run_path:
+            directory = RunDirectory(run.run_path)
+            # Torchrun counts its restarts after failures, and not those for nodes that come or go.
+            generation = max(generation, 1 + directory.newest_generation(job_id))
+            newest = directory.newest_checkpoint()
+        store.set(FACTS_KEY, json.dumps([job_id, generation, run.resume_from or newest]))
+    job_id, generation, newest = json.loads(store.get(FACTS_KEY))
+    return job_id, generation, newest

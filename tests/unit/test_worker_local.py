@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def test_a_train_function_runs_here_with_reports_and_collectives(tmp_path: Path)
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 4
     assert current() is None
     assert not dist.is_initialized()
+
+
+def test_processes_that_torchrun_starts_again_for_another_node_write_checkpoints_of_their_own(
+    tmp_path: Path,
+) -> None:
+    """It does not count such restarts."""
+    run = LocalRun(job_name="here", run_path=str(tmp_path / "run"), job_id="j1")
+    for count in (1, 2, 3):
+        config = {"parts": str(tmp_path / f"parts{count}")}
+        assert len(run_local(train, replace(run, config=config)).checkpoints) == count
 
 
 def test_what_a_train_function_raises_is_raised_and_leaves_nothing_behind() -> None:
