@@ -121,8 +121,11 @@ def run_path_of(storage_path: str, name: str) -> str:
     """Return the run directory, storage_path/name, as an absolute path or URL.
 
     Raises:
-        UsageError: an URL that has lost a slash, as in `Path("s3://bucket")`.
+        UsageError: nothing at all, as of a variable that is not set; an URL that has lost a
+            slash, as in `Path("s3://bucket")`.
     """
+    if not storage_path.strip():
+        raise UsageError("the storage path is empty; expected a path or an URL, or leave it out")
     if "://" not in storage_path:
         if lost := re.match(r"([a-z][a-z0-9+.-]+):/", storage_path):
             raise UsageError(

@@ -249,6 +249,8 @@ class RunConfig:
         if self.name is not None:
             check_name("run", self.name)
         expect(self, "storage_path", (str, os.PathLike), "a str, a Path or None", none=True)
+        if isinstance(self.storage_path, str) and not self.storage_path.strip():
+            raise ConfigError("RunConfig: storage_path='': expected a path or an URL, or None")
         take_default(self, "failure_config", FailureConfig)
         take_default(self, "checkpoint_config", CheckpointConfig)
         take_callbacks(self, "callbacks")

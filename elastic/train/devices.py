@@ -13,7 +13,7 @@ def get_device() -> torch.device:
     Raises:
         UsageError: called outside a train function.
     """
-    return get_devices()[0]
+    return _devices("get_device")[0]
 
 
 def get_devices() -> list[torch.device]:
@@ -22,7 +22,11 @@ def get_devices() -> list[torch.device]:
     Raises:
         UsageError: called outside a train function.
     """
-    context = require_context("get_devices")
+    return _devices("get_devices")
+
+
+def _devices(what: str) -> list[torch.device]:
+    context = require_context(what)
     device = torch.device(context.device)
     if device.type != "cuda":
         return [device]

@@ -7,6 +7,7 @@ words that gloo and NCCL use, also when user code wrapped it in an exception of 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import traceback
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from elastic.core.world import Failure
 from elastic.errors import GroupError, ProgramFailed
+
+log = logging.getLogger(__name__)
 
 MESSAGE_CHARS_MAX = 4_000
 TRACEBACK_CHARS_MAX = 32_000
@@ -137,11 +140,27 @@ def exit_code_of(error: SystemExit) -> int:
 
 
 def result_json(value: Any) -> str:
-    """Return what a train function returned as JSON, null if JSON has no words for it."""
+    """Return what a train function returned as JSON.
+
+    Numbers of NumPy's, and tensors and arrays of one element, become plain numbers. What JSON has
+    no words for becomes null, and the log says so.
+    """
     try:
-        return json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
+        return json.dumps(value, default=_number)
+    except (TypeError, ValueError, RecursionError) as error:
+        log.warning(
+            "result_lost type=%s reason=%r: what the train function returned is not kept; return "
+            "numbers, texts, lists and dicts, and save the rest in a checkpoint",
+            type(value).__name__, str(error),
+        )  # fmt: skip
         return NO_RESULT
+
+
+def _number(value: Any) -> Any:
+    count = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
+    if count == 1 and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} is no JSON")
 
 
 def forget_frames(error: BaseException) -> None:

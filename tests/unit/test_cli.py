@@ -129,6 +129,11 @@ def test_an_url_that_lost_a_slash_is_not_taken_for_a_folder(storage: str) -> Non
         run_path_of(storage, "x")
 
 
+def test_a_storage_path_of_a_variable_that_is_not_set_is_refused() -> None:
+    with pytest.raises(UsageError, match="storage path is empty"):
+        run_path_of("", "x")
+
+
 # --------------------------------------------------------------------------------- the command line
 
 

@@ -50,6 +50,7 @@ from elastic.train.config import TorchConfig
         (lambda: CheckpointConfig(checkpoint_score_order="best"), "'best'.*max or min"),
         (lambda: RunConfig(name="a/b"), "'a/b'.*letters"),
         (lambda: RunConfig(storage_path=Path("s3://bucket")), "pathlib takes a slash"),
+        (lambda: RunConfig(storage_path=""), "expected a path or an URL, or None"),
         (lambda: RunConfig(name=""), "''.*1 to 100"),
         (lambda: RunConfig(priority=1001), "priority=1001: expected an int, -1000 to 1000"),
         (lambda: RunConfig(priority=0.5), "priority=0.5"),  # type: ignore[arg-type]

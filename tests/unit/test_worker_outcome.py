@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from elastic.errors import GroupError
@@ -71,9 +73,28 @@ def test_exit_codes_are_what_the_interpreter_would_make_of_them(
     assert outcome.exit_code_of(SystemExit(code)) == expected
 
 
-def test_a_result_that_json_cannot_say_is_null() -> None:
-    assert outcome.result_json({"accuracy": 0.97}) == '{"accuracy": 0.97}'
-    assert outcome.result_json(object()) == "null"
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"accuracy": 0.5}, '{"accuracy": 0.5}'),
+        ({"accuracy": np.float32(0.5)}, '{"accuracy": 0.5}'),
+        ([torch.tensor(3), np.array([0.5]), torch.tensor([[2.0]])], "[3, 0.5, 2.0]"),
+        (None, "null"),
+    ],
+)
+def test_what_a_train_function_returns_is_kept_with_others_numbers(
+    value: object, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert outcome.result_json(value) == expected
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("value", [object(), {"weights": torch.ones(2)}, {1j: 2}])
+def test_a_result_that_json_cannot_say_is_null_and_the_log_says_so(
+    value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert outcome.result_json(value) == "null"
+    assert f"result_lost type={type(value).__name__}" in caplog.text
 
 
 def test_forgotten_frames_free_what_they_held() -> None:
