@@ -8,8 +8,9 @@ from dataclasses import replace
 import anyio
 import pytest
 
+from elastic.coord import leadership
 from elastic.coord.journal import Journal
-from elastic.coord.leadership import STANDBY_POLL_S, Holder, Leadership
+from elastic.coord.leadership import Holder, Leadership
 from elastic.coord.pieces import PIECE_BYTES
 from elastic.core.world import JobId, JobPhase
 from elastic.errors import CorruptRecord, Fenced, InvariantViolation, StoreUnavailable
@@ -193,8 +194,8 @@ async def test_nobody_writes_before_it_leads() -> None:
 async def test_a_standby_knows_who_leads_and_leads_once_that_one_resigned() -> None:
     store = memory_store()
     clock = SystemClock()
-    first = Leadership(store, PREFIX, holder("a"), clock, shared=True, ttl_s=TTL_S)
-    second = Leadership(store, PREFIX, holder("b"), clock, shared=True, ttl_s=TTL_S)
+    first = Leadership(store, PREFIX, holder("a"), clock, shared=True, ttl_s=60.0)
+    second = Leadership(store, PREFIX, holder("b"), clock, shared=True, ttl_s=60.0)
     await first.acquire(lambda _: None)
     seen: list[Holder | None] = []
     told = anyio.Event()
@@ -215,7 +216,10 @@ async def test_a_standby_knows_who_leads_and_leads_once_that_one_resigned() -> N
     assert first.history == second.history != ""
 
 
-async def test_a_standby_is_told_of_a_resignation_and_does_not_wait_for_its_next_look() -> None:
+async def test_a_standby_is_told_of_a_resignation_and_does_not_wait_for_its_next_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leadership, "STANDBY_POLL_S", DEADLINE_S * 10)
     store = memory_store()
     clock = SystemClock()
     first = Leadership(store, PREFIX, holder("a"), clock, shared=True, ttl_s=60.0)
@@ -225,9 +229,9 @@ async def test_a_standby_is_told_of_a_resignation_and_does_not_wait_for_its_next
     with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(second.acquire, lambda _: looks.append(clock.monotonic_ns()))
-            await wait_looks(looks, 2)
+            await wait_looks(looks, 1)
             await first.resign()
-    assert looks[2] - looks[1] < STANDBY_POLL_S * 0.8e9
+    assert len(looks) == 2
 
 
 async def wait_looks(looks: list[float], number: int) -> None:
@@ -239,10 +243,9 @@ async def test_a_leader_that_stops_renewing_is_replaced_and_learns_of_it() -> No
     store = memory_store()
     clock = SystemClock()
     first = Leadership(store, PREFIX, holder("a"), clock, shared=True, ttl_s=TTL_S)
-    second = Leadership(store, PREFIX, holder("b"), clock, shared=True, ttl_s=TTL_S)
+    second = Leadership(store, PREFIX, holder("b"), clock, shared=True, ttl_s=60.0)
     with anyio.fail_after(DEADLINE_S):
         await first.acquire(lambda _: None)
-        assert first.is_valid()
         await second.acquire(lambda _: None)
         assert not first.is_valid()
         with pytest.raises(Fenced, match="not renewed in time"):
@@ -292,7 +295,7 @@ async def test_who_is_told_to_end_while_its_claim_is_unanswered_gives_it_back() 
 
 async def test_a_leader_whose_lease_was_revoked_stops_and_may_lead_again() -> None:
     store = memory_store()
-    leader = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=True, ttl_s=TTL_S)
+    leader = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=True, ttl_s=3.0)
     await leader.acquire(lambda _: None)
     lease = (await store.read(f"{PREFIX}/leader")).entries[0].lease
     await store.revoke_lease(lease)
