@@ -10,6 +10,7 @@ from __future__ import annotations
 import click
 from click.core import ParameterSource
 
+from elastic import __version__
 from elastic.client import asking, changing, checkpoints, run, steering
 from elastic.client.terminal import Target
 
@@ -46,6 +47,7 @@ DEFAULT_ADDRESS = "127.0.0.1:7070"
     "--tls-ca", envvar="ELASTIC_TLS_CA", default="", metavar="PATH",
     help="Instead of DIR/ca.crt; alone if you show a token.  [env: ELASTIC_TLS_CA]",
 )  # fmt: skip
+@click.version_option(__version__, prog_name="elastic")
 @click.pass_context
 def main(context: click.Context, coord: str, token_file: str, **tls: str) -> None:
     """Train on a cluster that loses machines."""

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elastic import errors
+from elastic import __version__
 from elastic.client.cli import main
 from elastic.client.job_options import JobOptions
 from elastic.client.submission import Options, job_spec, run_path_of
@@ -228,6 +229,7 @@ def test_each_error_has_an_exit_code(error: errors.ElasticError, code: int) -> N
 
 def test_version_needs_no_coordinator() -> None:
     assert elastic("version").stdout.startswith("elastic ")
+    assert elastic("--version").stdout == f"elastic, version {__version__}\n"
     facts = json.loads(elastic("version", "-o", "json").stdout)
     assert set(facts) == {"version", "protocol", "python"}
 
