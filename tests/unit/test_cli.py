@@ -12,8 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from elastic import errors
-from elastic import __version__
+from elastic import __version__, errors
 from elastic.client.cli import main
 from elastic.client.job_options import JobOptions
 from elastic.client.submission import Options, job_spec, run_path_of
