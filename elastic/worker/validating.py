@@ -19,6 +19,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -117,6 +118,7 @@ class Validator:
         self._newest = ""
         self._thread: threading.Thread | None = None
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake_fd)  # The thread holds us as long as it runs.
         self._lock = threading.Lock()
         self._wishes_seen, self._wishes_made = 0, 0
         self._is_idle, self._is_stuck_since = threading.Event(), 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,8 +158,10 @@ class Memory:
     """What an agent holds for the workers of its node."""
 
     def __init__(self) -> None:
-        self._fds = [os.memfd_create("snapshot") for _ in range(SNAPSHOT_SLOTS)]
-        self.paths = tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds)
+        fds = [os.memfd_create("snapshot") for _ in range(SNAPSHOT_SLOTS)]
+        self.paths = tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in fds)
+        for fd in fds:
+            weakref.finalize(self, os.close, fd)
 
 
 def assert_rows_of(member: Member, whole: nn.Module, moments: dict[str, torch.Tensor]) -> None:
