@@ -162,7 +162,7 @@ def _open(path: Path) -> BinaryIO:
     file = open(path, "rb", buffering=0)  # noqa: SIM115 (kept open)
     try:
         hold(file.fileno())
-    except FileNotFoundError:
+    except BaseException:
         file.close()
         raise
     return file

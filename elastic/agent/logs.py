@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -29,6 +30,7 @@ PIPE_BYTES = 1024 * 1024
 """A worker can print this much while the agent is busy; the kernel may allow less."""
 LAST_BYTES = 4096
 PRUNE_EVERY_S = 600.0
+OPENED_MAX = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +115,20 @@ class LogFile:
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        while self._fd < 0:
+        for _ in range(OPENED_MAX):
             fd = os.open(self.path, flags, 0o644)
             try:
                 hold(fd)
             except FileNotFoundError:
                 os.close(fd)  # One of this name, of an earlier worker, went in this very moment.
+            except BaseException:
+                os.close(fd)
+                raise
             else:
                 self._fd = fd
+                break
+        else:
+            raise OSError(errno.ESTALE, f"it was removed {OPENED_MAX} times while it was opened")
         self._size = os.fstat(self._fd).st_size
 
 

@@ -7,7 +7,9 @@ are in), nor what another node wrote to the same folder, nor what a link leads t
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import functools
 import logging
 import os
 import re
@@ -18,6 +20,9 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
+"""What flock says where there are none, or only such as a file open for writing may have (NFS)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OldLogLimits:
@@ -25,6 +30,21 @@ class OldLogLimits:
 
     bytes_max: int = 4 * 1024**3
     files_max: int = 10_000
+
+
+@dataclass(frozen=True)
+class LogPart:
+    """A file of a log: number 0 is the newest, and has the log's own name."""
+
+    path: str
+    number: int
+    num_bytes: int
+    written_ns: int
+
+    @property
+    def log(self) -> str:
+        """Return the path of the log that it is a part of."""
+        return self.path.removesuffix(f".{self.number}") if self.number else self.path
 
 
 def prune_logs(log_dir: Path, node_id: str, limits: OldLogLimits | None = None) -> int:
@@ -37,10 +57,20 @@ def prune_logs(log_dir: Path, node_id: str, limits: OldLogLimits | None = None) 
     """
     limits = limits or OldLogLimits()
     removed = kept_bytes = kept_files = 0
-    for _, size, path in sorted(_found(log_dir, node_id), reverse=True):
-        kept_bytes, kept_files = kept_bytes + size, kept_files + 1
-        if kept_bytes > limits.bytes_max or kept_files > limits.files_max:
-            with contextlib.suppress(OSError):  # Somebody uses it, or it was removed by hand.
+    files = _found(log_dir, node_id)
+    if _fits(len(files), sum(file.num_bytes for file in files), limits):
+        return 0
+    for parts in _logs_of(files):
+        if _is_used(parts[0].path):
+            continue  # What its worker may write has a limit of its own.
+        surplus = []
+        for part in parts:
+            kept_bytes, kept_files = kept_bytes + part.num_bytes, kept_files + 1
+            if not _fits(kept_files, kept_bytes, limits):
+                surplus.append(part.path)
+        # The oldest first, and nothing newer than what somebody reads: he goes on to that.
+        with contextlib.suppress(OSError):  # Somebody uses it, or it was removed by hand.
+            for path in reversed(surplus):
                 _remove(path)
                 removed += 1
     if removed:
@@ -60,18 +90,54 @@ def hold(fd: int) -> None:
         raise FileNotFoundError("the log was removed")
 
 
-def _found(log_dir: Path, node_id: str) -> Iterator[tuple[int, int, str]]:
-    """Yield (time of the last write, bytes, path) of each log of the node's workers."""
-    name = re.compile(re.escape(node_id) + r"-\d+\.log(\.\d+)?")
+def _fits(num_files: int, num_bytes: int, limits: OldLogLimits) -> bool:
+    return num_files <= limits.files_max and num_bytes <= limits.bytes_max
+
+
+def _logs_of(files: list[LogPart]) -> list[list[LogPart]]:
+    """Return the parts of each log, newest first, and the logs likewise."""
+    logs: dict[str, list[LogPart]] = {}
+    for file in sorted(files, key=lambda file: file.number):
+        logs.setdefault(file.log, []).append(file)
+    return sorted(logs.values(), key=lambda parts: parts[0].written_ns, reverse=True)
+
+
+def _found(log_dir: Path, node_id: str) -> list[LogPart]:
+    """Return all logs of the node's workers."""
+    found = []
+    name = re.compile(re.escape(node_id) + r"-\d+\.log(?:\.(\d+))?")
     with contextlib.suppress(OSError), os.scandir(log_dir) as folders:
         for folder in folders:
             if not folder.is_dir(follow_symlinks=False):
                 continue
             with contextlib.suppress(OSError), os.scandir(folder) as files:
                 for file in files:
-                    if name.fullmatch(file.name) and file.is_file(follow_symlinks=False):
+                    named = name.fullmatch(file.name)
+                    if named and file.is_file(follow_symlinks=False):
                         about = file.stat(follow_symlinks=False)
-                        yield about.st_mtime_ns, about.st_size, file.path
+                        number = int(named[1] or 0)
+                        found.append(LogPart(file.path, number, about.st_size, about.st_mtime_ns))
+    return found
+
+
+def _is_used(path: str) -> bool:
+    """Return whether somebody has a log open."""
+    try:
+        with _locked(path):
+            return False
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            _say_no_locks(os.path.dirname(path))
+        return True
+
+
+@functools.cache
+def _say_no_locks(folder: str) -> None:
+    log.warning(
+        "old_logs_kept folder=%s: its file system has no locks, so logs of former workers are not "
+        "removed; have --log-dir on a local disk, or remove them yourself",
+        folder,
+    )
 
 
 def _remove(path: str) -> None:

@@ -8,7 +8,9 @@ know the job, of the process that the job could not outlive; where nobody knows,
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -100,8 +102,8 @@ def attempt(plan: Plan, *, phase_of: PhaseOf = lambda job_id: None) -> Iterator[
         begun = _resumed(plan, before)
     else:
         begun = Attempt(plan.resume_from)
-    _claim(files, plan, before)
     try:
+        _claim(files, plan, before)
         if plan.trainer:
             files.write(TRAINER_FILE, plan.trainer)
         yield begun
@@ -119,17 +121,33 @@ def _claim(files: Files, plan: Plan, before: RunRecord | None) -> None:
         StorageError: the record cannot be written.
     """
     record = _record(plan, before)
-    if before is None:
-        is_ours = create_run(files, record)
-    else:
-        is_ours = read_run(files) == before  # To check its checkpoints took a while.
-        if is_ours:
+    with _alone(files):
+        if before is None:
+            create_run(files, record)
+        elif read_run(files) == before:  # To check its checkpoints took a while.
             write_run(files, record)
+        # Also where a store's answer was lost, or another host wrote in the same moment.
+        is_ours = read_run(files) == record
     if not is_ours:
         raise NameTaken(
             f"run {plan.name} in {plan.run_path} was begun by somebody else in this moment: choose "
             f"another name, or wait until that has ended"
         )
+
+
+@contextlib.contextmanager
+def _alone(files: Files) -> Iterator[None]:
+    """Keep other processes of this host from claiming a run; nothing can where it is remote."""
+    if not files.is_local:
+        yield
+        return
+    fd = os.open(files.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # Some network file systems have no locks.
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _record(plan: Plan, before: RunRecord | None) -> RunRecord:
@@ -149,12 +167,14 @@ def _record(plan: Plan, before: RunRecord | None) -> RunRecord:
 
 def _take_back(files: Files, plan: Plan, before: RunRecord | None, *, was_there: bool) -> None:
     record = read_run(files)
-    if record is None or record.jobs[-1:] != (plan.job_id,):
+    if record is not None and record.jobs[-1:] != (plan.job_id,):
         return  # It is somebody else's by now.
-    if before is not None:
+    if record is not None and before is not None:
         write_run(files, before)
+    if before is not None:
         return
-    for name in ("run.json", TRAINER_FILE):
+    # In this order: once the record is gone, somebody else may begin.
+    for name in (TRAINER_FILE, "run.json") if record is not None else ():
         if files.exists(name):
             files.delete(name)
     if not was_there:

@@ -321,14 +321,27 @@ class Files:
             attempts += 1
             self.fs.invalidate_cache()
             try:
-                # Most file systems take a path for a pattern, and "run[1]" for the name of run1.
-                path = self.at(name)
-                self.fs.rm(path if self.is_local else glob.escape(path), recursive=True)
+                if glob.has_magic(self.at(name)) and not self.is_local:
+                    self._delete_literally(self.at(name))
+                else:
+                    self.fs.rm(self.at(name), recursive=True)
             except FileNotFoundError:
                 if attempts == 1:
                     raise  # Otherwise the attempt before did it, and its answer was lost.
 
         self._do(f"cannot delete {self.path}/{name}", remove)
+
+    def _delete_literally(self, path: str) -> None:
+        """Delete what a pattern would stand for others, too: "run[1]" is the name of run1."""
+        found = self.fs.find(path, withdirs=True, detail=True)
+        if not found:
+            raise FileNotFoundError(path)
+        folders = [one for one in found if found[one]["type"] == "directory"]
+        for one in found.keys() - folders:
+            self.fs.rm_file(one)
+        for one in sorted(folders, reverse=True):
+            with contextlib.suppress(OSError, NotImplementedError):  # Object stores have none.
+                self.fs.rmdir(one)
 
     # ---------------------------------------------------------------------------------- inside
 

@@ -428,32 +428,25 @@ class RunDirectory:
             raise
 
 
-def _files_below(source: Path) -> Iterator[Path]:
-    """Yield all files, also behind links to folders; a folder within itself only once.
+def _files_below(folder: Path, above: tuple[os.stat_result, ...] = ()) -> Iterator[Path]:
+    """Yield all files, also behind links to folders, under each of their names.
+
+    A link to a folder that it is in leads nowhere new, and is passed over.
 
     Raises:
         OSError: a link that leads nowhere, or what is neither a file nor a folder.
     """
-    seen: set[tuple[int, int]] = set()
-    for folder, below, files in os.walk(source, followlinks=True, onerror=_raise):
-        below[:] = [name for name in below if _is_new(Path(folder, name), seen)]
-        for name in files:
-            path = Path(folder, name)
-            if not path.is_file():
-                os.stat(path)  # A link to nothing says so itself.
-                raise OSError(errno.EINVAL, "it is no regular file", str(path))
-            yield path
-
-
-def _is_new(folder: Path, seen: set[tuple[int, int]]) -> bool:
     about = folder.stat()
-    is_new = (about.st_dev, about.st_ino) not in seen
-    seen.add((about.st_dev, about.st_ino))
-    return is_new
-
-
-def _raise(error: OSError) -> None:
-    raise error
+    if any(os.path.samestat(about, other) for other in above):
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from _files_below(path, (*above, about))
+        elif path.is_file():
+            yield path
+        else:
+            os.stat(path)  # A link to nothing says so itself.
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def _copied(path: Path, target: Files, relative: str) -> StoredFile:

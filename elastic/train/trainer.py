@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from elastic.client.attempts import Plan, note_end
+from elastic.client.attempts import TRAINER_FILE, Plan, note_end
 from elastic.client.submission import NAME_CHARS_MAX, run_path_of
 from elastic.core.config import JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
@@ -176,13 +176,17 @@ class TorchTrainer:
 
     @classmethod
     def can_restore(cls, path: str | Path) -> bool:
-        """Return whether a directory holds a run that did not succeed.
+        """Return whether a directory holds a run that did not succeed, and what it goes on from.
 
         Raises:
             StorageError: the directory cannot be read.
         """
-        record = read_run(Files(absolute(path)))
-        return record is not None and record.phase is not RunPhase.SUCCEEDED
+        files = Files(absolute(path))
+        record = read_run(files)
+        if record is None or record.phase is RunPhase.SUCCEEDED:
+            return False
+        # Who was killed between the two files has left a run that cannot say what it trains.
+        return files.exists(TRAINER_FILE) or bool(committed_in(files.path))
 
     def fit(self) -> Result:
         """Train, and return the result.

@@ -159,7 +159,10 @@ def result_json(value: Any) -> str:
 def _number(value: Any) -> Any:
     count = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
     if count == 1 and hasattr(value, "item"):
-        return value.item()
+        try:
+            return value.item()
+        except Exception as error:  # A meta tensor, or a device that is not well: no failure.
+            raise TypeError(f"a {type(value).__name__} cannot be read: {error}") from error
     raise TypeError(f"a {type(value).__name__} is no JSON")
 
 

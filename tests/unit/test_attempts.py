@@ -235,6 +235,35 @@ def test_who_is_second_to_begin_a_run_harms_the_first_in_nothing(
     assert (tmp_path / "r" / attempts.TRAINER_FILE).read_bytes() == b"first"
 
 
+def test_a_record_whose_answer_was_lost_is_ours_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = attempts.create_run
+
+    def tried_twice(files: Files, record: attempts.RunRecord) -> bool:
+        real(files, record)
+        return real(files, record)
+
+    monkeypatch.setattr(attempts, "create_run", tried_twice)
+    with attempt(Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")):
+        pass
+
+
+def test_a_directory_whose_record_cannot_be_written_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> bool:
+        raise StorageError("No space left on device")
+
+    monkeypatch.setattr(attempts, "create_run", full)
+    with (
+        pytest.raises(StorageError, match="No space"),
+        attempt(Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")),
+    ):
+        pytest.fail("it is not there")
+    assert not (tmp_path / "r").exists()
+
+
 def test_a_submission_that_fails_takes_back_nothing_of_a_later_attempt(tmp_path: Path) -> None:
     first = Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")
     files = Files(first.run_path)

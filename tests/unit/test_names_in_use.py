@@ -89,6 +89,14 @@ def test_folders_behind_links_are_part_of_a_checkpoint_and_broken_links_are_refu
     (tmp_path / "big" / "more" / "up").symlink_to(tmp_path / "big")
     found = run.upload(source, "c", claim=lambda _: True)
     assert [file.path for file in found] == ["model", "shards/model", "shards/more/shard"]
+    (source / "step_10").mkdir()
+    (source / "step_10" / "weights").write_text("w")
+    (source / "latest").symlink_to("step_10")
+    (source / "me").symlink_to(".")
+    found = run.upload(source, "both", claim=lambda _: True)
+    assert [file.path for file in found] == [
+        "latest/weights", "model", "shards/model", "shards/more/shard", "step_10/weights",
+    ]  # fmt: skip
     os.symlink(tmp_path / "nowhere", source / "gone")
     with pytest.raises(StorageError, match="No such file"):
         run.upload(source, "d", claim=lambda _: True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from elastic.agent.follow import LogReader
 from elastic.agent.logs import LogFile, LogLimits
-from elastic.agent.old_logs import OldLogLimits, prune_logs
+from elastic.agent.old_logs import OldLogLimits, hold, prune_logs
 
 
 def written(folder: Path, *names: str) -> list[Path]:
@@ -51,6 +53,42 @@ def test_what_a_worker_that_runs_writes_stays_with_its_older_parts(tmp_path: Pat
     assert left(tmp_path) == ["a/n1-1.log", "a/n1-1.log.1"]
     log_file.end()
     assert prune_logs(tmp_path, "n1", OldLogLimits(bytes_max=0)) == 2
+
+
+def test_what_running_workers_write_takes_no_room_of_those_that_are_gone(tmp_path: Path) -> None:
+    *live, gone = written(tmp_path, "a/n1-1.log", "a/n1-2.log", "a/n1-3.log")
+    writers = [LogFile(path, LogLimits()) for path in live]
+    for writer in writers:
+        writer.write(b"more")
+    os.utime(gone, (0, 0))
+    assert prune_logs(tmp_path, "n1", OldLogLimits(bytes_max=15)) == 0
+    for writer in writers:
+        writer.end()
+    assert prune_logs(tmp_path, "n1", OldLogLimits(bytes_max=15)) == 2
+
+
+def test_who_reads_an_older_part_finds_the_newer_ones(tmp_path: Path) -> None:
+    written(tmp_path, "a/n1-1.log.3", "a/n1-1.log.2", "a/n1-1.log.1", "a/n1-1.log")
+    with open(tmp_path / "a/n1-1.log.2", "rb") as reader:
+        hold(reader.fileno())
+        assert prune_logs(tmp_path, "n1", OldLogLimits(bytes_max=0)) == 1
+    assert left(tmp_path) == ["a/n1-1.log", "a/n1-1.log.1", "a/n1-1.log.2"]
+    assert prune_logs(tmp_path, "n1", OldLogLimits(bytes_max=15)) == 2
+    assert left(tmp_path) == ["a/n1-1.log"]
+
+
+def test_where_there_are_no_locks_all_stays_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    written(tmp_path, "a/n1-1.log", "a/n1-2.log")
+    for _ in range(2):
+        assert prune_logs(tmp_path, "n1", OldLogLimits(bytes_max=0)) == 0
+    assert caplog.text.count("old_logs_kept") == 1
+    assert len(left(tmp_path)) == 2
 
 
 def test_what_somebody_reads_stays(tmp_path: Path) -> None:

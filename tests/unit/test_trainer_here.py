@@ -323,6 +323,10 @@ def test_a_trainer_is_restored_from_its_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed):
         failing.fit()
     assert TorchTrainer.can_restore(tmp_path / "r")
+    half_begun = tmp_path / "half"
+    half_begun.mkdir()
+    (half_begun / "run.json").write_bytes((tmp_path / "r" / "run.json").read_bytes())
+    assert not TorchTrainer.can_restore(half_begun)
     moved = tmp_path / "moved"
     (tmp_path / "r").rename(moved)
     restored = TorchTrainer.restore(moved, train_loop_config={"epochs": 5})

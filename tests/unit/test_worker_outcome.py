@@ -89,7 +89,9 @@ def test_what_a_train_function_returns_is_kept_with_others_numbers(
     assert not caplog.text
 
 
-@pytest.mark.parametrize("value", [object(), {"weights": torch.ones(2)}, {1j: 2}])
+@pytest.mark.parametrize(
+    "value", [object(), {"weights": torch.ones(2)}, {1j: 2}, torch.ones(1, device="meta")]
+)
 def test_a_result_that_json_cannot_say_is_null_and_the_log_says_so(
     value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
