@@ -23,7 +23,7 @@ RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 GOODBYE_S = 5.0
 LINES_AT_ONCE = 15
 # How long a test may go on after its timeout has ended it.
-CLEANUP_S = 60.0
+CLEANUP_S = 120.0
 # Where people read, whatever a test has done to the process's own.
 STDERR = pytest.StashKey[int]()
 
@@ -117,8 +117,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     So it is with what waits outside of Python, and with a clean-up that waits for a thread. With
     several processes the test fails under its name, and others run what is left.
     """
-    mark = item.get_closest_marker("timeout")
-    limit_s = float(mark.args[0] if mark is not None else item.config.getini("timeout"))
+    limit_s = limit_of(item)
+    if not limit_s:
+        return (yield)
     faulthandler.dump_traceback_later(
         limit_s + CLEANUP_S, exit=True, file=item.config.stash[STDERR]
     )
@@ -126,6 +127,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def limit_of(item: pytest.Item) -> float:
+    """Return how long a test may take, as pytest-timeout has it: its mark first, then who asks."""
+    mark = item.get_closest_marker("timeout")
+    given = None
+    if mark is not None:
+        given = mark.args[0] if mark.args else mark.kwargs.get("timeout")
+    for other in (item.config.getoption("timeout"), os.environ.get("PYTEST_TIMEOUT")):
+        given = other if given is None else given
+    return float(item.config.getini("timeout") if given is None else given)
 
 
 def pytest_enter_pdb() -> None:

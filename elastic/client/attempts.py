@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,7 @@ from elastic.storage.soundness import newest_sound, place_of
 log = logging.getLogger(__name__)
 
 TRAINER_FILE = "trainer.pkl"
+LOCK_S, LOCK_LOOK_S = 5.0, 0.05
 LEFT_BY_A_KILL = re.compile(rf"{re.escape(TRAINER_FILE)}(\.partial)?|run\.json(\.\w+)?\.partial")
 """What is in a directory whose run was killed before it had begun."""
 
@@ -102,14 +104,18 @@ def attempt(plan: Plan, *, phase_of: PhaseOf = lambda job_id: None) -> Iterator[
         begun = _resumed(plan, before)
     else:
         begun = Attempt(plan.resume_from)
+    replaced: bytes | None = None
     try:
         _claim(files, plan, before)
         if plan.trainer:
+            replaced = files.read(TRAINER_FILE) if files.exists(TRAINER_FILE) else b""
             files.write(TRAINER_FILE, plan.trainer)
         yield begun
     except BaseException:
-        with contextlib.suppress(StorageError, OSError):
-            _take_back(files, plan, before, was_there=was_there)
+        with contextlib.suppress(StorageError, OSError), _alone(files):
+            _take_back(files, plan, before, replaced)
+            if not was_there:
+                files.fs.rmdir(files.root)  # Empty it is only if nobody else has begun in it.
         raise
 
 
@@ -137,17 +143,38 @@ def _claim(files: Files, plan: Plan, before: RunRecord | None) -> None:
 
 @contextlib.contextmanager
 def _alone(files: Files) -> Iterator[None]:
-    """Keep other processes of this host from claiming a run; nothing can where it is remote."""
-    if not files.is_local:
-        yield
-        return
-    fd = os.open(files.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Keep other processes of this host from writing a run's record, if that can be.
+
+    Somebody may hold the lock for long, such as `flock RUN python train.py`: to go on without it
+    is better than to stand still.
+    """
+    fd = -1
+    with contextlib.suppress(OSError):
+        if files.is_local:
+            fd = os.open(files.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            _lock(fd)
     try:
-        with contextlib.suppress(OSError):  # Some network file systems have no locks.
-            fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(fd)
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # A process that was forked meanwhile has it, too.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    """Lock a folder, or give up after a while.
+
+    Raises:
+        OSError: some network file systems have no locks.
+    """
+    until = time.monotonic() + LOCK_S
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(LOCK_LOOK_S)
 
 
 def _record(plan: Plan, before: RunRecord | None) -> RunRecord:
@@ -165,20 +192,27 @@ def _record(plan: Plan, before: RunRecord | None) -> RunRecord:
     )
 
 
-def _take_back(files: Files, plan: Plan, before: RunRecord | None, *, was_there: bool) -> None:
+def _take_back(files: Files, plan: Plan, before: RunRecord | None, replaced: bytes | None) -> None:
+    """Put record and trainer back.
+
+    Args:
+        files: of the run.
+        plan: of the attempt that failed.
+        before: the record that there was, None for none.
+        replaced: the trainer that there was, b"" for none, None if it is still there.
+    """
     record = read_run(files)
-    if record is not None and record.jobs[-1:] != (plan.job_id,):
-        return  # It is somebody else's by now.
-    if record is not None and before is not None:
-        write_run(files, before)
+    if record is None or record.jobs[-1:] != (plan.job_id,):
+        return  # It was never ours, or is somebody else's by now.
+    # The record last: once it is gone, somebody else may begin.
+    if replaced:
+        files.write(TRAINER_FILE, replaced)
+    elif replaced is not None and files.exists(TRAINER_FILE):
+        files.delete(TRAINER_FILE)
     if before is not None:
-        return
-    # In this order: once the record is gone, somebody else may begin.
-    for name in (TRAINER_FILE, "run.json") if record is not None else ():
-        if files.exists(name):
-            files.delete(name)
-    if not was_there:
-        files.fs.rmdir(files.root)
+        write_run(files, before)
+    else:
+        files.delete("run.json")
 
 
 def _make_directory(run_path: str) -> bool:
@@ -273,11 +307,12 @@ def note_end(run_path: str, job_id: str, phase: JobPhase, reason: str = "") -> N
         return
     try:
         files = Files(run_path)
-        record = read_run(files)
-        if record is None or record.jobs[-1:] != (job_id,):
-            return
-        now_ns = SystemClock().unix_ns()
-        kept = "" if phase is JobPhase.SUCCEEDED else reason
-        write_run(files, record.ended(RunPhase(phase.value), now_ns, kept))
+        with _alone(files):
+            record = read_run(files)
+            if record is None or record.jobs[-1:] != (job_id,):
+                return
+            now_ns = SystemClock().unix_ns()
+            kept = "" if phase is JobPhase.SUCCEEDED else reason
+            write_run(files, record.ended(RunPhase(phase.value), now_ns, kept))
     except StorageError as error:
         log.warning("end_not_noted run=%s phase=%s error=%r", run_path, phase.value, str(error))

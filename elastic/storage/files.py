@@ -333,15 +333,20 @@ class Files:
 
     def _delete_literally(self, path: str) -> None:
         """Delete what a pattern would stand for others, too: "run[1]" is the name of run1."""
-        found = self.fs.find(path, withdirs=True, detail=True)
-        if not found:
-            raise FileNotFoundError(path)
-        folders = [one for one in found if found[one]["type"] == "directory"]
-        for one in found.keys() - folders:
-            self.fs.rm_file(one)
-        for one in sorted(folders, reverse=True):
-            with contextlib.suppress(OSError, NotImplementedError):  # Object stores have none.
-                self.fs.rmdir(one)
+        if self.fs.info(path)["type"] != "directory":
+            self.fs.rm_file(path)
+            return
+        # Not `fs.find`: that takes a folder that cannot be read for an empty one.
+        for one in self.fs.ls(path, detail=True):
+            if one["name"].rstrip("/") != path.rstrip("/"):
+                self._delete_literally(one["name"].rstrip("/"))
+        try:
+            self.fs.rmdir(path)
+        except FileNotFoundError:
+            pass  # It was there as long as something was in it.
+        except (OSError, NotImplementedError):
+            if not self.is_object_store:
+                raise
 
     # ---------------------------------------------------------------------------------- inside
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -97,6 +98,11 @@ def test_a_submission_that_fails_leaves_all_as_it_was(tmp_path: Path) -> None:
     assert not fresh.exists()
     assert list(empty.iterdir()) == []
     assert record(begun).jobs == ("j1",)
+    assert not (begun / attempts.TRAINER_FILE).exists()
+    (begun / attempts.TRAINER_FILE).write_bytes(b"of j1")
+    with pytest.raises(UsageError):
+        fail_in(begun, "j3")
+    assert (begun / attempts.TRAINER_FILE).read_bytes() == b"of j1"
 
 
 def test_storage_that_cannot_be_written_is_refused_by_path(tmp_path: Path) -> None:
@@ -247,6 +253,33 @@ def test_a_record_whose_answer_was_lost_is_ours_all_the_same(
     monkeypatch.setattr(attempts, "create_run", tried_twice)
     with attempt(Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")):
         pass
+
+
+def test_who_holds_the_directorys_lock_for_himself_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `flock RUN python train.py` does."""
+    monkeypatch.setattr(attempts, "LOCK_S", 0.1)
+    (tmp_path / "r").mkdir()
+    held = os.open(tmp_path / "r", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with attempt(Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")):
+        pass
+    os.close(held)
+
+
+def test_a_directory_that_goes_while_we_begin_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whoever made it, and was refused."""
+
+    def look(files: Files) -> None:
+        monkeypatch.undo()
+        (tmp_path / "r").rmdir()
+
+    monkeypatch.setattr(attempts, "read_run", look)
+    with attempt(Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")):
+        assert read_run(Files(str(tmp_path / "r"))) is not None
 
 
 def test_a_directory_whose_record_cannot_be_written_is_taken_back(

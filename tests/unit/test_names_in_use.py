@@ -67,6 +67,14 @@ def test_a_name_with_a_patterns_characters_is_no_pattern(name: str) -> None:
     files.delete(name)
     assert memory.find("/names[1]") == ["/names[1]/run/a1/x", "/names[1]/run/a2/x"]
     assert memory.find("/names1") == ["/names1/run/a1/x"]
+    memory.pipe_file("/names[1]/run/file[1]", b"1")
+    memory.pipe_file("/names[1]/run/folder[1]/below/x", b"1")
+    files.delete("file[1]")
+    files.delete("folder[1]")
+    assert not memory.exists("/names[1]/run/folder[1]")
+    assert memory.find("/names[1]") == ["/names[1]/run/a1/x", "/names[1]/run/a2/x"]
+    with pytest.raises(StorageError, match="cannot delete"):
+        files.delete("none[1]")
     memory.rm("/names1", recursive=True)
 
 
