@@ -118,7 +118,8 @@ class Validator:
         self._newest = ""
         self._thread: threading.Thread | None = None
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self._wake_fd)  # The thread holds us as long as it runs.
+        # The thread holds us as long as it runs, also while the interpreter ends.
+        weakref.finalize(self, os.close, self._wake_fd).atexit = False
         self._lock = threading.Lock()
         self._wishes_seen, self._wishes_made = 0, 0
         self._is_idle, self._is_stuck_since = threading.Event(), 0.0
