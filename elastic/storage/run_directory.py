@@ -439,7 +439,7 @@ def _files_below(folder: Path, above: tuple[os.stat_result, ...] = ()) -> Iterat
     about = folder.stat()
     if any(os.path.samestat(about, other) for other in above):
         return
-    for path in sorted(folder.iterdir()):
+    for path in folder.iterdir():
         if path.is_dir():
             yield from _files_below(path, (*above, about))
         elif path.is_file():

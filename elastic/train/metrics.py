@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.errors import UsageError
+from elastic.worker.numbers import plain_number
 
 IN_WORDS = {text: float(text) for text in ("nan", "inf", "-inf")}
 
@@ -25,9 +26,7 @@ def to_json(metrics: Mapping[str, Any]) -> str:
     """
     plain = {}
     for name, value in checked(metrics).items():
-        if hasattr(value, "item") and getattr(value, "size", None) is not None:
-            count = value.numel() if hasattr(value, "numel") else value.size
-            value = value.item() if count == 1 else value
+        value = plain_number(value)
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:

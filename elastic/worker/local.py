@@ -420,12 +420,13 @@ def _shared_facts(store: Store, rank: int, run: LocalRun, clock: Clock) -> tuple
         launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         unique = launch if launch.isalnum() and launch != "none" else clock.unix_ns() // 1_000_000
         job_id = run.job_id or f"local-{unique}"
-        generation, newest = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1, ""
+        generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
+        newest = run.resume_from
         if run.run_path:
             directory = RunDirectory(run.run_path)
             # Torchrun counts its restarts after failures, and not those for nodes that come or go.
             generation = max(generation, 1 + directory.newest_generation(job_id))
-            newest = directory.newest_checkpoint()
-        store.set(FACTS_KEY, json.dumps([job_id, generation, run.resume_from or newest]))
+            newest = newest or directory.newest_checkpoint()
+        store.set(FACTS_KEY, json.dumps([job_id, generation, newest]))
     job_id, generation, newest = json.loads(store.get(FACTS_KEY))
     return job_id, generation, newest

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from elastic.core.world import Failure
 from elastic.errors import GroupError, ProgramFailed
+from elastic.worker.numbers import plain_number
 
 log = logging.getLogger(__name__)
 
@@ -157,13 +158,13 @@ def result_json(value: Any) -> str:
 
 
 def _number(value: Any) -> Any:
-    count = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
-    if count == 1 and hasattr(value, "item"):
-        try:
-            return value.item()
-        except Exception as error:  # A meta tensor, or a device that is not well: no failure.
-            raise TypeError(f"a {type(value).__name__} cannot be read: {error}") from error
-    raise TypeError(f"a {type(value).__name__} is no JSON")
+    try:
+        plain = plain_number(value)
+    except Exception as error:  # A meta tensor, or a device that is not well: no failure.
+        raise TypeError(f"a {type(value).__name__} cannot be read: {error}") from error
+    if plain is value:
+        raise TypeError(f"a {type(value).__name__} is no JSON")
+    return plain
 
 
 def forget_frames(error: BaseException) -> None:
