@@ -8,12 +8,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-# Cheapest first: a broken rule is reported in seconds, a broken recovery in minutes.
-# The first share nothing and run on all cores at once; those of a file of the next share what they
-# have started; the last start processes that want the cores for themselves.
-PURE := tidy unit property scenarios simulation
-PAIRS := integration
-ALONE := chaos
 # For example: make test PYTEST_FLAGS="-x -k sqlite"
 PYTEST_FLAGS ?=
 
@@ -26,7 +20,7 @@ help:  ## say what there is
 demo: $(INSTALLED)  ## train on a small cluster, kill parts of it, and watch it go on
 	@$(BIN)/python examples/demo.py
 
-test: lint pytest  ## all checks and tests, half an hour on two cores
+test: lint pytest  ## all checks and tests, ten minutes on two cores
 
 # Each check says how long it took; pytest prints its own table of seconds by part.
 define check
@@ -39,17 +33,11 @@ lint: $(INSTALLED)  ## style, format and types
 	$(call check,$(BIN)/ruff format --quiet --check .)
 	$(call check,$(BIN)/mypy --no-error-summary)
 
-# With flags that choose some tests there may be none on one of the two sides: pytest ends with 5.
-# Where twenty fail, others would, too, and each of them may take its five minutes.
-define run
-	$(BIN)/python -m pytest -m "not slow and not gpu" --maxfail 20 $(PYTEST_FLAGS) $(1) \
-	|| { code=$$?; $(if $(PYTEST_FLAGS),test $$code = 5,false) || exit $$code; }
-endef
-
+# Tests of a file share what they have started, so a file is one process's. Where twenty tests
+# fail, others would, too.
 pytest: $(INSTALLED)  ## the tests without the checks
-	@$(call run,-n logical $(PURE:%=tests/%))
-	@$(call run,--durations 15 -n 2 --dist loadfile $(PAIRS:%=tests/%))
-	@$(call run,--durations 15 $(ALONE:%=tests/%))
+	@$(BIN)/python -m pytest -m "not slow and not gpu" -n logical --dist loadfile \
+		--no-loadscope-reorder --durations 10 --maxfail 20 $(PYTEST_FLAGS) tests
 
 chaos: $(INSTALLED)  ## the tests that take minutes or hours
 	@$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS) tests

@@ -1,4 +1,4 @@
-"""What all tests share: the event loop they run on, a watch for processes left behind, a table.
+"""What all tests share: an event loop, the end of what hangs or is left behind, a report.
 
 Rule: nothing here makes a test easier to pass.
 """
@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
+import threading
+import zlib
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -16,14 +21,15 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.patience import DEADLINE_S, HANG_S, SLOWNESS
+
 # Inherited by every process that a test starts, also by those whose parent is gone.
 SESSION_MARK = "ELASTIC_TEST_SESSION"
 # Python's own, ends with us: it frees shared memory that a process left behind.
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
-GOODBYE_S = 5.0
 LINES_AT_ONCE = 15
-# How long a test may go on after its timeout has ended it.
-CLEANUP_S = 120.0
+# The longest parts first: what is left for the end then divides well among the cores.
+PARTS = ("chaos", "integration", "simulation", "property", "scenarios", "unit", "tidy")
 # Where people read, whatever a test has done to the process's own.
 STDERR = pytest.StashKey[int]()
 
@@ -46,12 +52,12 @@ def _no_process_is_left_behind() -> Iterator[None]:
     yield
     del os.environ[SESSION_MARK]
     # A process may be on its way out: what counts is that it goes without being told.
-    _, left = psutil.wait_procs(started_here(mark), timeout=GOODBYE_S)
+    _, left = psutil.wait_procs(started_here(mark), timeout=DEADLINE_S)
     left = [process for process in left if is_alive(process)]
     lines = [described(process) for process in left]
     for process in left:
         process.kill()
-    psutil.wait_procs(left, timeout=GOODBYE_S)
+    psutil.wait_procs(left, timeout=DEADLINE_S)
     if lines:
         pytest.fail("processes outlived the tests that started them:\n" + "\n".join(lines))
 
@@ -110,39 +116,93 @@ class SaysAtOnce:
                 terminal.write_line(f"    {line}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the parts into their order; within a part it stays as it is."""
+    ranks = {part: rank for rank, part in enumerate(PARTS)}
+    items.sort(key=lambda item: ranks.get(part_of(item.nodeid), len(PARTS)))
+
+
+def part_of(nodeid: str) -> str:
+    """Return the folder of tests/ that a test is in."""
+    return Path(nodeid).parts[1]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """End the whole process if a test's timeout does not end it: it shows where it stands.
+    """End this process, and all that it has started, when a test hangs, showing all stacks.
 
-    So it is with what waits outside of Python, and with a clean-up that waits for a thread. With
-    several processes the test fails under its name, and others run what is left.
+    Nothing gentler works everywhere: threads may wait in C++, and so may a fixture's clean-up.
+    xdist reports the one test as failed and goes on with its file in a new process.
     """
-    limit_s = limit_of(item)
-    if not limit_s:
-        return (yield)
-    faulthandler.dump_traceback_later(
-        limit_s + CLEANUP_S, exit=True, file=item.config.stash[STDERR]
-    )
+    running = mark_of(item.nodeid)
+    if running.exists():
+        item.add_marker(pytest.mark.skip("the process that ran it before has died of it"))
+    running.mkdir(parents=True, exist_ok=True)
+    stderr = item.config.stash[STDERR]
+    watchdog = threading.Timer(HANG_S, end_hung, (item.nodeid, stderr))
+    watchdog.daemon = True
+    watchdog.start()
+    # If even Python's own threads cannot run, because C++ code holds the interpreter's lock.
+    faulthandler.dump_traceback_later(HANG_S + DEADLINE_S, exit=True, file=stderr)
     try:
         return (yield)
     finally:
+        watchdog.cancel()
         faulthandler.cancel_dump_traceback_later()
+        running.rmdir()
 
 
-def limit_of(item: pytest.Item) -> float:
-    """Return how long a test may take, as pytest-timeout has it: its mark first, then who asks."""
-    mark = item.get_closest_marker("timeout")
-    given = None
-    if mark is not None:
-        given = mark.args[0] if mark.args else mark.kwargs.get("timeout")
-    for other in (item.config.getoption("timeout"), os.environ.get("PYTEST_TIMEOUT")):
-        given = other if given is None else given
-    return float(item.config.getini("timeout") if given is None else given)
+def mark_of(nodeid: str) -> Path:
+    """Return the folder that a test has while it runs, which stays if its process dies of it."""
+    return marks() / f"{zlib.crc32(nodeid.encode()):08x}"
+
+
+def marks() -> Path:
+    """Return the folder of these folders, one for all processes of a run."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    return Path(tempfile.gettempdir(), f"elastic-tests-{run}")
+
+
+def pytest_sessionfinish() -> None:
+    """Remove the marks of a run in one process; xdist's are a few empty folders."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(marks(), ignore_errors=True)
+
+
+def end_hung(nodeid: str, stderr: int) -> None:
+    """Show the stacks of this process and its children, end them, and end this one."""
+    os.write(stderr, f"\n{nodeid} hangs, after {HANG_S:.0f} s:\n".encode())
+    faulthandler.dump_traceback(stderr)
+    processes = started_here(os.environ.get(SESSION_MARK, ""))
+    for process in processes:
+        os.write(stderr, f"\n{described(process)}\n{stacks_of(process)}".encode())
+    for process in processes:
+        process.kill()
+    os._exit(1)
+
+
+def stacks_of(process: psutil.Process) -> str:
+    """Return the Python stacks of another process, as far as py-spy can read them."""
+    command = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
+    try:
+        done = subprocess.run(
+            [command, "dump", "--nonblocking", "--pid", str(process.pid)],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{error}\n"
+    return done.stdout + done.stderr
 
 
 def pytest_enter_pdb() -> None:
     """Let people think as long as they want."""
     faulthandler.cancel_dump_traceback_later()
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer) and thread.function is end_hung:
+            thread.cancel()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -152,10 +212,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                part = Path(report.nodeid).parts[1]
+                part = part_of(report.nodeid)
                 seconds[part] += report.duration
                 tests[part].add(report.nodeid)
     if seconds:
-        terminalreporter.section("seconds by part")
+        terminalreporter.section(f"seconds by part (this machine: {SLOWNESS:.1f} x a quiet one's)")
     for part, total in seconds.items():
         terminalreporter.write_line(f"{part:12} {len(tests[part]):5} tests {total:8.1f} s")
