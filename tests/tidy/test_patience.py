@@ -31,9 +31,9 @@ def found_in(path: Path) -> Iterator[tuple[int, str]]:
     is_test = path.name.startswith("test_")
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Assign) and is_seconds(node.value):
-            for name in node.targets:
-                if OWN_PATIENCE.search(dotted(name)) and "HANG" not in dotted(name):
-                    yield node.lineno, f"{dotted(name)}: take tests.patience.DEADLINE_S"
+            for target in node.targets:
+                if OWN_PATIENCE.search(dotted(target)) and "HANG" not in dotted(target):
+                    yield node.lineno, f"{dotted(target)}: take tests.patience.DEADLINE_S"
         if not isinstance(node, ast.Call):
             continue
         name = dotted(node.func)
