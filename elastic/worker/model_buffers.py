@@ -125,7 +125,12 @@ class ModelBuffers:
         self._graveyard: Any = None
 
     def attach(self, group: Any) -> None:
-        """Go on in another group; None for none, or for a group of one."""
+        """Go on in another group; None for none, or for a group of one.
+
+        A step of the group before is over: state that is received from now on is newer than its
+        beginning, which must not be put back over it.
+        """
+        self.end_step()
         if self._exchanges:
             # The old group may write to their memory until its works are gone: not used again.
             self._graveyard, self._exchanges = self._exchanges, {}
@@ -143,7 +148,7 @@ class ModelBuffers:
         self._is_open = True
 
     def restore(self, *, is_void: bool = False) -> None:
-        """Put the buffers back to the step's beginning; does nothing between steps.
+        """Put the buffers back to the beginning of the step that is under way, if one is.
 
         Args:
             is_void: the step is; the user's code may still go through graphs that it has made.
@@ -154,6 +159,11 @@ class ModelBuffers:
             for kept in self._that_changed():
                 kept.set_back(kept.base, is_void=is_void)
                 kept.version = kept.buffer._version
+
+    def end_step(self) -> None:
+        """No step is under way: what one that does not count has changed is put back, once."""
+        self.restore()
+        self._is_open = False
 
     def look(self) -> float:
         """Note what forward has changed; return a number that is equal where it is the same."""

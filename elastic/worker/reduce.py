@@ -124,7 +124,7 @@ class Reducer:
 
     def rest(self) -> None:
         """No step is under way: leave all gradients alone."""
-        self._buffers.restore()
+        self._buffers.end_step()
         self._is_on = self._is_void = False
 
     def close(self) -> None:
