@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from elastic.core.view import JobView
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase
 from elastic.errors import ElasticError
 from elastic.storage.marker import MARKER
+from elastic.testing.traces import compare, traced
 
 JOBS = Path(__file__).with_name("jobs")
 EPOCHS_MIN = 5
 ENDLESS = 1_000_000
-REFERENCE_S = 1800.0
 HASHES = ("weights", "optimizer")
 KILLS_EVERYBODY = ("kill_all_workers", "kill_all_agents")
 KILLS_ONE = (
@@ -61,6 +62,11 @@ class ChaosJob:
     finish: Path
     options: tuple[str, ...]
     saves: bool = False
+
+    @property
+    def trace(self) -> Path:
+        """Return where the workers write what each step has made of the state."""
+        return self.finish.with_name("trace")
 
     @property
     def counts_epochs_once(self) -> bool:
@@ -111,10 +117,13 @@ class ChaosJob:
                     f"{name} differ from those of an undisturbed run of {metrics['epochs']} "
                     f"epochs: {metrics[name]}, expected {expected[name]}"
                 )
+        steps = compare(self.trace, expected["trace"].__getitem__)
+        if steps != metrics["steps"]:
+            raise ChaosFailed(f"{metrics['steps']} steps are reported, and {steps} were traced")
         return Verdict(
             f"{metrics['steps']} steps in {metrics['epochs']} epochs, weights "
-            f"{metrics['weights'][:12]} and optimizer equal to an undisturbed run's, every sample "
-            f"once an epoch",
+            f"{metrics['weights'][:12]} and all other state equal to an undisturbed run's after "
+            f"every step on every rank, every sample once an epoch",
             metrics,
         )
 
@@ -135,6 +144,7 @@ def chaos_job(
     if kind == "steps":
         options: tuple[str, ...] = ("--width", "64", "--samples", "1000")
         args = (*options, "--epochs", str(ENDLESS), "--pace", "0.01")
+        args = (*args, "--trace", str(directory / "trace"))
         if save_every:
             args = (*args, "--save-every", str(save_every))
     else:
@@ -166,7 +176,10 @@ def with_arguments(job: ChaosJob, *options: str) -> ChaosJob:
 
 @functools.cache
 def undisturbed(script: str, options: tuple[str, ...], epochs: int) -> dict[str, Any]:
-    """Train alone, in one process that nobody disturbs, and return what it reports.
+    """Train alone, in one process that nobody disturbs.
+
+    Returns:
+        What it reports; and as "trace" its state after each step.
 
     Args:
         script: its path.
@@ -176,17 +189,13 @@ def undisturbed(script: str, options: tuple[str, ...], epochs: int) -> dict[str,
     Raises:
         ChaosFailed: it does not end well.
     """
-    command = [
-        "env", "OMP_NUM_THREADS=1", sys.executable, script, *options, "--epochs", str(epochs),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=REFERENCE_S,
-        check=False,
-    )
-    if done.returncode:
-        raise ChaosFailed(f"the undisturbed run failed: {done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+    with tempfile.TemporaryDirectory(prefix="undisturbed-") as folder:
+        command = [
+            *("env", "OMP_NUM_THREADS=1", sys.executable, script, *options),
+            *("--epochs", str(epochs), "--trace", folder),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ChaosFailed(f"the undisturbed run failed: {done.stderr[-4000:]}")
+        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return result | {"trace": traced(Path(folder))}

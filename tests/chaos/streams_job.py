@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from elastic import train
-from elastic.testing.jobs.steps_job import Samples, WithLedger, digest, is_over
+from elastic.testing.jobs.steps_job import Samples, WithLedger, digest, is_over, trace
 from elastic.train.torch import (
     TorchTrainer,
     prepare_data_loader,
@@ -182,6 +182,8 @@ def train_func(config: dict) -> dict:
             optimizer.zero_grad()
             counter.zero_grad()
             train.log(loss=loss, over=float(is_over(config)))
+            if config["trace"] and train.stepped():
+                trace(config["trace"], module, [optimizer, counter])
         steps += train.get_context().get_step()
         train.report({"epoch": epoch})
         if train.get_logged()["over"] > 0:
@@ -248,6 +250,7 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.0, help="seconds for each micro-batch")
     parser.add_argument("--recovery", default="auto")
     parser.add_argument("--save-every", type=int, help="steps between automatic checkpoints")
+    parser.add_argument("--trace", default="", help="folder for the hashes of every step")
     parser.add_argument("--finish", default="", help="end with the epoch in which this file comes")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

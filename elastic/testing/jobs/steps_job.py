@@ -1,8 +1,13 @@
-"""The train script of chaos runs: a plain loop whose end tells whether every step was right.
+"""The train script of chaos runs: a plain loop that shows after every step whether it was right.
 
-It returns the SHA-256 of weights and optimizer state, which must equal that of a run that nobody
-disturbed, and checks a ledger: a parameter with one entry for each sample, whose gradient counts
-how often the sample was trained with. Run by its path, as users' scripts are.
+Each rank appends a line of SHA-256 for each committed step to a file of its process in `--trace`:
+of parameters, buffers, optimizers, scheduler and random state. Each line must equal that of a run
+that nobody disturbed: an error that heals before the end, as those of BatchNorm statistics do, is
+seen in the step that has it. The ledger is a parameter with one entry for each sample, whose
+gradient counts how often the sample was trained with. Run by its path, as users' scripts are.
+
+A file in `--orders` strikes the rank that finds it first: `kill-PLACE` or `hang-PLACE`, where PLACE
+is forward, backward, step (gradients are being exchanged), commit (weights change) or between.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ import argparse
 import hashlib
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,12 +104,35 @@ class WithLedger(nn.Module):
         return self.net(x)
 
 
+class Orders:
+    """Strikes this process where a file says so."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory) if directory else None
+
+    def at(self, place: str) -> None:
+        """Obey an order for this place; of several ranks one does."""
+        if self._directory is None:
+            return
+        for name in (f"kill-{place}", f"hang-{place}"):
+            try:
+                (self._directory / name).unlink()
+            except FileNotFoundError:
+                continue
+            if name.startswith("kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Event().wait()
+
+
 class NoisyAdamW(torch.optim.AdamW):
     """Draws in each step, as those do that round by chance."""
+
+    orders = Orders("")
 
     def step(self, closure: Any = None) -> Any:
         """Step, and add a little noise."""
         loss = super().step(closure)
+        self.orders.at("commit")
         with torch.no_grad():
             for parameter in (one for group in self.param_groups for one in group["params"]):
                 parameter.add_(torch.randn_like(parameter), alpha=1e-6)
@@ -122,6 +152,7 @@ def train_func(config: dict) -> dict:
     scheduler = prepare_scheduler(
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     )
+    orders = NoisyAdamW.orders = Orders(config["orders"])
     loader = prepare_data_loader(
         DataLoader(
             Samples(size, config["model"]),
@@ -135,8 +166,11 @@ def train_func(config: dict) -> dict:
         for x, y, ids in loader:
             if config["pace"]:
                 time.sleep(config["pace"])  # Stands for a model that takes longer.
+            orders.at("forward")
             loss = F.cross_entropy(model(x), y)
+            orders.at("backward")
             (loss + module.ledger[ids].mean()).backward()
+            orders.at("step")
             torch.nn.utils.clip_grad_norm_(module.net.parameters(), 1.0)
             optimizer.step()
             # As loops do: without asking whether it is there.
@@ -149,6 +183,9 @@ def train_func(config: dict) -> dict:
             counter.zero_grad()
             train.log(loss=loss, over=float(is_over(config)))
             note_time(config)
+            if config["trace"] and train.stepped():
+                trace(config["trace"], module, [optimizer, counter], scheduler)
+            orders.at("between")
         train.report({"epoch": epoch})
         if train.get_logged()["over"] > 0:
             break
@@ -169,6 +206,31 @@ def note_time(config: dict) -> None:
     if config["times"] and train.stepped():
         with Path(f"{config['times']}.{os.getpid()}").open("a") as file:
             file.write(f"{time.time():.6f}\n")
+
+
+def trace(
+    directory: str,
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> None:
+    """Append what the step that was just committed has made of the state."""
+    context = train.get_context()
+    line = {
+        "epoch": context.get_epoch(),
+        "step": context.get_step(),
+        "parameters": digest(dict(module.named_parameters())),
+        "buffers": digest(dict(module.named_buffers())),
+        "optimizers": digest({i: one.state_dict()["state"] for i, one in enumerate(optimizers)}),
+        "scheduler": scheduler and json.dumps(scheduler.state_dict(), default=str, sort_keys=True),
+        "random": digest({"torch": torch.get_rng_state()}),
+    }
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    path = Path(directory, f"{os.getpid()}.jsonl")
+    # One write: a kill leaves whole lines.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(file, json.dumps(line).encode() + b"\n")
+    os.close(file)
 
 
 def is_over(config: dict) -> bool:
@@ -229,6 +291,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds for each micro-batch")
     parser.add_argument("--gpu", action="store_true", help="with deterministic kernels")
+    parser.add_argument("--trace", default="", help="folder for the hashes of every step")
+    parser.add_argument(
+        "--orders", default="", help="folder of strikes, see above"
+    )
     parser.add_argument("--finish", default="", help="end with the epoch in which this file comes")
     parser.add_argument("--times", default="", help="file for the moments at which steps ended")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,0 +1,138 @@
+"""The state after every step of every process, compared with a run that nobody disturbed.
+
+Rule: each line that any process has written for a step must equal the undisturbed run's line of it
+in all parts; a final hash would let errors heal before it is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from elastic.errors import ElasticError
+
+Line = Mapping[str, Any]
+Place = tuple[int, int]
+"""Epoch, and the step of it that comes next."""
+POLL_S = 0.02
+
+
+class TraceDiffers(ElasticError):
+    """A process has made something else of a step than a run that nobody disturbed."""
+
+
+def lines_of(directory: Path) -> list[tuple[str, Line]]:
+    """Return (process, line) of all that was written there, in each process's order."""
+    return [
+        (path.stem, json.loads(line))
+        for path in sorted(directory.glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+
+
+def place_of(line: Line) -> Place:
+    """Return which step a line is of."""
+    return line["epoch"], line["step"]
+
+
+def traced(directory: Path) -> dict[Place, Line]:
+    """Return the lines of a run in one process, by step."""
+    return {place_of(line): line for _, line in lines_of(directory)}
+
+
+def compare(directory: Path, expected: Callable[[Place], Line]) -> int:
+    """Compare every line of every process, and require one for each step up to the last.
+
+    Args:
+        directory: `--trace` of the disturbed run.
+        expected: returns the undisturbed run's line of a step.
+
+    Returns:
+        The number of steps.
+
+    Raises:
+        TraceDiffers: names the first step, the process and the parts of the state.
+    """
+    found = sorted(lines_of(directory), key=lambda one: place_of(one[1]))
+    for process, line in found:
+        right = expected(place_of(line))
+        wrong = [name for name in right if line.get(name) != right[name]]
+        if wrong:
+            epoch, step = place_of(line)
+            raise TraceDiffers(
+                f"{', '.join(wrong)} of process {process} differ from the undisturbed run's "
+                f"after step {step - 1} of epoch {epoch}, and of no step before"
+            )
+    places = {place_of(line) for _, line in found}
+    last = max(places, default=(0, 0))
+    missing = [place for place in _all_to(last, places) if place not in places]
+    if missing:
+        raise TraceDiffers(f"no process has committed the steps {missing[:5]}, but later ones")
+    return len(places)
+
+
+def _all_to(last: Place, places: set[Place]) -> list[Place]:
+    steps = max((step for _, step in places), default=0)
+    return [
+        (epoch, step)
+        for epoch in range(last[0] + 1)
+        for step in range(1, (last[1] if epoch == last[0] else steps) + 1)
+    ]
+
+
+class Reference:
+    """The same script alone in a process, which goes on while others ask for its steps."""
+
+    def __init__(self, script: Path, options: Sequence[str], directory: Path) -> None:
+        """Describe the run.
+
+        Args:
+            script: takes `--epochs` and `--trace`.
+            options: its other arguments.
+            directory: for its trace and output.
+        """
+        self._directory = directory
+        self._command = [
+            *("env", "OMP_NUM_THREADS=1", sys.executable, str(script), *options),
+            *("--epochs", "1000000", "--trace", str(directory)),
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lines: dict[Place, Line] = {}
+
+    def __enter__(self) -> Reference:
+        """Start it."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with (self._directory / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def line(self, place: Place) -> Line:
+        """Return the line of a step, once the run has come to it."""
+        while place not in self._lines:
+            assert self._process is not None
+            is_over = self._process.poll() is not None
+            self._lines = traced(self._directory)
+            if is_over and place not in self._lines:
+                log = (self._directory / "log").read_text()
+                raise TraceDiffers(f"the undisturbed run has no step {place}: {log[-2000:]}")
+            time.sleep(POLL_S)
+        return self._lines[place]

@@ -1,0 +1,275 @@
+"""The promise, a test for each of its rows: what is struck, training goes on to the same bits.
+
+One job trains on one cluster while test after test strikes it. After each strike the state after
+every step of every rank so far must be that of a run that nobody disturbed: parameters, buffers,
+optimizers, scheduler, random state, and the ledger of samples inside the model.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from elastic.core.view import JobView
+from elastic.core.world import ENDED, JobPhase, WorkerPhase
+from elastic.testing.chaos import check_logs
+from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments
+from elastic.testing.local_cluster import LocalCluster, start_of
+from elastic.testing.traces import Reference, compare, lines_of
+from tests.patience import wait_for
+
+WORKERS = 3
+PLACES = ("forward", "backward", "step", "commit", "between")
+HANG_TIMEOUT_S = 3.0
+
+
+@dataclass
+class Run:
+    """A job that is struck again and again."""
+
+    cluster: LocalCluster
+    job: ChaosJob
+    reference: Reference
+    job_id: str = ""
+
+    @property
+    def orders(self) -> Path:
+        return self.job.finish.with_name("orders")
+
+    def full(self, *, after: int = 0, size: int = WORKERS) -> JobView:
+        """Wait until a group of this size, later than that one, has made a step."""
+
+        def trains(view: JobView) -> bool:
+            group = view.record.group
+            assert view.record.phase not in ENDED, (view.reason, view.record.failure)
+            if group is None or group.generation <= after or len(group.members) != size:
+                return False
+            inside = [w for w in view.workers if w.report.generation == group.generation]
+            training = [w for w in inside if w.report.phase is WorkerPhase.TRAINING]
+            return len(training) == size and all(w.steps > 0 for w in training)
+
+        return self.cluster.wait(self.job_id, trains, f"{size} workers that train")
+
+    def order(self, what: str) -> None:
+        """Strike whoever comes to a place first, and wait until it has happened."""
+        order = self.orders / what
+        order.touch()
+        wait_for(lambda: not order.exists(), f"a rank that obeys {what}")
+
+    def pids(self) -> dict[str, int]:
+        """Return the processes of the group's members."""
+        workers = self.cluster.job(self.job_id).workers
+        return {str(w.report.worker_id): w.report.pid for w in workers if w.rank >= 0}
+
+    def check(self) -> None:
+        """Compare every step of every rank so far with the undisturbed run's."""
+        compare(self.job.trace, self.reference.line)
+
+
+@pytest.fixture(scope="module")
+def runs(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run]]:
+    """Give the runs of this module; there is a second one only if a test has ended the first."""
+    with ExitStack() as stack:
+        directory = tmp_path_factory.mktemp("promise")
+        options = ("--model", "cnn", "--samples", "1000")
+        script = chaos_job("steps", "x", workers=1, directory=directory).spec.entry.target
+        reference = Reference(Path(script), options, directory / "reference")
+        found = [make_run(cluster, stack.enter_context(reference), directory / "0")]
+        yield found
+
+
+def make_run(cluster: LocalCluster, reference: Reference, directory: Path) -> Run:
+    """Describe a run in this folder."""
+    (directory / "orders").mkdir(parents=True)
+    job = chaos_job("steps", "promise", workers=WORKERS, directory=directory, save_every=5)
+    job = with_arguments(job, "--model", "cnn", "--orders", str(directory / "orders"))
+    return Run(
+        cluster, replace(job, spec=replace(job.spec, hang_timeout_s=HANG_TIMEOUT_S)), reference
+    )
+
+
+@pytest.fixture
+def run(runs: list[Run], cluster: LocalCluster, tmp_path: Path) -> Run:
+    """Give a run with three workers that train, whatever the test before has left."""
+    one = runs[-1]
+    if not one.job_id or cluster.job(one.job_id).record.phase in ENDED:
+        one = make_run(cluster, one.reference, tmp_path / "run")
+        one.job_id = cluster.submit(replace(one.job.spec, name=tmp_path.name))
+        runs.append(one)
+    one.full()
+    return one
+
+
+def assert_kept(before: dict[str, int], after: dict[str, int], *, lost: int) -> None:
+    """So many processes were replaced, and the others are the same ones as before."""
+    assert len(set(before.values()) - set(after.values())) == lost, (before, after)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_worker_is_killed(run: Run, place: str) -> None:
+    before, generation = run.pids(), run.full().record.generation
+    run.order(f"kill-{place}")
+    run.full(after=generation)
+    assert_kept(before, run.pids(), lost=1)
+    run.check()
+
+
+def test_two_workers_are_killed_at_once(run: Run) -> None:
+    before, generation = run.pids(), run.full().record.generation
+    for pid in sorted(before.values())[:2]:
+        os.kill(pid, signal.SIGKILL)
+    run.full(after=generation)
+    assert_kept(before, run.pids(), lost=2)
+    run.check()
+
+
+def test_a_worker_hangs(run: Run) -> None:
+    before, generation = run.pids(), run.full().record.generation
+    run.order("hang-forward")
+    run.cluster.wait_note("worker_hung", run.job_id, after=len(run.cluster.notes))
+    run.full(after=generation)
+    assert_kept(before, run.pids(), lost=1)
+    run.check()
+
+
+def test_a_worker_is_stopped(run: Run) -> None:
+    before, generation = run.pids(), run.full().record.generation
+    os.kill(max(before.values()), signal.SIGSTOP)
+    run.full(after=generation)
+    assert_kept(before, run.pids(), lost=1)
+    run.check()
+
+
+def test_a_node_dies_and_another_one_joins(run: Run) -> None:
+    before, generation = run.pids(), run.full().record.generation
+    run.cluster.kill_node("n2")
+    view = run.full(after=generation, size=2)
+    assert_kept(before, run.pids(), lost=1)
+    run.cluster.start_node("n2")
+    run.full(after=view.record.generation)
+    run.check()
+
+
+def test_an_agent_dies_and_its_worker_with_it(run: Run) -> None:
+    view = run.full()
+    orphan = next(w.report.pid for w in view.workers if w.node_id == "n3")
+    started = start_of(orphan)
+    run.cluster.signal_node("n3", signal.SIGKILL)
+    run.cluster.agents["n3"].wait()
+    view = run.full(after=view.record.generation, size=2)
+    wait_for(lambda: start_of(orphan) != started, "the end of the worker")
+    run.cluster.start_node("n3")
+    run.full(after=view.record.generation)
+    run.check()
+
+
+@pytest.mark.parametrize("what", ["agent", "node"])
+def test_what_stands_still_is_given_up_and_comes_back(run: Run, what: str) -> None:
+    """Its worker has the state of an old step then, and must take all of the newer one."""
+    generation = run.full().record.generation
+
+    def stop(is_stopped: bool) -> None:
+        if what == "node":
+            run.cluster.stop_node("n1", stopped=is_stopped)
+        else:
+            run.cluster.signal_node("n1", signal.SIGSTOP if is_stopped else signal.SIGCONT)
+
+    stop(True)
+    try:
+        view = run.full(after=generation, size=2)
+    finally:
+        stop(False)
+    run.cluster.wait_nodes(WORKERS)
+    run.full(after=view.record.generation)
+    run.check()
+
+
+def test_a_node_is_drained(run: Run) -> None:
+    before, view = run.pids(), run.full()
+    run.cluster.signal_node("n1", signal.SIGTERM)
+    view = run.full(after=view.record.generation, size=2)
+    assert_kept(before, run.pids(), lost=1)
+    wait_for(lambda: run.cluster.agents["n1"].poll() is not None, "the end of the agent")
+    assert run.cluster.agents["n1"].returncode == 75
+    run.cluster.start_node("n1")
+    run.full(after=view.record.generation)
+    run.check()
+    assert_nothing_done_twice(run, set(before.values()))
+
+
+def assert_nothing_done_twice(run: Run, pids: set[int]) -> None:
+    """No process has committed a step that it had committed before."""
+    for process, line in lines_of(run.job.trace):
+        if int(process) in pids:
+            steps = [(o["epoch"], o["step"]) for p, o in lines_of(run.job.trace) if p == process]
+            assert len(steps) == len(set(steps)), (process, line)
+            pids.discard(int(process))
+
+
+def test_the_coordinator_is_killed_and_nobody_notices(run: Run) -> None:
+    before, generation = run.pids(), run.full().record.generation
+    run.cluster.kill_coordinator()
+    run.cluster.start_coordinator()
+    run.cluster.wait_nodes(WORKERS)
+    view = run.full()
+    assert view.record.generation == generation
+    assert run.pids() == before
+    run.check()
+
+
+def test_all_workers_die_and_new_ones_go_on_from_the_nodes_memory(run: Run) -> None:
+    generation = run.full().record.generation
+    for pid in run.pids().values():
+        os.kill(pid, signal.SIGKILL)
+    run.full(after=generation)
+    run.check()
+
+
+def test_all_nodes_die_and_new_ones_go_on_from_storage(run: Run) -> None:
+    def saved(view: JobView) -> bool:
+        return any(record.automatic for record in view.record.checkpoints)
+
+    generation = run.cluster.wait(run.job_id, saved, "a checkpoint").record.generation
+    names = ("n1", "n2", "n3")
+    for name in names:
+        run.cluster.kill_node(name)
+    for name in names:
+        run.cluster.start_node(name)
+    run.full(after=generation)
+    run.check()
+
+
+def test_a_job_is_scaled_and_paused(run: Run) -> None:
+    client, view = run.cluster.client, run.full()
+    client.scale(run.job_id, max_workers=2)
+    view = run.full(after=view.record.generation, size=2)
+    client.pause(run.job_id)
+    run.cluster.wait(
+        run.job_id, lambda v: v.record.phase is JobPhase.PAUSED and not v.workers, "a pause"
+    )
+    client.scale(run.job_id, max_workers=WORKERS)
+    client.resume(run.job_id)
+    run.full(after=view.record.generation)
+    run.check()
+
+
+def test_a_stopped_job_is_resumed_by_its_run_and_ends_with_nothing_left(run: Run) -> None:
+    cluster = run.cluster
+    cluster.client.stop(run.job_id, "to be resumed")
+    cluster.wait(run.job_id, lambda v: v.record.phase in ENDED and not v.workers, "its end")
+    run.job_id = cluster.submit(replace(run.job.spec, name="resumed"))
+    run.full()
+    pids = {pid: start_of(pid) for pid in run.pids().values()}
+    run.job.finish.touch()
+    view = cluster.wait(run.job_id, lambda v: v.record.phase in ENDED, "the end")
+    assert view.record.phase is JobPhase.SUCCEEDED, view.reason
+    cluster.wait(run.job_id, lambda v: not v.workers, "the end of its workers")
+    wait_for(lambda: all(start_of(pid) != start for pid, start in pids.items()), "their end")
+    run.check()
+    check_logs(cluster)
