@@ -128,8 +128,7 @@ class Reference:
     def line(self, place: Place) -> Line:
         """Return the line of a step, once the run has come to it."""
         while place not in self._lines:
-            assert self._process is not None
-            is_over = self._process.poll() is not None
+            is_over = self._process is None or self._process.poll() is not None
             self._lines = traced(self._directory)
             if is_over and place not in self._lines:
                 log = (self._directory / "log").read_text()

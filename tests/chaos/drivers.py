@@ -18,9 +18,9 @@ from elastic.client.jobs import Client
 from elastic.errors import UsageError
 from elastic.train.cluster import require_cluster
 from elastic.train.torch import TorchTrainer
+from tests.patience import DEADLINE_S
 
 NUM_EPOCHS = 3
-DEADLINE_S = 60.0
 
 
 def count_epochs(config: dict) -> dict:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from elastic import train
 from elastic.train.torch import TorchTrainer
+from tests.patience import DEADLINE_S
 
 NUM_EPOCHS = 5
 HELD_AT = 3
-DEADLINE_S = 60.0
 
 
 def count_on(config: dict) -> list[int]:

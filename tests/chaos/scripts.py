@@ -6,18 +6,16 @@ import os
 import secrets
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
+from tests.patience import DEADLINE_S, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("drivers.py")
 RESUMING = Path(__file__).with_name("resuming.py")
 MARK = "ELASTIC_TEST_SCRIPT"
-PATIENCE_S = 150.0
-GOODBYE_S = 10.0
 
 
 class Script:
@@ -39,8 +37,8 @@ class Script:
     def said(self) -> str:
         return self.out.read_text(errors="replace") + self.err.read_text(errors="replace")
 
-    def wait(self, patience_s: float = PATIENCE_S) -> int:
-        return self.process.wait(patience_s)
+    def wait(self) -> int:
+        return self.process.wait(DEADLINE_S)
 
     def processes(self) -> list[psutil.Process]:
         found = []
@@ -53,11 +51,4 @@ class Script:
         return found
 
     def assert_nothing_is_left(self) -> None:
-        until(lambda: not self.processes(), "all processes to end", GOODBYE_S)
-
-
-def until(holds: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not holds():
-        assert time.monotonic() < deadline, f"waited {patience_s:g} s for {what}"
-        time.sleep(0.02)
+        wait_for(lambda: not self.processes(), "the end of all processes")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.scripts import Script, until
+from tests.chaos.scripts import Script
+from tests.patience import wait_for
 
 
 def test_a_script_trains_twice_and_its_failure_is_told_once_and_last(
@@ -33,7 +34,7 @@ def test_a_script_that_is_killed_takes_its_cluster_with_it(
 ) -> None:
     script = start("train_on")
     pid = tmp_path / "storage" / "pid"
-    until(lambda: pid.exists() and bool(pid.read_text()), "the worker to train")
+    wait_for(lambda: pid.exists() and bool(pid.read_text()), "the worker to train")
     assert int(pid.read_text()) in [process.pid for process in script.processes()]
     script.process.kill()
     assert script.wait() == -signal.SIGKILL
@@ -42,7 +43,7 @@ def test_a_script_that_is_killed_takes_its_cluster_with_it(
 
 def test_an_interrupt_ends_a_wait_and_everything_with_it(start: Callable[..., Script]) -> None:
     script = start("wait_for_a_slot")
-    until(lambda: "more slots" in script.said(), "the reason for waiting")
+    wait_for(lambda: "more slots" in script.said(), "the reason for waiting")
     script.process.send_signal(signal.SIGINT)
     assert script.wait() in (-signal.SIGINT, 130), script.said()
     script.assert_nothing_is_left()
@@ -51,6 +52,7 @@ def test_an_interrupt_ends_a_wait_and_everything_with_it(start: Callable[..., Sc
     assert script.said().endswith("was told to stop\n")
 
 
+@pytest.mark.slow
 def test_a_script_that_asks_for_what_is_not_here_is_told_at_once(
     start: Callable[..., Script], tmp_path: Path
 ) -> None:
@@ -61,6 +63,7 @@ def test_a_script_that_asks_for_what_is_not_here_is_told_at_once(
     assert not (tmp_path / "storage").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node=2")])
 def test_a_script_trains_in_its_own_process_or_in_those_of_torchrun(
     start: Callable[..., Script], launcher: tuple[str, ...]

@@ -13,8 +13,8 @@ from elastic.core.world import ENDED
 from elastic.storage.verify import verify
 from elastic.testing.chaos_jobs import chaos_job
 from elastic.testing.local_cluster import LocalCluster
-from tests.chaos.scripts import until
 from tests.integration.s3_server import BUCKET, Trouble, s3
+from tests.patience import wait_for
 
 __all__ = ["s3"]
 
@@ -47,7 +47,6 @@ def automatic(view: JobView) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_training_goes_on_and_so_do_checkpoints_once_the_credentials_are_renewed(
     cluster: LocalCluster, s3: Trouble, credentials: Path, tmp_path: Path
 ) -> None:
@@ -63,7 +62,7 @@ def test_training_goes_on_and_so_do_checkpoints_once_the_credentials_are_renewed
         return "".join(path.read_text(errors="replace") for path in logs if path.is_file())
 
     s3.refuse_key("first-key")
-    until(
+    wait_for(
         lambda: any(
             "checkpoint_failed" in line and "ExpiredToken" in line and "training goes on" in line
             for line in output().splitlines()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.scripts import RESUMING, Script, until
+from tests.chaos.scripts import RESUMING, Script
+from tests.patience import wait_for
 
 Start = Callable[..., Script]
 
@@ -23,7 +24,7 @@ def killed_in_the_middle(start: Start, tmp_path: Path) -> Path:
     """Run the script until it has three checkpoints, and kill the driver; return the run."""
     run = tmp_path / "storage" / "long"
     script = start("fit", script=RESUMING)
-    until(lambda: len(committed(run)) == 3, "three checkpoints")
+    wait_for(lambda: len(committed(run)) == 3, "three checkpoints")
     script.process.kill()
     assert script.wait() == -signal.SIGKILL
     script.assert_nothing_is_left()
@@ -46,6 +47,7 @@ def leave(path: Path) -> None:
     """Do no harm."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("harm", "epoch", "says"),
     [
@@ -74,6 +76,7 @@ def test_the_same_script_goes_on_at_the_newest_checkpoint_that_is_sound(
     assert "NameTaken: run long has succeeded" in again.said()
 
 
+@pytest.mark.slow
 def test_a_run_is_restored_from_its_directory_alone(start: Start, tmp_path: Path) -> None:
     killed_in_the_middle(start, tmp_path)
     script = start("restore", script=RESUMING)
@@ -86,12 +89,13 @@ def test_a_run_is_restored_from_its_directory_alone(start: Start, tmp_path: Path
     assert "branched after [0, 0] of 0" in other.said()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_being_trained_is_not_resumed_by_a_second_script(
     start: Start, tmp_path: Path
 ) -> None:
     run = tmp_path / "storage" / "long"
     first = start("fit", script=RESUMING)
-    until(lambda: len(committed(run)) == 3, "three checkpoints")
+    wait_for(lambda: len(committed(run)) == 3, "three checkpoints")
     second = start("fit", script=RESUMING)
     assert second.wait() == 1, second.said()
     assert f"NameTaken: run long is running in {run}: process {first.process.pid}" in second.said()

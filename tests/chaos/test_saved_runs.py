@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,11 @@ from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster
 
 SAVED_AT = 4
+
+
+def slow(*values: Any) -> Any:
+    """Return a case that takes its time."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +58,21 @@ def saved(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder / "run"
 
 
-@pytest.mark.parametrize("workers", [1, 3, 8])
+@pytest.mark.parametrize(("model", "size"), [slow("mlp", 2), ("cnn", 8), slow("gpt", 5)])
+def test_every_world_size_ends_with_the_same_bits(
+    cluster: LocalCluster, tmp_path: Path, model: str, size: int
+) -> None:
+    # 1,000 samples in steps of 32: the last step of an epoch has 8, fewer than it has workers.
+    job = chaos_job("steps", f"{model}-{size}", workers=size, directory=tmp_path)
+    job = with_arguments(job, "--model", model, "--width", "32")
+    job_id = cluster.submit(replace(job.spec, min_workers=size))
+    job.finish.touch()
+    view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    cluster.wait(job_id, lambda v: not v.workers, "its processes' end")
+    assert job.check(view)
+
+
+@pytest.mark.parametrize("workers", [1, slow(3), slow(8)])
 def test_another_world_goes_on_to_the_same_bits(
     cluster: LocalCluster, saved: Path, tmp_path: Path, workers: int
 ) -> None:
@@ -62,6 +82,7 @@ def test_another_world_goes_on_to_the_same_bits(
     assert marker.world_size == SAVED_AT
     assert verify(str(run_path / "checkpoints" / name)).is_whole
     job = job_of(f"on-{workers}", tmp_path / "job", workers=workers, run_path=run_path)
+    shutil.copytree(saved.parent / "job" / "trace", job.trace)
     job.finish.touch()
     job_id = cluster.submit(job.spec)
     view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")

@@ -19,8 +19,6 @@ from elastic.core.world import JobId
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.test_sharded_runs import WORKERS, Job, end_of, saved, trains
 
-pytestmark = pytest.mark.timeout(500)
-
 HANG_TIMEOUT_S = 3.0
 EPOCHS = 3
 SAME = ("epochs", "world_size", "weights", "optimizer", "scheduler")
@@ -53,6 +51,7 @@ def notes_of(cluster: LocalCluster, job_id: JobId, name: str) -> list[dict[str, 
     return [dict(note.fields) for note in notes if (note.job_id, note.name) == (job_id, name)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "places",
     [("forward-1", "backward-2"), pytest.param(("loop-1",), marks=pytest.mark.slow)],

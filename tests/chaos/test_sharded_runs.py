@@ -27,8 +27,7 @@ from elastic.storage.run_directory import RunDirectory
 from elastic.storage.verify import verify
 from elastic.testing.chaos_jobs import ENDLESS, JOBS
 from elastic.testing.local_cluster import LocalCluster
-
-pytestmark = pytest.mark.timeout(500)
+from tests.patience import DEADLINE_S
 
 SCRIPT = JOBS / "sharded_job.py"
 EPOCHS = 4
@@ -57,7 +56,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str,
                 ["env", "OMP_NUM_THREADS=1", *command, "--weights", str(file)],
                 check=True,
                 capture_output=True,
-                timeout=100,
+                timeout=DEADLINE_S,
             )
         found: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
         return found
@@ -150,6 +149,7 @@ def test_a_shard_that_is_lost_comes_back_from_the_nodes_memory(
     assert_close(job, plain(report["epochs"]))
 
 
+@pytest.mark.slow
 def test_the_same_bits_after_everything_was_killed(
     cluster: LocalCluster, plain: Any, tmp_path: Path
 ) -> None:
@@ -175,7 +175,7 @@ def test_the_same_bits_after_everything_was_killed(
 @pytest.mark.parametrize(
     ("before", "after", "workers"),
     [
-        ("fsdp", "fsdp", 2),
+        pytest.param("fsdp", "fsdp", 2, marks=pytest.mark.slow),
         pytest.param("ddp", "fsdp", 2, marks=pytest.mark.slow),
         pytest.param("own", "ddp", 1, marks=pytest.mark.slow),
     ],

@@ -21,6 +21,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield running
 
 
+@pytest.mark.slow
 def test_a_job_gives_slots_to_the_next_and_takes_them_back(
     four: LocalCluster, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.shared import assert_nothing_done_twice, end, job_of, train_with, with_diary
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.slow
 def test_a_pause_that_is_taken_back_does_not_wait_for_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

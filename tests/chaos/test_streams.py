@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,6 @@ from elastic.testing.local_cluster import LocalCluster
 SCRIPT = Path(__file__).with_name("streams_job.py")
 STEPS = 40
 """An epoch has 32 of them, or more where the shards are uneven: the next kill is in the middle."""
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Give a cluster of three nodes with one worker each."""
-    with LocalCluster(nodes=3, spares=2, directory=tmp_path_factory.mktemp("three")) as running:
-        yield running
 
 
 def job_of(
@@ -68,18 +60,18 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "loader_workers", "size"),
     [
-        ("plain", 0, 2), ("torchdata", 2, 3), slow("worker", 2, 3), slow("stateful", 0, 3),
-        slow("hf", 2, 3), slow("hf-shuffled", 0, 2), slow("hf-odd", 0, 3), ("hf-map", 2, 2),
+        slow("plain", 0, 2), slow("torchdata", 2, 3), slow("worker", 2, 3), slow("stateful", 0, 3),
+        slow("hf", 2, 3), slow("hf-shuffled", 0, 2), slow("hf-odd", 0, 3), slow("hf-map", 2, 2),
     ],
 )  # fmt: skip
 def test_every_world_size_ends_with_the_same_bits(
-    three: LocalCluster, tmp_path: Path, kind: str, loader_workers: int, size: int
+    cluster: LocalCluster, tmp_path: Path, kind: str, loader_workers: int, size: int
 ) -> None:
     job = job_of(kind, loader_workers, size, tmp_path / f"{kind}-{size}")
-    job_id = three.submit(replace(job.spec, min_workers=size))
+    job_id = cluster.submit(replace(job.spec, min_workers=size))
     job.finish.touch()
-    view = three.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
-    three.wait(job_id, lambda v: not v.workers, "its processes' end")
+    view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    cluster.wait(job_id, lambda v: not v.workers, "its processes' end")
     assert job.check(view)
 
 
@@ -91,40 +83,40 @@ def test_every_world_size_ends_with_the_same_bits(
     ],
 )  # fmt: skip
 def test_a_killed_worker_in_the_middle_of_an_epoch_changes_nothing(
-    three: LocalCluster, tmp_path: Path, kind: str, loader_workers: int
+    cluster: LocalCluster, tmp_path: Path, kind: str, loader_workers: int
 ) -> None:
-    kill_twice(three, job_of(kind, loader_workers, 3, tmp_path / kind))
+    kill_twice(cluster, job_of(kind, loader_workers, 3, tmp_path / kind))
 
 
 @pytest.mark.slow
 def test_a_loop_that_is_called_again_goes_on_in_its_streams(
-    three: LocalCluster, tmp_path: Path
+    cluster: LocalCluster, tmp_path: Path
 ) -> None:
     job = job_of("stateful", 2, 3, tmp_path / "reenter")
-    kill_twice(three, with_arguments(job, "--recovery", "reenter"))
+    kill_twice(cluster, with_arguments(job, "--recovery", "reenter"))
 
 
-def kill_twice(three: LocalCluster, job: ChaosJob) -> None:
+def kill_twice(cluster: LocalCluster, job: ChaosJob) -> None:
     """Kill a worker in the middle of an epoch, another one later, and check the end."""
-    job_id = three.submit(job.spec)
-    view = three.wait(job_id, lambda v: trains_in(1, v), "three workers")
+    job_id = cluster.submit(job.spec)
+    view = cluster.wait(job_id, lambda v: trains_in(1, v), "three workers")
     for _ in range(2):
-        victim = sorted(three.worker_pids(job_id).values())[0]
+        victim = sorted(cluster.worker_pids(job_id).values())[0]
         generation = view.record.generation
         os.kill(victim, signal.SIGKILL)
         # One without the victim, and one with whoever replaces it.
-        view = three.wait(job_id, lambda v, g=generation: trains_in(g + 2, v), "three again")
+        view = cluster.wait(job_id, lambda v, g=generation: trains_in(g + 2, v), "three again")
     job.finish.touch()
-    view = three.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
-    three.wait(job_id, lambda v: not v.workers, "its processes' end")
+    view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    cluster.wait(job_id, lambda v: not v.workers, "its processes' end")
     assert view.record.generation >= 5
     assert job.check(view)
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_change_nothing(three: LocalCluster, tmp_path: Path) -> None:
+def test_kills_at_random_moments_change_nothing(cluster: LocalCluster, tmp_path: Path) -> None:
     job = job_of("stateful", 2, 3, tmp_path / "kills")
-    outcome = Chaos(three, job).run(draw_kills(seed=3, kills=6, every_s=1.0))
+    outcome = Chaos(cluster, job).run(draw_kills(seed=3, kills=6, every_s=1.0))
     assert outcome.faults
 
 
@@ -136,18 +128,18 @@ def num_saved(view: JobView) -> int:
 
 @pytest.mark.parametrize(("kind", "loader_workers"), [slow("stateful", 2), slow("plain", 0)])
 def test_streams_go_on_from_a_checkpoint(
-    three: LocalCluster, tmp_path: Path, kind: str, loader_workers: int
+    cluster: LocalCluster, tmp_path: Path, kind: str, loader_workers: int
 ) -> None:
     """When all agents die, nobody knows where a stream was read to: the checkpoint does."""
     job = job_of(kind, loader_workers, 3, tmp_path / f"saved-{kind}", save_every=3)
-    job_id = three.submit(job.spec)
-    view = three.wait(job_id, lambda v: num_saved(v) > STEPS, "checkpoints in the second epoch")
+    job_id = cluster.submit(job.spec)
+    view = cluster.wait(job_id, lambda v: num_saved(v) > STEPS, "checkpoints in the second epoch")
     for name in ("n1", "n2", "n3"):
-        three.kill_node(name)
+        cluster.kill_node(name)
     for name in ("n1", "n2", "n3"):
-        three.start_node(name)
+        cluster.start_node(name)
     so_far = num_saved(view)
-    three.wait(job_id, lambda v: num_saved(v) > so_far + STEPS, "checkpoints of those who came")
+    cluster.wait(job_id, lambda v: num_saved(v) > so_far + STEPS, "checkpoints of those who came")
     job.finish.touch()
-    view = three.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
     assert job.check(view)

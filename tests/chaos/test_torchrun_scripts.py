@@ -11,12 +11,12 @@ import pytest
 from elastic.client.terminal import EXIT_UNREACHABLE
 from elastic.core.world import JobPhase
 from elastic.testing.local_cluster import LocalCluster
-from tests.chaos.scripts import Script, until
+from tests.chaos.scripts import Script
 from tests.chaos.torchrun_script import KILLED_IN
+from tests.patience import wait_for
 
 SCRIPT = Path(__file__).with_name("torchrun_script.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-PATIENCE_S = 150.0
 WORDS = ("--nproc_per_node=2", "--max-restarts=1", "--rdzv_id=one")
 
 
@@ -49,21 +49,20 @@ def lines(script: Script, beginning: str) -> list[str]:
     return sorted(x[x.index(beginning) :] for x in said if beginning in x)
 
 
-@pytest.mark.timeout(500)
 def test_a_killed_worker_is_outlived_with_torchruns_environment_and_weights(
     launched: Callable[..., Script], tmp_path: Path
 ) -> None:
     # Torchrun's is the undisturbed run: on gloo it mostly waits for ever after a kill.
     torchrun = launched("torchrun", *TORCHRUN, *WORDS, case="undisturbed")
-    assert torchrun.wait(PATIENCE_S) == 0, torchrun.said()
+    assert torchrun.wait() == 0, torchrun.said()
     (one, other) = lines(torchrun, "trained")
     assert one == other
     runs = [launched("in-place", *elastic_run(tmp_path, *WORDS))]
-    assert runs[0].wait(PATIENCE_S) == 0, runs[0].said()
+    assert runs[0].wait() == 0, runs[0].said()
     module = Path(".".join(SCRIPT.with_suffix("").parts[-3:]))
     words = (*WORDS, "--fresh-process", "-m")
     runs.append(launched("fresh", *elastic_run(tmp_path, *words), script=module))
-    assert runs[1].wait(PATIENCE_S) == 0, runs[1].said()
+    assert runs[1].wait() == 0, runs[1].said()
     for run in runs:
         assert "killed by SIGKILL" in run.err.read_text(), run.said()
         found = environments(run)
@@ -75,14 +74,14 @@ def test_a_killed_worker_is_outlived_with_torchruns_environment_and_weights(
         run.assert_nothing_is_left()
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.slow
 def test_an_error_that_record_wrote_down_is_told_once_and_last(
     launched: Callable[..., Script], tmp_path: Path
 ) -> None:
     for flags in ((), ("--fresh-process", "--tee=3", f"--log-dir={tmp_path}")):
         name = "fresh" if flags else "in-place"
         run = launched(name, *elastic_run(tmp_path, "--nproc-per-node=2", *flags), case="raise")
-        assert run.wait(PATIENCE_S) == 1, run.said()
+        assert run.wait() == 1, run.said()
         err = run.err.read_text()
         assert "first failure in worker" in err
         assert err.endswith("ValueError: bad batch at step 7\n")
@@ -94,58 +93,56 @@ def test_an_error_that_record_wrote_down_is_told_once_and_last(
     assert "environment" in written.read_text()
 
 
-@pytest.mark.timeout(500)
 def test_scripts_that_end_their_process_with_success_have_finished(
     launched: Callable[..., Script], tmp_path: Path
 ) -> None:
     run = launched("leave", *elastic_run(tmp_path, "--nproc-per-node=2"), case="leave")
-    assert run.wait(PATIENCE_S) == 0, run.said()
+    assert run.wait() == 0, run.said()
     assert len(environments(run)) == 2, run.said()
     run.assert_nothing_is_left()
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["agent", pytest.param("coordinator", marks=pytest.mark.slow)])
 def test_a_part_of_its_own_cluster_that_dies_ends_the_command_with_its_log(
     launched: Callable[..., Script], tmp_path: Path, part: str
 ) -> None:
     run = launched("alone", *elastic_run(tmp_path, "--nproc-per-node=2"), case="wait")
-    until(lambda: len(environments(run)) == 2, "two workers", PATIENCE_S)
+    wait_for(lambda: len(environments(run)) == 2, "two workers")
     module = {"agent": "elastic.agent.cli", "coordinator": "elastic.coord.cli"}[part]
     (found,) = [one for one in run.processes() if module in one.cmdline()]
     found.kill()
-    assert run.wait(PATIENCE_S) == EXIT_UNREACHABLE, run.said()
+    assert run.wait() == EXIT_UNREACHABLE, run.said()
     err = run.err.read_text()
     assert f"the embedded {part} (pid {found.pid}) was killed by SIGKILL" in err
     assert "it said:\n" in err
     run.assert_nothing_is_left()
 
 
-@pytest.mark.timeout(500)
 def test_nodes_that_a_cluster_loses_are_outlived_within_nnodes(
     launched: Callable[..., Script], tmp_path: Path
 ) -> None:
     with LocalCluster(nodes=3, workers_per_node=2, directory=tmp_path / "cluster") as cluster:
         where = (f"--coord={cluster.address}", "--nnodes=1:3", "--nproc-per-node=2")
         run = launched("nodes", *elastic_run(tmp_path, *where), case="wait")
-        until(lambda: sizes(run) == ["6"] * 6, "six workers", PATIENCE_S)
+        wait_for(lambda: sizes(run) == ["6"] * 6, "six workers")
         cluster.kill_node("n3")
-        until(lambda: sizes(run) == ["4"] * 4 + ["6"] * 6, "the other four", PATIENCE_S)
+        wait_for(lambda: sizes(run) == ["4"] * 4 + ["6"] * 6, "the other four")
         (tmp_path / "nodes" / "storage" / "end").touch()
-        assert run.wait(PATIENCE_S) == 0, run.said()
+        assert run.wait() == 0, run.said()
     assert {one["LOCAL_WORLD_SIZE"] for one in environments(run)} == {"2"}
     assert {one["GROUP_RANK"] for one in environments(run)} == {"0", "1", "2"}
     run.assert_nothing_is_left()
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.slow
 def test_a_command_that_cannot_write_what_it_hears_ends_its_job_too(
     launched: Callable[..., Script], tmp_path: Path
 ) -> None:
     with LocalCluster(nodes=1, workers_per_node=1, directory=tmp_path / "cluster") as cluster:
         words = (f"--coord={cluster.address}", "--tee=3", f"--log-dir={tmp_path / 'blocked'}")
         run = launched("blocked", *elastic_run(tmp_path, *words), case="block")
-        assert run.wait(PATIENCE_S) != 0, run.said()
+        assert run.wait() != 0, run.said()
         assert "give --log-dir a directory with room" in run.err.read_text(), run.said()
         (job,) = cluster.client.status().view.jobs
         assert job.record.phase is JobPhase.STOPPED, run.said()
@@ -157,13 +154,12 @@ def sizes(run: Script) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_a_program_that_is_not_python_runs_on_every_rank(
     launched: Callable[..., Script], tmp_path: Path
 ) -> None:
     flags = ("--no-python", "--nproc-per-node=2", "sh", "-c", 'echo "rank $RANK: $1"; exit $RANK')
     run = launched("sh", *elastic_run(tmp_path, *flags), case="0", script=Path("sh"))
-    assert run.wait(PATIENCE_S) == 1, run.said()
+    assert run.wait() == 1, run.said()
     assert lines(run, "rank") == ["rank 0: 0", "rank 1: 0"]
     assert run.err.read_text().endswith("exited with code 1\n"), run.said()
     run.assert_nothing_is_left()

@@ -14,7 +14,7 @@ from tests.chaos.shared import assert_nothing_done_twice, end, job_of, train_wit
 TIMES = ("--preemption-min-run", "0", "--preemption-deadline", "2", "--preemption-retry", "2")
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.slow
 def test_a_job_that_cannot_be_saved_trains_on_and_gives_way_once_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.scripts import Script, until
+from tests.chaos.scripts import Script
+from tests.patience import wait_for
 
 Start = Callable[..., Script]
 UPLOADING = Path(__file__).with_name("uploading.py")
@@ -29,9 +30,9 @@ def test_training_goes_on_while_storage_is_slow(start: Start, tmp_path: Path) ->
     storage = tmp_path / "storage"
     script = start("plain", script=UPLOADING)
     for rank in range(2):
-        until((storage / f"uploading-{rank}").exists, f"rank {rank} to upload")
+        wait_for((storage / f"uploading-{rank}").exists, f"rank {rank} to upload")
     metrics = storage / "run" / "metrics.jsonl"
-    until(lambda: '{"epoch": 1, "goes_on": true}' in metrics.read_text(), "a report meanwhile")
+    wait_for(lambda: '{"epoch": 1, "goes_on": true}' in metrics.read_text(), "a report meanwhile")
     assert len(list(storage.glob("run/checkpoints/*/_COMMITTED"))) == 1
     (storage / "go").touch()
     assert_done(script, "began at 0", "rank0.pt", "rank1.pt")
@@ -40,7 +41,10 @@ def test_training_goes_on_while_storage_is_slow(start: Start, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("case", "returned", "kept"),
-    [("plain", "began at 1", "0, 1, 2, 3"), ("in_place", "went on in place", "0, (2, )?3")],
+    [
+        pytest.param("plain", "began at 1", "0, 1, 2, 3", marks=pytest.mark.slow),
+        ("in_place", "went on in place", "0, (2, )?3"),
+    ],
 )
 def test_a_worker_that_dies_during_an_upload_costs_a_checkpoint_and_no_training(
     start: Start, tmp_path: Path, case: str, returned: str, kept: str
@@ -48,9 +52,9 @@ def test_a_worker_that_dies_during_an_upload_costs_a_checkpoint_and_no_training(
     storage = tmp_path / "storage"
     script = start(case, script=UPLOADING)
     for rank in range(2):
-        until((storage / f"uploading-{rank}").exists, f"rank {rank} to upload")
+        wait_for((storage / f"uploading-{rank}").exists, f"rank {rank} to upload")
     os.kill(int((storage / "pid-1").read_text()), signal.SIGKILL)
-    until(lambda: "generation 2" in script.said(), "the next group")
+    wait_for(lambda: "generation 2" in script.said(), "the next group")
     (storage / "go").touch()
     assert_done(script, returned, "rank0.pt", "rank1.pt")
     # In place, a report that waits for the upload when the group breaks is given up with it.
@@ -60,10 +64,9 @@ def test_a_worker_that_dies_during_an_upload_costs_a_checkpoint_and_no_training(
 @pytest.mark.parametrize(
     ("case", "launcher", "files"),
     [
-        ("there", (), ["shard0", "shard1"]),
-        ("there_here", (), ["shard0"]),
+        pytest.param("there", (), ["shard0", "shard1"], marks=pytest.mark.slow),
         ("there_here", TORCHRUN, ["shard0", "shard1"]),
-        ("plain_here", TORCHRUN, ["rank0.pt", "rank1.pt"]),
+        pytest.param("plain_here", TORCHRUN, ["rank0.pt", "rank1.pt"], marks=pytest.mark.slow),
     ],
 )
 def test_checkpoints_come_into_the_run_directory_wherever_the_script_runs(

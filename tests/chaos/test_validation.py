@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.scripts import Script, until
+from tests.chaos.scripts import Script
+from tests.patience import DEADLINE_S, wait_for
 
 Start = Callable[..., Script]
-pytestmark = pytest.mark.timeout(400)  # Each validation imports torch.
 VALIDATING = Path(__file__).with_name("validating.py")
 
 
@@ -33,24 +33,25 @@ def findings(run: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in paths]
 
 
+@pytest.mark.slow
 def test_what_is_killed_while_it_validates_is_taken_up_and_training_has_its_bits(
     start: Start, tmp_path: Path
 ) -> None:
     storage = tmp_path / "storage"
     script = start("fit_beside_undisturbed", script=VALIDATING)
-    until(lambda: len(begun(storage)) == 1, "a validation")
+    wait_for(lambda: len(begun(storage)) == 1, "a validation")
     process = psutil.Process(begun(storage)[0][0])
     rank_zero = process.parent()
     process.kill()
-    until(lambda: len(begun(storage)) == 2, "it to be done again")
+    wait_for(lambda: len(begun(storage)) == 2, "it to be done again")
     assert rank_zero.is_running(), "a validation that dies is no matter for its worker"
     rank_zero.kill()
-    until(lambda: len(begun(storage)) == 3, "the next rank 0 to take it up")
-    until(lambda: is_gone(begun(storage)[1][0]), "the validation to end with its worker")
+    wait_for(lambda: len(begun(storage)) == 3, "the next rank 0 to take it up")
+    wait_for(lambda: is_gone(begun(storage)[1][0]), "the validation to end with its worker")
     assert [epoch for _, epoch in begun(storage)] == [0, 0, 0], "one at a time"
     (storage / "open").touch()
-    until(lambda: len(findings(storage / "judged")) >= 2, "two findings", 120.0)
-    assert script.process.wait(120.0) == 0, script.said()
+    wait_for(lambda: len(findings(storage / "judged")) >= 2, "two findings", 120.0)
+    assert script.process.wait(DEADLINE_S) == 0, script.said()
     script.assert_nothing_is_left()
     said = script.said()
     # The least score but for the newest, which is kept in any case.
@@ -68,8 +69,8 @@ def test_validations_of_a_driver_that_was_killed_are_taken_up_by_the_next(
     storage = tmp_path / "storage"
     script = start("go_on", script=VALIDATING)
     committed = storage / "judged" / "checkpoints"
-    until(lambda: len(begun(storage)) == 1, "a validation")
-    until(lambda: len(list(committed.glob("*/_COMMITTED"))) >= 3, "all checkpoints")
+    wait_for(lambda: len(begun(storage)) == 1, "a validation")
+    wait_for(lambda: len(list(committed.glob("*/_COMMITTED"))) >= 3, "all checkpoints")
     script.process.kill()
     assert script.wait() == -signal.SIGKILL
     script.assert_nothing_is_left()
@@ -77,8 +78,8 @@ def test_validations_of_a_driver_that_was_killed_are_taken_up_by_the_next(
     assert len(list(committed.glob("*/_COMMITTED"))) >= 3, "none is deleted before it is judged"
     (storage / "open").touch()
     again = start("go_on", script=VALIDATING)
-    until(lambda: len(findings(storage / "judged")) >= 2, "two findings", 180.0)
-    assert again.process.wait(120.0) == 0, again.said()
+    wait_for(lambda: len(findings(storage / "judged")) >= 2, "two findings", 180.0)
+    assert again.process.wait(DEADLINE_S) == 0, again.said()
     again.assert_nothing_is_left()
     assert "('score', 20.0)" in again.said()
     assert {epoch for _, epoch in begun(storage)} == {0, 1, 2}

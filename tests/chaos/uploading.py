@@ -23,10 +23,10 @@ from elastic.train.torch import (
     prepare_model,
     prepare_optimizer,
 )
+from tests.patience import DEADLINE_S
 
 NUM_EPOCHS = 4
 SLOW_EPOCH = 1
-DEADLINE_S = 60.0
 
 
 def wait_for(path: Path) -> None:

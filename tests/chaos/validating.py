@@ -23,9 +23,9 @@ from elastic.train.torch import (
     prepare_model,
     prepare_optimizer,
 )
+from tests.patience import DEADLINE_S
 
 NUM_EPOCHS = 3
-DEADLINE_S = 60.0
 NAME = "judged"
 
 

@@ -292,9 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pace", type=float, default=0.0, help="seconds for each micro-batch")
     parser.add_argument("--gpu", action="store_true", help="with deterministic kernels")
     parser.add_argument("--trace", default="", help="folder for the hashes of every step")
-    parser.add_argument(
-        "--orders", default="", help="folder of strikes, see above"
-    )
+    parser.add_argument("--orders", default="", help="folder of strikes, see above")
     parser.add_argument("--finish", default="", help="end with the epoch in which this file comes")
     parser.add_argument("--times", default="", help="file for the moments at which steps ended")
     parser.add_argument("--seed", type=int, default=0)

@@ -19,8 +19,8 @@ from elastic.testing.local_cluster import descendants
 from elastic.wire.codec_jobs import ClusterStatus
 from tests.chaos.net.switch import CUT, Switch
 from tests.etcd_server import LAUNCH, find_etcd
+from tests.patience import DEADLINE_S
 
-PATIENCE_S = 90.0
 MEMBERS = ("m1", "m2", "m3")
 COORDINATORS = ("c1", "c2")
 AGENTS = ("n1", "n2")
@@ -169,14 +169,14 @@ class NetCluster:
     def wait_until(self, holds: Callable[[], bool], what: str) -> float:
         began = time.monotonic()
         error = ""
-        while time.monotonic() - began < PATIENCE_S:
+        while time.monotonic() - began < DEADLINE_S:
             try:
                 if holds():
                     return time.monotonic() - began
             except ElasticError as failure:
                 error = str(failure)
             time.sleep(0.02)
-        raise AssertionError(f"waited {PATIENCE_S:g} s for {what}; {error}")
+        raise AssertionError(f"waited {DEADLINE_S:g} s for {what}; {error}")
 
     # ------------------------------------------------------------ the network
 

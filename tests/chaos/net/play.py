@@ -19,8 +19,9 @@ from pathlib import Path
 from elastic.core.view import JobView
 from elastic.core.world import ENDED
 from elastic.testing.chaos_jobs import ChaosJob, chaos_job
-from tests.chaos.net.cluster import AGENTS, COORDINATORS, MEMBERS, PATIENCE_S, NetCluster
+from tests.chaos.net.cluster import AGENTS, COORDINATORS, MEMBERS, NetCluster
 from tests.chaos.net.switch import CUT, Link
+from tests.patience import DEADLINE_S
 
 KILLING_S = 300.0
 KILL_EVERY_S = 10.0
@@ -343,7 +344,7 @@ def other(coordinator: str) -> str:
 def finish(play: Play) -> None:
     """Let the job end, and compare its weights with an undisturbed run's."""
     play.job.finish.touch()
-    view = play.wait_view(lambda v: v.record.phase in ENDED, f"the end within {PATIENCE_S:g} s")
+    view = play.wait_view(lambda v: v.record.phase in ENDED, f"the end within {DEADLINE_S:g} s")
     print(play.job.check(view).text, file=sys.stderr)
 
 

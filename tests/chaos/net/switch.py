@@ -19,6 +19,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from tests.patience import DEADLINE_S
+
 TUNSETIFF = 0x400454CA
 TUN_WITHOUT_HEADER = 0x1001
 PACKET_BYTES_MAX = 65_535
@@ -109,7 +111,7 @@ class Switch:
     def close(self) -> None:
         """End; the namespaces are gone."""
         self._over.set()
-        self._thread.join(5.0)
+        self._thread.join(DEADLINE_S)
         for host in self.hosts.values():
             os.close(host.tun)
             if host.namespace:

@@ -71,6 +71,7 @@ def short_play(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return told(tmp_path_factory.mktemp("net"), SHORT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("story", [*SHORT, "finish"])
 def test_a_short_story_ends_well_and_so_does_the_job(
     short_play: dict[str, str], story: str
@@ -79,7 +80,6 @@ def test_a_short_story_ends_well_and_so_does_the_job(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(PLAY_S_MAX)
 def test_all_stories_twice_in_a_row_end_well_and_so_does_the_job(tmp_path: Path) -> None:
     said = told(tmp_path, (*STORIES, *reversed(STORIES)))
     assert {story: said.get(story, "it was not reached") for story in (*STORIES, "finish")} == (
@@ -88,7 +88,6 @@ def test_all_stories_twice_in_a_row_end_well_and_so_does_the_job(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(PLAY_S_MAX)
 @pytest.mark.parametrize("story", LONG)
 def test_no_worker_notices_what_befalls_the_leader_for_minutes(story: str, tmp_path: Path) -> None:
     assert told(tmp_path, (story,)) == {story: "", "finish": ""}
