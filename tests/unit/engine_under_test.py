@@ -73,10 +73,6 @@ class Loop:
 reported: list[dict[str, Any]] = []
 
 
-def note(metrics: dict[str, Any]) -> None:
-    reported.append(metrics)
-
-
 @contextmanager
 def inside_again() -> Iterator[None]:
     """Be called once more, as by a worker of another life."""
@@ -138,6 +134,10 @@ class Pair:
         self.of_judge.zero_grad()
         self.judge_loss(x).backward()
         self.of_judge.step()
+
+
+def note(metrics: dict[str, Any]) -> None:
+    reported.append(metrics)
 
 
 def inside_a_run(tmp_path: Path) -> Iterator[None]:

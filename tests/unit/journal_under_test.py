@@ -17,10 +17,10 @@ from elastic.errors import StoreUnavailable
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import CommitResult, Compare, Lease, Snapshot, Write
 from elastic.store.local import LocalStore
+from tests.patience import DEADLINE_S
 
 PREFIX = "test"
 TTL_S = 0.3
-DEADLINE_S = 60.0
 
 
 class Weak:

@@ -93,21 +93,6 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 Make = Callable[..., Reducer]
 
 
-def reducers() -> Iterator[Make]:
-    """Give a function that makes reducers in no group; their hooks are taken off at the end."""
-    made: list[Reducer] = []
-
-    def begin(*args: Any, **named: Any) -> Reducer:
-        reducer = Reducer(*args, **named)
-        reducer.attach(None)
-        made.append(reducer)
-        return reducer
-
-    yield begin
-    for reducer in made:
-        reducer.close()
-
-
 def iterations(reducer: Reducer, counts: Sequence[int]) -> Iterator[int]:
     """Yield the micro-batches of a step, as the engine does."""
     reducer.begin_step(share_of(counts))
@@ -125,3 +110,18 @@ def one_step(
     assert reducer.settle(unit)
     assert reducer.settle_buffers()
     return [None if p.grad is None else p.grad.clone() for _, p in unit.parameters]
+
+
+def reducers() -> Iterator[Make]:
+    """Give a function that makes reducers in no group; their hooks are taken off at the end."""
+    made: list[Reducer] = []
+
+    def begin(*args: Any, **named: Any) -> Reducer:
+        reducer = Reducer(*args, **named)
+        reducer.attach(None)
+        made.append(reducer)
+        return reducer
+
+    yield begin
+    for reducer in made:
+        reducer.close()

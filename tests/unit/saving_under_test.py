@@ -19,8 +19,8 @@ from elastic.worker.exchange import Answer
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.state import TrainState
 from elastic.worker.writing import Writer
+from tests.patience import DEADLINE_S
 
-DEADLINE_S = 60.0
 WRITERS: list[Writer] = []
 """Those of the test that runs."""
 

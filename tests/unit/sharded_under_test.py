@@ -22,7 +22,8 @@ from elastic.storage.run_directory import RunDirectory
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.sharded_state import with_expected
 from elastic.worker.state import TrainState
-from tests.unit.saving_under_test import DEADLINE_S, Coordinator, writer_of
+from tests.patience import DEADLINE_S
+from tests.unit.saving_under_test import Coordinator, writer_of
 
 
 class Whole(nn.Module):

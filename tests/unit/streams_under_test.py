@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from elastic.core.policy.streams import Cut
@@ -83,16 +82,6 @@ class ByWorker(Numbers):
         first, step = (info.id, info.num_workers) if info is not None else (0, 1)
         for number in self.ids[first::step]:
             yield self.sample(number)
-
-
-class Noisy(Numbers):
-    """Draws from torch's generator, across samples too."""
-
-    def __iter__(self) -> Iterator[Any]:
-        before = torch.zeros(())
-        for number in self.ids:
-            before = before / 2 + torch.rand(())
-            yield number, before.item()
 
 
 def loader_of(

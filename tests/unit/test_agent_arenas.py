@@ -18,6 +18,7 @@ from elastic.core.messages import Assign
 from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind, JobId, Node, NodeId, WorkerId
 from elastic.runtime.access import Access
 from elastic.runtime.clock import SystemClock
+from tests.patience import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
 KILLED = ExitCause(ExitKind.SIGNAL, 9, "SIGKILL")
@@ -45,7 +46,7 @@ def keeps(path: str) -> bool:
 
 
 async def wait_for_none() -> None:
-    with anyio.fail_after(60):
+    with anyio.fail_after(DEADLINE_S):
         while descriptors():  # noqa: ASYNC110
             await anyio.sleep(0.01)
 

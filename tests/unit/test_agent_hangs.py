@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from elastic.core.events.agent import CoordinatorSaid, LinksFound, ReachOut, ShowStacks
+from elastic.core.events.agent import LinksFound, ReachOut, ShowStacks
 from elastic.core.link_messages import Link, LinksTried, TryLinks
 from elastic.core.messages import DumpStacks, Probe, ProbeAck, Pulse, StopWorker
-from elastic.core.world import JobId, NodeId, SessionId
+from elastic.core.world import JobId, NodeId
 from tests.unit.agent_under_test import W1, W2, S, with_worker
 
 
@@ -13,12 +13,6 @@ def test_a_probe_is_answered_at_once() -> None:
     agent = with_worker()
     agent.hear(Probe(9))
     assert agent.sent() == [ProbeAck(9)]
-
-
-def test_a_probe_of_another_session_is_not_answered() -> None:
-    agent = with_worker()
-    agent.do(CoordinatorSaid(SessionId("old"), Probe(9)))
-    assert agent.sent() == []
 
 
 def test_a_pulse_of_a_worker_is_passed_on_and_not_that_of_another_one() -> None:

@@ -6,12 +6,10 @@ import pytest
 
 from elastic.core.events.agent import (
     AgentEffect,
-    Connected,
-    ConnectionLost,
     ProcessExited,
 )
 from elastic.core.machine.agent_connection import Unacknowledged
-from elastic.core.messages import ForgetWorker, Hello, ReportAck, Reported, Welcome
+from elastic.core.messages import ForgetWorker, ReportAck, Reported, Welcome
 from elastic.core.world import WorkerPhase
 from tests.unit.agent_under_test import (
     CRASHED,
@@ -49,22 +47,6 @@ def acknowledged(*checkpoints: str) -> Agent:
     return agent
 
 
-def test_the_newest_metrics_that_no_store_has_are_told_over_every_connection() -> None:
-    agent = acknowledged("/c", "", "")
-    for _ in range(2):
-        assert reconnect(agent).reports_due == 1
-        agent.hear(Welcome("c"))
-        assert agent.sent(Reported) == [reported(W1, 1, 2)]
-        agent.hear(ReportAck(W1, 1, 2, True))
-    # One after it takes its place, answered or not.
-    agent.process(1, reported(W1, 1, 3))
-    for _ in range(2):
-        reconnect(agent)
-        agent.hear(Welcome("c"))
-        assert agent.sent(Reported) == [reported(W1, 1, 3)]
-        agent.hear(ReportAck(W1, 1, 3, True))
-
-
 @pytest.mark.parametrize("why", ["durable", "left", "forgotten"])
 def test_metrics_that_nobody_needs_any_more_are_not_told_again(why: str) -> None:
     agent = acknowledged("", "/c") if why == "durable" else acknowledged("")
@@ -76,26 +58,6 @@ def test_metrics_that_nobody_needs_any_more_are_not_told_again(why: str) -> None
     reconnect(agent)
     agent.hear(Welcome("c"))
     assert agent.sent(Reported) == []
-
-
-@pytest.mark.parametrize("then", ["finished", "broken", "exited"])
-def test_a_worker_is_not_said_to_have_left_before_its_reports_are_sent(then: str) -> None:
-    agent = with_worker()
-    agent.process(1, said_by(W1, WorkerPhase.TRAINING, 1))
-    agent.do(ConnectionLost(agent.session, "reset", 0.0))
-    agent.process(1, reported(W1, 1, 0, "/ckpt"))
-    if then == "exited":
-        agent.do(ProcessExited(1, CRASHED))
-    else:
-        agent.process(1, said_by(W1, WorkerPhase(then), 1))
-    agent.at_deadline()
-    agent.do(Connected(agent.session))
-    (hello,) = agent.sent(Hello)
-    assert [(r.phase, r.exit) for r in hello.workers] == [(WorkerPhase.TRAINING, None)]
-    agent.hear(Welcome("c"))
-    first, second = agent.sent()
-    assert first == reported(W1, 1, 0, "/ckpt")
-    assert second.report.phase is WorkerPhase(then)
 
 
 def test_reports_are_bounded_and_those_with_a_checkpoint_are_never_dropped() -> None:

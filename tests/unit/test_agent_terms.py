@@ -39,15 +39,3 @@ def test_a_leader_that_was_replaced_commands_nobody_and_another_one_is_looked_fo
 def reconnect_after_pause(agent: Agent) -> None:
     agent.at_deadline()
     agent.do(Connected(agent.session))
-
-
-def test_a_later_term_is_obeyed() -> None:
-    assert obeys(welcomed(Welcome("a", term=5, history="h"), Welcome("b", term=6, history="h")))
-
-
-def test_a_new_or_restored_store_counts_its_terms_anew() -> None:
-    assert obeys(welcomed(Welcome("a", term=5, history="h"), Welcome("a", term=1, history="i")))
-
-
-def test_a_coordinator_of_an_earlier_minor_version_says_no_term_and_is_obeyed() -> None:
-    assert obeys(welcomed(Welcome("new", term=5, history="h"), Welcome("of 1.0")))

@@ -51,26 +51,6 @@ def commit(path: Path, name: str, index: int, metrics: dict[str, int], job_id: s
     return Path(run.commit(name, Marker(job_id, 1, index, 1, 1, json.dumps(metrics), files)))
 
 
-def test_a_new_run_has_a_record_and_its_trainer(tmp_path: Path) -> None:
-    run = tmp_path / "deep" / "r"
-    begun = begin(run, trainer=b"pickle", resume_from="/else/c")
-    assert begun == Attempt("/else/c")
-    found = record(run)
-    assert (found.name, found.jobs, found.phase) == ("r", ("j1",), RunPhase.RUNNING)
-    assert found.started_unix_ns > 0
-    assert (run / "trainer.pkl").read_bytes() == b"pickle"
-
-
-def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
-    assert begin(tmp_path) == Attempt()
-
-
-def test_what_a_kill_before_the_beginning_has_left_is_in_nobodys_way(tmp_path: Path) -> None:
-    for name in ("trainer.pkl", "trainer.pkl.partial", "run.json.partial"):
-        (tmp_path / name).write_bytes(b"half of it")
-    assert begin(tmp_path) == Attempt()
-
-
 def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(
@@ -112,25 +92,6 @@ def test_storage_that_cannot_be_written_is_refused_by_path(tmp_path: Path) -> No
     nowhere = Plan(run_path="nosuch://x/run", name="r", job_id="j")
     with pytest.raises(ConfigError, match="nosuch://x/run"), attempt(nowhere):
         pass
-
-
-@pytest.mark.parametrize("phase", [None, JobPhase.FAILED, JobPhase.STOPPED])
-def test_a_run_that_did_not_succeed_goes_on_at_its_newest_checkpoint(
-    tmp_path: Path, phase: JobPhase | None
-) -> None:
-    begin(tmp_path / "r", resume_from="/else/c")
-    commit(tmp_path / "r", "a", 0, {"epoch": 2})
-    commit(tmp_path / "r", "b", 1, {"epoch": 3, "step": 120})
-    commit(tmp_path / "r", "auto", FIRST_AUTOMATIC, {})
-    if phase is not None:
-        note_end(str(tmp_path / "r"), "j1", phase, "because")
-        assert record(tmp_path / "r").reason == "because"
-    begun = begin(tmp_path / "r", "j2")
-    assert begun.resume_from == str(tmp_path / "r" / "checkpoints" / "b")
-    (line,) = begun.lines
-    assert line == "resumes run r from b (epoch 3, step 120); use another name to begin anew"
-    assert record(tmp_path / "r").jobs == ("j1", "j2")
-    assert record(tmp_path / "r").phase is RunPhase.RUNNING
 
 
 def test_without_a_reported_checkpoint_it_says_what_there_is(tmp_path: Path) -> None:
@@ -214,47 +175,6 @@ def test_an_older_attempts_end_is_not_the_runs(tmp_path: Path) -> None:
     assert record(tmp_path / "r").phase is RunPhase.RUNNING
 
 
-def test_any_storage_will_do() -> None:
-    path = "memory://attempts/r"
-    with attempt(Plan(run_path=path, name="r", job_id="j1")) as begun:
-        assert begun == Attempt()
-    with attempt(Plan(run_path=path, name="r", job_id="j2")) as begun:
-        assert "at its beginning" in begun.lines[0]
-
-
-def test_who_is_second_to_begin_a_run_harms_the_first_in_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both saw an empty place; one has claimed it since."""
-    first = Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1", trainer=b"first")
-    second = replace(first, job_id="j2", trainer=b"second")
-    with attempt(first):
-        record = read_run(Files(first.run_path))
-        monkeypatch.setattr(attempts, "read_run", lambda files: None)
-        with (
-            pytest.raises(NameTaken, match="begun by somebody else in this moment"),
-            attempt(second),
-        ):
-            pytest.fail("it is not ours")
-        monkeypatch.undo()
-    assert read_run(Files(first.run_path)) == record
-    assert (tmp_path / "r" / attempts.TRAINER_FILE).read_bytes() == b"first"
-
-
-def test_a_record_whose_answer_was_lost_is_ours_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = attempts.create_run
-
-    def tried_twice(files: Files, record: attempts.RunRecord) -> bool:
-        real(files, record)
-        return real(files, record)
-
-    monkeypatch.setattr(attempts, "create_run", tried_twice)
-    with attempt(Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1")):
-        pass
-
-
 def test_who_holds_the_directorys_lock_for_himself_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,12 +251,3 @@ def test_a_run_that_goes_on_is_not_taken_from_who_took_it_while_we_looked(
     found = read_run(files)
     assert found is not None
     assert found.jobs == ("j1", "j2")
-
-
-def test_a_name_that_nobody_chose_is_that_of_a_new_run(tmp_path: Path) -> None:
-    first = Plan(run_path=str(tmp_path / "r"), name="r", job_id="j1", may_resume=False)
-    with attempt(first):
-        pass
-    second = replace(first, job_id="j2")
-    with pytest.raises(NameTaken, match="another run's directory"), attempt(second):
-        pytest.fail("it is not ours")

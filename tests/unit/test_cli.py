@@ -12,13 +12,12 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from elastic import __version__, errors
+from elastic import __version__
 from elastic.client.cli import main
 from elastic.client.job_options import JobOptions
 from elastic.client.submission import Options, job_spec, run_path_of
-from elastic.client.terminal import Target, exit_code
+from elastic.client.terminal import Target
 from elastic.client.values import parse_duration
-from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
 
 NOW = datetime.datetime(2026, 3, 4, 5, 6, 7)
@@ -64,28 +63,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # ------------------------------------------------------------------------------ from options to job
 
 
-def test_a_script_becomes_a_job_with_absolute_paths(script: Path, tmp_path: Path) -> None:
-    spec = job_spec(options("../code/my train.py"), now=NOW)
-    assert spec.name == "my_train-20260304-050607"
-    assert spec.run_path == str(tmp_path / "here" / "results" / spec.name)
-    assert spec.entry == Entry(
-        EntryKind.SCRIPT,
-        str(script),
-        args=("--epochs", "3"),
-        working_dir=str(tmp_path / "here"),
-        python_path=(str(script.parent),),
-    )
-
-
-def test_a_module_is_looked_for_in_the_working_directory(script: Path, tmp_path: Path) -> None:
-    given = options("pkg.train", is_module=True, working_dir=str(script.parent), env={"B": "2"})
-    spec = job_spec(given, now=NOW)
-    assert spec.name.startswith("train-")
-    assert (spec.entry.kind, spec.entry.target) == (EntryKind.MODULE, "pkg.train")
-    assert spec.entry.python_path == (spec.entry.working_dir,) == (str(script.parent),)
-    assert spec.entry.env == (("B", "2"),)
-
-
 @pytest.mark.parametrize(
     ("script_name", "changes", "says"),
     [
@@ -107,20 +84,6 @@ def test_what_cannot_work_is_refused_here(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         job_spec(options(script.parent / script_name, **changes), now=NOW)
-
-
-def test_a_gpu_is_asked_for_by_flag_or_by_amount(script: Path) -> None:
-    assert job_spec(options(script, use_gpu=True), now=NOW).resources_per_worker.amount("GPU") == 1
-    more = options(script, use_gpu=True, resources={"GPU": 2.0})
-    assert job_spec(more, now=NOW).resources_per_worker.amount("GPU") == 2
-
-
-@pytest.mark.parametrize(
-    ("storage", "path"),
-    [("/data/", "/data/x"), ("memory://runs", "memory://runs/x"), ("s3://b/r/", "s3://b/r/x")],
-)
-def test_the_run_directory_is_storage_path_and_name(storage: str, path: str) -> None:
-    assert run_path_of(storage, "x") == path
 
 
 @pytest.mark.parametrize("storage", ["s3:/bucket/runs", str(Path("gs://bucket/runs"))])
@@ -198,34 +161,6 @@ def test_a_token_file_that_is_not_there_exits_78() -> None:
     assert "/nowhere/token" in done.stderr
 
 
-def test_the_environment_names_the_coordinator_and_a_flag_wins() -> None:
-    env = {"ELASTIC_COORD": "127.0.0.1:3"}
-    assert "127.0.0.1:3" in elastic("ps", **env).stderr
-    assert NOBODY in elastic("-c", NOBODY, "ps", **env).stderr
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (errors.CoordinatorUnreachable("a:1"), 69),
-        (errors.Unavailable("later"), 69),
-        (errors.UsageError("unknown accelerator"), 78),
-        (errors.ConfigError("min > max"), 78),
-        (errors.NameTaken("twice"), 78),
-        (errors.NotAuthorized("token"), 78),
-        (errors.VersionMismatch("it", theirs="2.0", ours="1.0"), 78),
-        (errors.StorageError("disk full"), 78),
-        (errors.NotFound("job"), 2),
-        (errors.Refused("has ended"), 2),
-        (errors.PeerError("garbage"), 70),
-        (errors.InvariantViolation("bug"), 70),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
-)
-def test_each_error_has_an_exit_code(error: errors.ElasticError, code: int) -> None:
-    assert exit_code(error) == code
-
-
 def test_version_needs_no_coordinator() -> None:
     assert elastic("version").stdout.startswith("elastic ")
     assert elastic("--version").stdout == f"elastic, version {__version__}\n"
@@ -251,9 +186,3 @@ def test_what_is_no_time_is_refused(text: str) -> None:
     context, option = click.Context(click.Command("x")), click.Option(["--deadline"])
     with pytest.raises(click.BadParameter, match="30s"):
         parse_duration(context, option, text)
-
-
-def test_whoever_gives_a_scripts_options_as_torchrun_takes_them_is_told_where_they_stand() -> None:
-    done = elastic("submit", "train.py", "--epochs", "10")
-    assert done.exit_code == 2
-    assert "behind --: submit SCRIPT -- --epochs" in done.stderr

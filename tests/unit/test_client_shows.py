@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import cast
@@ -24,7 +23,6 @@ from elastic.client.wording import (
     duration,
     metrics_line,
     parsed_metrics,
-    waiting_line,
 )
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import Cordon, JobRecord
@@ -43,6 +41,7 @@ from elastic.core.world import (
     WorkerId,
 )
 from elastic.wire.codec_jobs import ClusterStatus, LogChunk, TimedNote, log_chunk_to_proto
+from tests.patience import wait_for
 
 S = 1_000_000_000
 
@@ -72,15 +71,6 @@ def test_lengths_of_time_read_well(length_ns: int, text: str) -> None:
 )  # fmt: skip
 def test_metrics_are_one_short_line(text: str, line: str) -> None:
     assert metrics_line(parsed_metrics(text)) == line
-
-
-def test_a_wait_says_for_what_and_since_when() -> None:
-    entry = Entry(EntryKind.MODULE, "m")
-    spec = JobSpec(job_id=JobId("j"), name="j", entry=entry, min_workers=2, max_workers=2)
-    view = JobView(JobRecord(spec, JobPhase.PENDING), "waiting: needs 2 more workers", 3 * S, ())
-    assert waiting_line(view, 15 * S) == "waits since 12.0 s: needs 2 more workers"
-    running = replace(view, record=replace(view.record, phase=JobPhase.RUNNING))
-    assert waiting_line(running, 15 * S) == ""
 
 
 @pytest.mark.parametrize("versions", [("1.0", "1.0"), ("1.0", "1.1")])
@@ -208,22 +198,8 @@ def test_an_outage_is_said_ever_more_rarely_and_its_end_once(
     ]
 
 
-def test_reports_come_at_most_once_a_second_and_the_last_one_always(
-    piped: Piped, clock: HandClock
-) -> None:
-    printer, about, _ = piped
-    for step in range(25):
-        printer.report({"step": step})
-        clock.now_ns += S // 10
-    printer.close()
-    assert said(about) == [f"report: step={step}" for step in (0, 10, 20, 24)]
-
-
 def wait_drawn(terminal: Terminal, text: str) -> None:
-    until = time.monotonic() + 60
-    while text not in terminal.getvalue():
-        assert time.monotonic() < until, terminal.getvalue()
-        time.sleep(0.01)
+    wait_for(lambda: text in terminal.getvalue(), terminal.getvalue)
 
 
 def test_a_terminal_shows_one_moving_line_below_the_output(clock: HandClock) -> None:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from elastic.core import messages, view, world
-from elastic.core.config import ENTRY_BYTES_MAX, JobSpec
+from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.messages import (
     PROTOCOL_MAJOR,
@@ -22,7 +22,6 @@ from elastic.core.messages import (
     Hello,
     PipeToAgent,
     PipeToWorker,
-    StartWorker,
     WorkerUpdate,
 )
 from elastic.core.world import (
@@ -30,7 +29,6 @@ from elastic.core.world import (
     EntryKind,
     Failure,
     JobId,
-    JobPhase,
     Node,
     NodeId,
     Resources,
@@ -38,23 +36,19 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
-from elastic.errors import ConfigError, CorruptRecord, InvariantViolation, PeerError
-from elastic.wire.codec import MESSAGE_BYTES_MAX, Codec
-from elastic.wire.codec_jobs import job_event_from_proto, log_chunk_from_proto, spec_of
-from elastic.wire.codec_records import RECORD_FORMAT, decode_record, encode_record
+from elastic.errors import ConfigError, InvariantViolation, PeerError
+from elastic.wire.codec import Codec
+from elastic.wire.codec_jobs import spec_of
 from elastic.wire.codec_stream import (
     ATTACH_METHOD,
-    agent_message_from_proto,
     decode_agent_message,
     decode_coordinator_message,
     decode_from_worker,
     decode_to_worker,
     encode_agent_message,
-    encode_coordinator_message,
     encode_from_worker,
     encode_to_worker,
 )
-from elastic.wire.frames import FRAME_BYTES_MAX, encode_frame
 from elastic.wire.generated.elastic.v1 import (
     agent_pb2,
     facts_pb2,
@@ -244,11 +238,6 @@ def test_a_request_without_a_specification_is_refused() -> None:
         spec_of(jobs_pb2.SubmitRequest())
 
 
-def test_an_event_without_a_body_is_refused() -> None:
-    with pytest.raises(PeerError, match="JobEvent without a body"):
-        job_event_from_proto(jobs_pb2.JobEvent(), 0)
-
-
 def test_an_absent_amount_of_resources_means_none() -> None:
     def strip(proto: agent_pb2.AgentToCoordinator) -> None:
         proto.hello.node.ClearField("resources")
@@ -258,24 +247,7 @@ def test_an_absent_amount_of_resources_means_none() -> None:
     assert hello.node.resources == Resources()
 
 
-def test_a_newer_minor_version_may_add_fields() -> None:
-    proto = agent_pb2.AgentToCoordinator.FromString(encode_agent_message(HELLO))
-    proto.hello.protocol_minor = 5
-    proto.hello.MergeFromString(b"\x9a\x06\x03abc")
-    assert agent_message_from_proto(proto) == replace(HELLO, protocol_minor=5)
-
-
-def test_empty_output_is_a_chunk_like_any_other() -> None:
-    assert log_chunk_from_proto(jobs_pb2.LogChunk()).text == ""
-
-
 # ------------------------------------------------------------------------------ sending
-
-
-def test_the_largest_job_fits_into_a_message_and_a_frame() -> None:
-    entry = Entry(EntryKind.FUNCTION, "train", payload=bytes(ENTRY_BYTES_MAX))
-    data = encode_to_worker(Assign(WorkerId("n1/1"), replace(SPEC, entry=entry), "127.0.0.1"))
-    assert len(encode_frame(data)) < FRAME_BYTES_MAX == MESSAGE_BYTES_MAX
 
 
 def test_text_for_people_is_escaped_where_it_is_no_unicode() -> None:
@@ -283,26 +255,6 @@ def test_text_for_people_is_escaped_where_it_is_no_unicode() -> None:
     update = decode_from_worker(encode_from_worker(WorkerUpdate(replace(REPORT, failure=failure))))
     assert isinstance(update, WorkerUpdate)
     assert update.report.failure == Failure("OSError", r"no file 'caf\udce9'", r"Traceback \ud800")
-
-
-@pytest.mark.parametrize(
-    ("message", "told"),
-    [
-        (
-            WorkerUpdate(replace(REPORT, generation=-1)),
-            r"WorkerReport\.generation=-1 cannot be sent",
-        ),
-        (
-            WorkerUpdate(replace(REPORT, generation=2**64)),
-            r"generation=18446744073709551616 cannot",
-        ),
-        (WorkerUpdate(replace(REPORT, pid=2**31)), r"WorkerReport\.pid=2147483648 cannot be sent"),
-        (WorkerUpdate(replace(REPORT, store_address="\udcff:1")), "expected Unicode text"),
-    ],
-)
-def test_what_cannot_travel_is_refused_before_it_is_sent(message: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        encode_agent_message(message)
 
 
 @pytest.mark.parametrize(
@@ -317,78 +269,3 @@ def test_what_cannot_travel_is_refused_before_it_is_sent(message: Any, told: str
 def test_a_path_or_argument_that_is_no_unicode_is_refused_and_not_changed(entry: Entry) -> None:
     with pytest.raises(ConfigError, match="caf"):
         encode_to_worker(Assign(WorkerId("n1/1"), replace(SPEC, entry=entry), "127.0.0.1"))
-
-
-# ------------------------------------------------------------------------------ records
-
-RECORD = JobRecord(SPEC, JobPhase.PENDING)
-
-
-def of_newer_format() -> bytes:
-    stored = records_pb2.StoredRecord.FromString(encode_record(RECORD))
-    stored.format = RECORD_FORMAT + 1
-    return stored.SerializeToString()
-
-
-@pytest.mark.parametrize(
-    ("data", "told"),
-    [
-        (b"", "format 0: expected 1 to 1"),
-        (b"\x08\x01", "StoredRecord without a body"),
-        (b"\x08\x01\x12\x00", r"JobRecord\.spec is missing"),
-        (of_newer_format(), "format 2: expected 1 to 1"),
-        (encode_record(RECORD)[:-1], "do not read as"),
-        (b'{"json": 1}', "do not read as"),
-    ],
-)
-def test_a_record_that_cannot_be_read_is_refused_by_its_key(data: bytes, told: str) -> None:
-    with pytest.raises(CorruptRecord, match=rf"record jobs/7 .*{told}.*remove this key"):
-        decode_record(data, key="jobs/7")
-
-
-def test_a_worker_is_started_with_the_payload() -> None:
-    entry = Entry(EntryKind.FUNCTION, "train", payload=b"pickled")
-    start = StartWorker(WorkerId("n1/1"), replace(SPEC, entry=entry))
-    assert decode_coordinator_message(encode_coordinator_message(start)) == start
-
-
-def test_a_job_that_many_are_told_of_is_written_the_same_for_each_of_them() -> None:
-    other = replace(SPEC, name="other", priority=7)
-    orders = [
-        StartWorker(WorkerId(f"n1/{number}"), job)
-        for number, job in enumerate((SPEC, SPEC, other, SPEC, other, other), start=1)
-    ]
-    assert [decode_coordinator_message(encode_coordinator_message(o)) for o in orders] == orders
-
-
-def test_a_wide_part_is_read_as_it_was_whatever_was_written_before_it() -> None:
-    first = world.Assignment(
-        job_id=JobId("j"),
-        worker_id=WorkerId("n1/1"),
-        generation=3,
-        rank=1,
-        world_size=2,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=1,
-        num_nodes=2,
-        leader_address="h:1",
-        checkpoint="/c",
-        copies=("a:1", "b:2"),
-        copies_dealt=True,
-    )
-    orders = [
-        messages.Announce(one)
-        for one in (
-            first,
-            replace(first, worker_id=WorkerId("n2/1"), rank=0, node_rank=0),
-            replace(first, copies=("c:3",), copies_fingerprints=("f",)),
-            replace(first, copies=(), checkpoint="", copies_dealt=False),
-            first,
-        )
-    ]
-    for order in orders:
-        assert decode_coordinator_message(encode_coordinator_message(order)) == order
-        wrong = messages.Announce(replace(first, copies=("x:1",), generation=-(2**70)))
-        with pytest.raises(ConfigError, match="generation"):
-            encode_coordinator_message(wrong)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.coord.collector import ALL, ALL_S, YOUNG, YOUNG_MAX, YOUNG_S_MAX, generation_due
+from elastic.coord.collector import ALL, ALL_S, YOUNG, YOUNG_S_MAX, generation_due
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +22,3 @@ def test_few_new_values_are_looked_at_after_a_while_and_all_values_much_later() 
     assert generation_due(1000.0, 1000.0, 1000.0) is None
     assert generation_due(1000.0, 1000.0 - YOUNG_S_MAX, 1000.0) == YOUNG
     assert generation_due(1000.0, 1000.0, 1000.0 - ALL_S) == ALL
-
-
-def test_many_new_values_are_looked_at_soon() -> None:
-    values = [[number] for number in range(YOUNG_MAX)]
-    assert generation_due(1000.0, 1000.0, 1000.0) == YOUNG
-    assert values

@@ -8,7 +8,6 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from elastic.coord import follower
 from elastic.coord.follower import Follower
 from elastic.coord.office import Office
 from elastic.core.config import JobSpec
@@ -18,12 +17,12 @@ from elastic.core.world import JobId, JobPhase
 from elastic.errors import NotLeading, StoreUnavailable
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.store.interface import Snapshot
+from tests.patience import DEADLINE_S
 from tests.strategies import SCRIPT
 from tests.unit.test_coord_journal import PREFIX
 from tests.unit.test_coord_office import StoppedClock
 
 pytestmark = pytest.mark.anyio
-DEADLINE_S = 60.0
 READERS = 6
 
 
@@ -71,24 +70,6 @@ def standby(store: Asked, clock: Clock) -> Follower:
     return Follower(store_, PREFIX, office, clock)
 
 
-async def test_a_silent_store_keeps_all_who_wait_for_one_try_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(follower, "READ_S_MAX", 0.2)
-    store, clock = Asked(), SystemClock()
-    follows = standby(store, clock)
-    follows.remember(ClusterView(clock.monotonic_ns() - 1_000_000_000, (), ()))
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            for _ in range(READERS):
-                tasks.start_soon(follows.look)
-        assert store.tries == 1
-        # It may be back by now: who asks later has another look.
-        _, said = await follows.look()
-    assert store.tries == 2
-    assert "from the store" in said
-
-
 async def test_a_try_that_failed_is_an_answer_to_all_who_waited_for_it() -> None:
     store = Refusing()
     follows = standby(store, SystemClock())
@@ -105,34 +86,6 @@ async def test_a_try_that_failed_is_an_answer_to_all_who_waited_for_it() -> None
             for _ in range(READERS):
                 tasks.start_soon(ask)
     assert (refused, store.tries) == (READERS, 1)
-
-
-async def test_a_slow_store_is_asked_once_more_for_all_who_came_after_it_was_asked() -> None:
-    store, clock = Slow(), StoppedClock()
-    follows = standby(store, clock)
-    ages: list[str] = []
-
-    async def ask() -> None:
-        ages.append((await follows.look())[1].partition(",")[0])
-
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
-            await store.called.wait()
-            clock.advance(1.0)
-            for _ in range(READERS):
-                tasks.start_soon(ask)
-            await anyio.wait_all_tasks_blocked()
-            clock.advance(0.5)
-            first, store.answers, store.called = store.answers, anyio.Event(), anyio.Event()
-            first.set()
-            await store.called.wait()
-            clock.advance(1.0)
-            store.answers.set()
-    assert store.tries == 2
-    # Nobody is shown what was read before it asked.
-    assert ages[0] == "as of 1.5 s ago"
-    assert ages[1:] == ["as of 1.0 s ago"] * READERS
 
 
 async def test_a_standby_shows_how_long_a_job_has_been_in_its_phase() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.coord.journal import COMPACT_BYTES, Journal
+from elastic.coord.journal import Journal
 from elastic.coord.leadership import Leadership
 from elastic.coord.pieces import PIECE_BYTES
 from elastic.core.events.coordinator import Cordon, JobRecord, NodesRecord
@@ -68,24 +68,6 @@ async def test_parts_of_a_record_that_was_not_written_are_not_taken_for_whole() 
     assert await (await office(weak, "c")).load() == (large,)
 
 
-@pytest.mark.parametrize("number", [0, 9_000], ids=["whole", "in pieces"])
-async def test_an_ended_job_is_kept_without_its_function(number: int) -> None:
-    weak = Weak(memory_store())
-    journal = await office(weak)
-    job = record(payload=b"z" * (3 * PIECE_BYTES), checkpoints=checkpoints(number))
-    await journal.write([job])
-    ended = replace(record(checkpoints=checkpoints(number)), phase=JobPhase.STOPPED)
-    await journal.write([ended])
-    keys = [entry.key for entry in (await weak.read(f"{PREFIX}/pieces/")).entries]
-    assert not [key for key in keys if "/entry/" in key]
-    assert bool(keys) == bool(number)
-    second = await office(weak, "b")
-    assert await second.load() == (ended,)
-    await second.write([replace(ended, reason="changed")])
-    await second.forget([JobId("j-1")])
-    assert not (await weak.read(f"{PREFIX}/pieces/")).entries
-
-
 async def left_with_an_ended_job() -> tuple[Weak, JobRecord, Journal]:
     """A store in which a part of an ended job's function could not be removed; its next leader."""
     weak = Weak(memory_store())
@@ -102,13 +84,6 @@ async def test_the_function_of_an_ended_job_that_was_not_removed_is_at_the_next_
     weak, ended, second = await left_with_an_ended_job()
     assert await second.load() == (ended,)
     await second.forget()
-    assert not (await weak.read(f"{PREFIX}/pieces/")).entries
-
-
-async def test_a_function_that_an_earlier_version_left_with_an_ended_job_is_not_loaded() -> None:
-    weak, ended, second = await left_with_an_ended_job()
-    assert await second.load() == (ended,)
-    await second.write([replace(ended, reason="changed")])
     assert not (await weak.read(f"{PREFIX}/pieces/")).entries
 
 
@@ -152,28 +127,6 @@ async def test_an_embedded_store_does_not_keep_its_history_for_ever() -> None:
         await journal.write([record(generation=generation)])
     engine = store._engine
     assert len(engine._history) < 1_200  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("lives", "records", "size"), [(30, 100, 1), (1, 300, PIECE_BYTES), (300, 1, 2 * PIECE_BYTES)]
-)
-async def test_history_is_forgotten_by_its_size_too_and_however_short_the_lives_are(
-    lives: int, records: int, size: int
-) -> None:
-    store = memory_store()
-    for _ in range(lives):
-        leadership = Leadership(store, PREFIX, holder("a"), SystemClock(), shared=False)
-        await leadership.acquire(lambda _: None)
-        journal = Journal(store, PREFIX, leadership, compacts=True)
-        await journal.load()
-        for number in range(records):
-            await journal.write([record(f"j-{number}", payload=bytes(size))])
-            await journal.forget([JobId(f"j-{number}")])
-    history = store._engine._history  # type: ignore[attr-defined]
-    kept = sum(len(change.entry.value) for change in history)
-    # What was kept at the last turn, and what may come until the next one.
-    assert len(history) < 1500
-    assert kept < COMPACT_BYTES + 100 * PIECE_BYTES
 
 
 # ------------------------------------------------------------------------------ another version

@@ -11,8 +11,7 @@ import pytest
 from elastic.coord.server_limits import Door, Limits
 from elastic.errors import Busy
 from elastic.runtime.clock import SystemClock
-
-DEADLINE_S = 60.0
+from tests.patience import DEADLINE_S
 
 CODE = """
 import logging, resource
@@ -30,7 +29,7 @@ def limited(hard: int) -> tuple[str, str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=DEADLINE_S,
     )
     return done.stdout.strip(), done.stderr.strip()
 

@@ -46,20 +46,6 @@ def opened() -> tuple[Session, Stream]:
     return session, stream
 
 
-async def test_a_message_is_under_way_when_send_returns_and_others_wait_for_it() -> None:
-    session, stream = opened()
-    for number in range(3):
-        session.send(Release(f"{number}"))
-    assert stream.taken == [Release("0")]
-    await stream.goes_on()
-    assert stream.taken == [Release("0"), Release("1")]
-    await stream.goes_on()
-    await stream.goes_on()
-    assert stream.waiting is None
-    session.send(Release("3"))
-    assert stream.taken == [Release(f"{number}") for number in range(4)]
-
-
 async def test_what_cannot_be_sent_is_passed_over() -> None:
     session, stream = opened()
     session.send(Probe(2**70))
@@ -78,21 +64,6 @@ async def test_a_session_is_cut_when_its_last_words_are_out() -> None:
     assert session.is_cut()
     assert stream.taken == [Release("last"), Release("words")]
     assert session.reason == "over"
-
-
-async def test_a_session_without_news_is_cut_at_once_when_it_is_closed() -> None:
-    session, _ = opened()
-    session.close("over")
-    assert session.is_cut()
-
-
-async def test_a_broken_stream_cuts_its_session_and_not_who_sends() -> None:
-    session, stream = opened()
-    stream.is_broken = True
-    session.send(Release("lost"))
-    session.send(Release("lost too"))
-    assert session.is_cut()
-    assert session.reason == "the stream ended"
 
 
 async def test_a_write_that_is_cancelled_ends_the_stream() -> None:

@@ -8,9 +8,9 @@ import anyio
 import pytest
 
 from elastic.coord.watchdog import Watchdog
+from tests.patience import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
-LONG_S = 60.0
 
 
 async def test_a_loop_that_hangs_ends_the_process() -> None:
@@ -19,7 +19,7 @@ async def test_a_loop_that_hangs_ends_the_process() -> None:
         tasks.start_soon(Watchdog(end=ended.set, beat_s=0.01, turns_max=5).keep)
         await anyio.wait_all_tasks_blocked()
         # Nothing else runs in this loop meanwhile: it hangs.
-        assert ended.wait(LONG_S)
+        assert ended.wait(DEADLINE_S)
         tasks.cancel_scope.cancel()
 
 
@@ -30,6 +30,6 @@ async def test_one_that_ends_in_order_is_watched_no_more() -> None:
         await anyio.wait_all_tasks_blocked()
         (thread,) = [one for one in threading.enumerate() if one.name == "watchdog"]
         tasks.cancel_scope.cancel()
-    thread.join(LONG_S)
+    thread.join(DEADLINE_S)
     assert not thread.is_alive()
     assert not ended.is_set()

@@ -13,7 +13,6 @@ import pytest
 
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
-from elastic.core.events.worker import CopiesWanted
 from elastic.core.policy.cursor import Cursor
 from elastic.core.world import JobId
 from elastic.runtime import copy_wire
@@ -25,7 +24,8 @@ from elastic.worker.logbook import Logbook
 from elastic.worker.rows import StepRow
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.stream_book import StreamBook
-from tests.unit.saving_under_test import DEADLINE_S, Run, Table, assert_same
+from tests.patience import DEADLINE_S
+from tests.unit.saving_under_test import Run, Table
 
 KEY = "a secret"
 NOBODY = "127.0.0.1:1"
@@ -98,42 +98,6 @@ def restored(
     return found
 
 
-def test_a_copy_is_newer_than_storage(
-    tmp_path: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path)
-    run.save()
-    source = memory_only()
-    snapshot(run, source)
-    state = run.state()
-    peer.take(source, 2)
-    found = restored(run, [Saver((), None)], [(peer.address,)], monkeypatch)
-    assert found[0]["steps"] == 2
-    assert_same(found[0]["objects"], state["objects"])
-
-
-@pytest.mark.parametrize("newer", ["storage", "memory", "a copy elsewhere"])
-def test_a_copy_that_is_not_the_newest_is_not_used(
-    tmp_path: Path, peer: Peer, newer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, source = Run(tmp_path), memory_only()
-    snapshot(run, source)
-    peer.take(source, 1)
-    mine, copies, other = Saver((), None), (peer.address,), Peer()
-    if newer == "storage":
-        run.save()
-    else:
-        snapshot(run, source)
-    if newer == "memory":
-        mine = source
-    if newer == "a copy elsewhere":
-        other.take(source, 2)
-        copies = (peer.address, other.address)
-    found = restored(run, [mine], [copies], monkeypatch)
-    other.server.close()
-    assert found[0]["steps"] == 2
-
-
 @pytest.mark.parametrize("how", ["away", "flipped", "silent", "another key"])
 def test_a_copy_that_cannot_be_had_leaves_storage(
     tmp_path: Path, peer: Peer, how: str, monkeypatch: pytest.MonkeyPatch
@@ -150,7 +114,9 @@ def test_a_copy_that_cannot_be_had_leaves_storage(
         peer.store.grant(JobId("j1"), "of the next coordinator")
     elif how == "silent":
         monkeypatch.setattr(copy_wire, "TALK_S", 0.1)
-        monkeypatch.setattr(peer.store, "mark_of", lambda job_id: threading.Event().wait(5))
+        monkeypatch.setattr(
+            peer.store, "mark_of", lambda job_id: threading.Event().wait(DEADLINE_S)
+        )
     else:
         mark = peer.store.mark_of("j1")
         with peer.store.reading("j1", mark) as (body, _):
@@ -209,18 +175,6 @@ class Loop:
         assert self.run.savers[0]._writer is not None
         assert self.run.savers[0]._writer.finish(DEADLINE_S)
         return [m.about("steps") for _, m in sorted(self.run.directory.markers())]  # type: ignore[misc]
-
-
-def test_snapshots_for_the_other_node_are_not_written_to_storage(tmp_path: Path) -> None:
-    loop = Loop(Run(tmp_path), {"copies_every": 2, "every_n_steps": 5})
-    newest = []
-    for _ in range(11):
-        loop.step()
-        newest.append(loop.newest())
-        loop.stored()
-    assert newest == [0, 2, 2, 4, 5, 6, 6, 8, 8, 10, 10]
-    assert loop.stored()[-2:] == [5, 10]
-    assert loop.posted[0] == CopiesWanted(2)
 
 
 def test_the_last_step_is_stored_also_if_it_was_copied(tmp_path: Path) -> None:

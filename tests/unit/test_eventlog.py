@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from pathlib import Path
 
@@ -38,31 +37,6 @@ def event_log(path: Path, **limits: int) -> EventLog:
 
 def records(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_an_event_is_one_line_of_json(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "folder" / "events.jsonl"
-    log = event_log(path)
-    log.write(NOTE)
-    log.write(Note("said", fields=(("text", 'ünïcode\n"quoted"'),)))
-    log.close()
-    assert records(path) == [
-        {
-            "time_unix_ns": 1_000_000_000,
-            "process": "agent:n1",
-            "job": "j1",
-            "event": "group_formed",
-            "fields": {"generation": "4", "world": "3"},
-        },
-        {
-            "time_unix_ns": 1_000_000_000,
-            "process": "agent:n1",
-            "job": "",
-            "event": "said",
-            "fields": {"text": 'ünïcode\n"quoted"'},
-        },
-    ]
-    assert log.dropped == 0
 
 
 def test_a_later_life_appends(tmp_path: Path) -> None:
@@ -153,19 +127,6 @@ def test_who_may_append_but_not_rename_goes_on_appending(
     assert len(path.read_text().splitlines()) == 120
     assert log.dropped == 0
     assert caplog.text.count("event_log_unrotated") == 1
-
-
-def test_what_is_no_file_is_not_renamed(tmp_path: Path) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    log = event_log(path, file_bytes_max=200)
-    for number in range(20):
-        log.write(Note(f"event{number}"))
-    log.close()
-    assert os.read(reading, 1 << 16).count(b"\n") == 20
-    os.close(reading)
-    assert [file.name for file in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_shifting_keeps_the_given_number_of_old_files(tmp_path: Path) -> None:

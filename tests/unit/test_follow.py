@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from elastic.agent.follow import PIECE_BYTES, LogReader, log_files, whole_characters
 
@@ -28,22 +26,6 @@ def all_of(reader: LogReader) -> list[str]:
         pieces.append(piece)
     reader.close()
     return pieces
-
-
-@settings(
-    max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
-)
-@given(
-    parts=st.lists(st.text("ab\n\n", max_size=12).map(str.encode), min_size=1, max_size=4),
-    lines=st.integers(-1, 8),
-)
-def test_the_tail_is_the_last_lines_of_all_files_together(
-    tmp_path: Path, parts: list[bytes], lines: int
-) -> None:
-    found = "".join(all_of(LogReader(written(tmp_path, parts), lines)))
-    whole = b"".join(parts).decode().splitlines(keepends=True)
-    expected = whole if lines < 0 else whole[len(whole) - min(lines, len(whole)) :]
-    assert found == "".join(expected)
 
 
 @pytest.mark.parametrize("lines", [0, 1, 7, 5000, -1])
@@ -73,30 +55,6 @@ def test_a_line_without_end_is_sent_in_parts_of_whole_characters(
 )
 def test_whole_characters_are_counted(data: bytes, whole: int) -> None:
     assert whole_characters(data) == whole
-
-
-def test_a_line_that_is_not_finished_waits_for_its_end(tmp_path: Path) -> None:
-    path = written(tmp_path, [b"one\ntw"])
-    reader = LogReader(path, -1)
-    assert reader.read(last=False) == "one\n"
-    assert reader.read(last=False) == ""
-    with open(path, "ab") as file:
-        file.write(b"o\nthree")
-    assert reader.read(last=False) == "two\n"
-    assert reader.read(last=False) == ""
-    assert reader.read(last=True) == "three"
-    assert reader.read(last=True) == ""
-    reader.close()
-
-
-def test_a_progress_bar_is_shown_as_it_moves(tmp_path: Path) -> None:
-    reader = LogReader(written(tmp_path, [b"\r10%\r20%\r30"]), -1)
-    assert reader.read(last=False) == "\r10%\r20%\r"
-    reader.close()
-
-
-def test_what_is_no_text_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
-    assert all_of(LogReader(written(tmp_path, [b"\xff\xfe\n"]), -1)) == ["\ufffd\ufffd\n"]
 
 
 def test_a_log_that_is_not_written_yet_is_read_when_it_is(tmp_path: Path) -> None:

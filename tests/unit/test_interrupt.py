@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import sys
 import threading
@@ -17,8 +16,7 @@ import pytest
 from elastic.errors import UsageError
 from elastic.worker import interrupt
 from elastic.worker.interrupt import GroupChanged, Interrupter
-
-PATIENCE_S = 60.0
+from tests.patience import DEADLINE_S
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def another_thread(call: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        thread.join(PATIENCE_S)
+        thread.join(DEADLINE_S)
         assert not thread.is_alive()
 
 
@@ -53,7 +51,7 @@ def interrupted(interrupter: Interrupter, code: Callable[[threading.Event], Any]
 
     def tell() -> None:
         nonlocal told
-        assert inside.wait(PATIENCE_S)
+        assert inside.wait(DEADLINE_S)
         told = time.monotonic()
         interrupter.interrupt(1, "a member was lost")
 
@@ -68,108 +66,6 @@ def wait_busy(inside: threading.Event) -> None:
     inside.set()
     while True:
         pass
-
-
-def wait_asleep(inside: threading.Event) -> None:
-    inside.set()
-    time.sleep(PATIENCE_S * 10)
-
-
-def wait_for_queue(inside: threading.Event) -> None:
-    inside.set()
-    queue.Queue[int]().get()
-
-
-def wait_for_simple_queue(inside: threading.Event) -> None:
-    inside.set()
-    queue.SimpleQueue[int]().get()
-
-
-def wait_for_lock(inside: threading.Event) -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    inside.set()
-    lock.acquire()
-
-
-def wait_for_thread(inside: threading.Event) -> None:
-    thread = threading.Thread(target=threading.Event().wait, daemon=True)
-    thread.start()
-    inside.set()
-    thread.join()
-
-
-def swallow_exceptions(inside: threading.Event) -> None:
-    while True:
-        try:
-            inside.set()
-            raise ValueError("user code fails all the time")
-        except Exception:
-            continue
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        wait_busy,
-        wait_asleep,
-        wait_for_queue,
-        wait_for_simple_queue,
-        wait_for_lock,
-        wait_for_thread,
-        swallow_exceptions,
-    ],
-)
-def test_user_code_is_left_wherever_it_is(
-    interrupter: Interrupter, code: Callable[[threading.Event], None]
-) -> None:
-    assert interrupted(interrupter, code) < 1000
-
-
-def test_a_bare_except_only_delays_it(interrupter: Interrupter) -> None:
-    caught = 0
-
-    def code(inside: threading.Event) -> None:
-        nonlocal caught
-        while True:
-            try:
-                wait_busy(inside)
-            except BaseException:
-                caught += 1
-                if caught > 3:
-                    raise
-
-    interrupted(interrupter, code)
-    assert caught == 4
-
-
-def test_finally_blocks_run_to_their_end(interrupter: Interrupter) -> None:
-    steps = []
-
-    def code(inside: threading.Event) -> None:
-        try:
-            wait_busy(inside)
-        finally:
-            for number in range(20):
-                threading.Event().wait(0.01)
-                steps.append(number)
-
-    interrupted(interrupter, code)
-    assert steps == list(range(20))
-
-
-def test_a_finally_block_that_never_ends_is_left_as_well(
-    interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(interrupt, "UNWIND_S", 0.1)
-
-    def code(inside: threading.Event) -> None:
-        try:
-            wait_busy(inside)
-        finally:
-            wait_busy(inside)
-
-    interrupted(interrupter, code)
 
 
 @dataclass
@@ -206,41 +102,6 @@ def test_one_that_comes_in_a_destructor_is_neither_lost_nor_told(
     finally:
         sys.unraisablehook = before
     assert lost == []
-
-
-class Quiet(logging.Handler):
-    """A handler whose lock is all that it has."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Throw it away."""
-
-
-def test_locks_of_the_standard_library_are_given_back() -> None:
-    logger = logging.Logger("user code")
-    handler = Quiet()
-    logger.addHandler(handler)
-    condition = threading.Condition(threading.Lock())
-
-    def code(inside: threading.Event) -> None:
-        while True:
-            inside.set()
-            logger.info("a line")
-            with condition:
-                condition.notify()
-            sum(number for number in range(500))
-
-    for _ in range(100):
-        interrupted(Interrupter(), code)
-    free: list[bool] = []
-
-    def take() -> None:
-        assert handler.lock is not None
-        free.append(handler.lock.acquire(timeout=PATIENCE_S))
-        free.append(condition.acquire(timeout=PATIENCE_S))
-
-    with another_thread(take):
-        pass
-    assert free == [True, True]
 
 
 def test_other_losses_are_still_told(interrupter: Interrupter) -> None:
@@ -295,29 +156,6 @@ def test_an_error_in_a_shielded_section_is_the_error_that_counts(
     with pytest.raises(GroupChanged):
         interrupter.run(1, code)
     assert seen == ["disk full"]
-
-
-def test_nothing_is_raised_for_a_group_that_is_over_before_this_one(
-    interrupter: Interrupter,
-) -> None:
-    interrupter.interrupt(1, "the first group")
-    assert interrupter.run(2, lambda: sum(range(10**6))) == sum(range(10**6))
-
-
-def test_a_group_that_is_over_before_the_call_is_not_entered(interrupter: Interrupter) -> None:
-    interrupter.interrupt(3, "lost while forming")
-    called = []
-    with pytest.raises(GroupChanged, match="lost while forming"):
-        interrupter.run(3, lambda: called.append(1))
-    with pytest.raises(GroupChanged):
-        interrupter.run(2, lambda: called.append(1))
-    assert called == []
-
-
-def test_results_and_errors_of_user_code_come_through(interrupter: Interrupter) -> None:
-    assert interrupter.run(1, lambda: 7) == 7
-    with pytest.raises(ZeroDivisionError):
-        interrupter.run(1, lambda: 1 // 0)
 
 
 def test_user_code_runs_on_the_main_thread_only(interrupter: Interrupter) -> None:

@@ -8,18 +8,15 @@ import anyio
 import pytest
 
 from elastic.coord import leadership
-from elastic.coord.journal import Journal
-from elastic.coord.leadership import Leadership, patiently
-from elastic.core.world import JobId
+from elastic.coord.leadership import Leadership
 from elastic.errors import Fenced, NotAuthorized
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import CommitResult, Compare, Lease, Snapshot, Write
 from elastic.store.memory import memory_store
-from tests.unit.test_coord_journal import PREFIX, Weak, holder, record
-from tests.unit.test_coord_office import StoppedClock
+from tests.patience import DEADLINE_S
+from tests.unit.test_coord_journal import PREFIX, Weak, holder
 
 pytestmark = pytest.mark.anyio
-DEADLINE_S = 60.0
 
 
 class Guarded(Weak):
@@ -110,38 +107,6 @@ async def test_a_lease_is_renewed_by_the_new_password_if_that_comes_in_time() ->
     assert leader.is_valid()
 
 
-async def test_a_write_waits_for_the_new_password() -> None:
-    store = Guarded()
-    leader = candidate(store)
-    await leader.acquire(lambda _: None)
-    journal = Journal(store, PREFIX, leader)  # type: ignore[arg-type]
-    store.is_open = False
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-
-            async def write() -> None:
-                await patiently("a record", lambda: journal.write([record()]), SystemClock())
-
-            tasks.start_soon(write)
-            await store.denied.wait()
-            store.is_open = True
-        assert await journal.load() == (record(),)
-
-
-async def test_what_cannot_be_removed_for_want_of_the_password_is_removed_later() -> None:
-    store = Guarded()
-    leader = candidate(store)
-    await leader.acquire(lambda _: None)
-    journal = Journal(store, PREFIX, leader)  # type: ignore[arg-type]
-    await journal.write([record(payload=b"z")])
-    store.is_open = False
-    await journal.forget([JobId("j-1")])
-    store.is_open = True
-    await journal.forget()
-    assert not (await store.read(f"{PREFIX}/jobs/")).entries
-    assert not (await store.read(f"{PREFIX}/pieces/")).entries
-
-
 async def test_who_ends_without_the_password_lets_its_lease_lapse() -> None:
     store = Guarded()
     leader = candidate(store)
@@ -152,59 +117,6 @@ async def test_who_ends_without_the_password_lets_its_lease_lapse() -> None:
 
 
 # ------------------------------------------------------------------------------ slow writes
-
-
-class SlowWrites(Weak):
-    """A store in memory whose writes take time on a clock that nothing else moves."""
-
-    def __init__(self, write_s: float) -> None:
-        self.clock = StoppedClock()
-        super().__init__(memory_store(lambda: self.clock.now_ns / 1e9))
-        self.write_s = write_s
-        self.renewals_missed = 0
-
-    async def grant_lease(self, ttl_s: float) -> Lease:
-        lease = await super().grant_lease(ttl_s)
-        self.clock.advance(self.write_s)
-        return lease
-
-    async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> CommitResult:
-        self.clock.advance(self.write_s)
-        return await super().commit(compares, writes)
-
-    async def renew_lease(self, lease_id: int) -> bool:
-        if self.renewals_missed:
-            self.renewals_missed -= 1
-            self.clock.advance(60.0)
-        return await super().renew_lease(lease_id)
-
-    def candidate(self) -> Leadership:
-        return Leadership(self, PREFIX, holder("a"), self.clock, shared=True, ttl_s=2.0)  # type: ignore[arg-type]
-
-
-async def test_who_claims_on_a_store_with_slow_writes_has_the_whole_lease_before_it() -> None:
-    store = SlowWrites(write_s=0.95)
-    leader = store.candidate()
-    with anyio.fail_after(DEADLINE_S):
-        await leader.acquire(lambda _: None)
-    store.clock.advance(1.9)
-    assert leader.is_valid()
-    # And not longer: its key is there for as long as it takes itself for the leader.
-    assert (await store.read(f"{PREFIX}/leader")).entries
-    store.clock.advance(0.1)
-    assert not leader.is_valid()
-
-
-async def test_a_claim_whose_lease_ended_before_it_could_be_renewed_is_made_again() -> None:
-    store = SlowWrites(write_s=0.1)
-    store.renewals_missed = 1
-    leader = store.candidate()
-    with anyio.fail_after(DEADLINE_S):
-        await leader.acquire(lambda _: None)
-    assert leader.is_valid()
-    assert leader.term == 2
-    (entry,) = (await store.read(f"{PREFIX}/leader")).entries
-    assert leader.fence() == Compare(f"{PREFIX}/leader", entry.mod_revision)
 
 
 async def test_a_claim_whose_renewal_is_not_answered_does_not_count() -> None:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from elastic.agent.link import REMIND_S, Complaint
+from elastic.agent.link import Complaint
 from elastic.core.config import ns
 
 
@@ -32,29 +32,6 @@ def clock() -> HandClock:
 def complaint(clock: HandClock, caplog: pytest.LogCaptureFixture) -> Complaint:
     caplog.set_level(logging.WARNING)
     return Complaint(clock)
-
-
-def test_the_same_reason_is_said_again_after_half_a_minute_only(
-    clock: HandClock, complaint: Complaint, caplog: pytest.LogCaptureFixture
-) -> None:
-    for second in range(91):
-        clock.now_ns = ns(second)
-        complaint.say("nobody answers")
-    assert REMIND_S == 30
-    assert [record.getMessage() for record in caplog.records] == [
-        f'waiting_for_coordinator for_s={second} reason="nobody answers"' for second in (30, 60, 90)
-    ]
-
-
-def test_a_new_reason_is_said_at_once(
-    clock: HandClock, complaint: Complaint, caplog: pytest.LogCaptureFixture
-) -> None:
-    complaint.say("nobody answers")
-    clock.now_ns = ns(2)
-    complaint.say("it does not lead")
-    assert [record.getMessage() for record in caplog.records] == [
-        'waiting_for_coordinator for_s=2 reason="it does not lead"'
-    ]
 
 
 def test_a_connection_ends_the_wait(

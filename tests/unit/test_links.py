@@ -5,55 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic.core.events.coordinator import SendAgent
 from elastic.core.link_messages import LINKS_SINCE_MINOR, LinksTried, TryLinks
 from elastic.core.messages import LeaveGroup, StopWorker
-from elastic.core.policy.links import cut_pairs, who_stays_out
 from elastic.core.world import JobId, JobPhase, NodeId, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
 
 A, B, C, D = map(NodeId, "abcd")
-NAMES = st.sampled_from([A, B, C, D])
-
-
-# ---------------------------------------------------------------- who stays out
-
-
-def test_a_link_is_cut_when_both_ends_say_so_again() -> None:
-    assert cut_pairs({(A, B): 2, (B, A): 2}) == ((A, B),)
-    assert cut_pairs({(A, B): 9}) == ()
-    assert cut_pairs({(A, B): 9, (B, A): 1}) == ()
-
-
-def test_of_two_that_do_not_reach_each_other_the_last_one_with_fewest_members_stays_out() -> None:
-    assert who_stays_out([(A, B)], (), {A: 1, B: 1}) == {B: A}
-    assert who_stays_out([(A, B)], (), {B: 1, A: 1}) == {A: B}
-    assert who_stays_out([(A, B)], (), {A: 1, B: 2}) == {A: B}
-
-
-def test_a_node_that_reaches_nobody_stays_out_alone() -> None:
-    assert who_stays_out([(A, B), (A, C), (A, D)], (), {A: 8, B: 1, C: 1, D: 1}) == {A: B}
-
-
-def test_who_is_out_stays_out_while_a_link_of_it_is_cut() -> None:
-    assert who_stays_out([(A, B)], (A,), {B: 1, C: 1}) == {A: B}
-    assert who_stays_out([(A, B), (C, D)], (A,), {B: 1, C: 1, D: 1}) == {A: B, D: C}
-
-
-def test_who_is_out_comes_back_when_fewer_are_out_then_and_the_state_is_not_lost() -> None:
-    assert who_stays_out([(A, B), (B, C)], (A,), {B: 1, C: 1}) == {B: A}
-    assert who_stays_out([(A, B), (B, C)], (A, C), {B: 1}) == {A: B, C: B}
-
-
-@given(st.lists(st.tuples(NAMES, NAMES).filter(lambda p: p[0] < p[1]), unique=True))
-def test_all_that_are_left_reach_each_other(cut: list[tuple[NodeId, NodeId]]) -> None:
-    out = who_stays_out(cut, (), {A: 1, B: 1, C: 1, D: 1})
-    assert all(one in out or other in out for one, other in cut)
-    assert all((min(pair), max(pair)) in cut for pair in out.items())
-    assert len(out) < 4
 
 
 # ---------------------------------------------------------------- the coordinator
@@ -94,39 +53,6 @@ def forming(nodes: int = 3, low: int = 1) -> Coordinator:
     return coordinator
 
 
-def test_nobody_is_asked_while_a_group_forms_as_fast_as_it_should() -> None:
-    coordinator = forming()
-    assert passes(coordinator, 2.5) == []
-    coordinator.training("n1/1", "n2/1", "n3/1")
-    assert passes(coordinator, 60) == []
-
-
-def test_nodes_that_reach_each_other_are_asked_ever_more_rarely() -> None:
-    coordinator = forming()
-    assert passes(coordinator, 10).count("n1") == 4
-    assert passes(coordinator, 8).count("n1") == 1
-    assert coordinator.noted("link_cut") == []
-
-
-def test_a_group_whose_link_is_cut_goes_on_without_one_of_the_two() -> None:
-    coordinator = forming()
-    passes(coordinator, 6, "n2 n3")
-    assert [note["nodes"] for note in coordinator.noted("link_cut")] == ["n2 n3"]
-    assert coordinator.members("a") == "g3: n1/1 n2/1"
-    coordinator.training("n1/1", "n2/1")
-    assert coordinator.job("a").reason == "2 workers; n3 and n2 do not reach each other"
-    assert coordinator.sent(StopWorker) == []
-
-
-def test_a_coordinator_that_starts_anew_while_all_form_finds_it_too() -> None:
-    coordinator = forming()
-    coordinator.restart()
-    for name in ("n1", "n2", "n3"):
-        coordinator.agent(name)
-    passes(coordinator, 6, "n2 n3")
-    assert coordinator.members("a") == "g3: n1/1 n2/1"
-
-
 def test_what_failed_in_an_earlier_group_does_not_count() -> None:
     coordinator = forming()
     passes(coordinator, 3, "n2 n3")
@@ -147,60 +73,6 @@ def test_it_is_found_while_others_have_formed_the_group_and_wait_in_it() -> None
         passes(coordinator, 1, "n2 n3")
     assert coordinator.members("a") == "g3: n1/1 n2/1"
     assert coordinator.sent(StopWorker) == []
-
-
-def test_it_is_found_where_groups_break_as_soon_as_they_form() -> None:
-    coordinator = running(config=replace(CONFIG, crash_loop_limit=10))
-    coordinator.broken("n1/1")
-    for _ in range(20):
-        passes(coordinator, 0.5, "n2 n3")
-        if coordinator.noted("link_cut"):
-            break
-        for worker in ("n1/1", "n2/1", "n3/1"):
-            coordinator.update(worker, WorkerPhase.FORMING)
-        coordinator.broken("n2/1")
-    group = coordinator.members("a").partition(" ")
-    coordinator.training("n1/1", "n2/1")
-    assert coordinator.job("a").record.phase is JobPhase.RUNNING
-    assert group[2] == "n1/1 n2/1"
-    assert coordinator.job("a").record.losses < 10
-
-
-def test_another_link_is_found_while_one_is_cut() -> None:
-    coordinator = forming(nodes=5)
-    passes(coordinator, 6, "n4 n5")
-    assert coordinator.members("a") == "g3: n1/1 n2/1 n3/1 n4/1"
-    for number in range(1, 5):
-        coordinator.update(f"n{number}/1", WorkerPhase.FORMING)
-    coordinator.ready("n5/1")
-    passes(coordinator, 10, "n4 n5", "n1 n2")
-    assert [note["nodes"] for note in coordinator.noted("link_cut")] == ["n4 n5", "n1 n2"]
-    assert coordinator.members("a") == "g4: n1/1 n3/1 n4/1"
-
-
-def test_a_new_group_is_not_left_alone_for_as_long_as_the_one_before_it() -> None:
-    coordinator = forming()
-    passes(coordinator, 15)
-    coordinator.training("n1/1", "n2/1", "n3/1")
-    coordinator.broken("n1/1")
-    coordinator.advance(CONFIG.broken_grace_s)
-    for number in range(1, 4):
-        coordinator.update(f"n{number}/1", WorkerPhase.FORMING)
-    assert passes(coordinator, 4).count("n1") == 1
-
-
-def test_it_comes_back_when_the_link_does() -> None:
-    coordinator = forming()
-    passes(coordinator, 6, "n2 n3")
-    coordinator.training("n1/1", "n2/1")
-    coordinator.ready("n3/1")
-    assert sorted(set(passes(coordinator, 30, "n2 n3"))) == ["n2", "n3"]
-    assert coordinator.members("a").startswith("g3")
-    passes(coordinator, 6)
-    assert [note["nodes"] for note in coordinator.noted("link_back")] == ["n2 n3"]
-    coordinator.ready("n1/1", "n2/1")
-    assert coordinator.members("a") == "g4: n1/1 n2/1 n3/1"
-    assert passes(coordinator, 2) == []
 
 
 def test_a_link_that_comes_and_goes_does_not_end_the_job() -> None:
@@ -229,19 +101,6 @@ def test_a_link_that_comes_and_goes_does_not_end_the_job() -> None:
     assert len(coordinator.noted("link_cut")) < 6
     play(60)
     assert coordinator.members("a").endswith(": n1/1 n2/1")
-
-
-def test_all_wait_with_their_state_when_the_rest_is_too_small() -> None:
-    coordinator = forming(low=3)
-    passes(coordinator, 6, "n2 n3")
-    assert coordinator.job("a").record.phase is JobPhase.PENDING
-    coordinator.ready("n1/1", "n2/1", "n3/1")
-    assert "n3 and n2 do not reach each other" in coordinator.job("a").reason
-    passes(coordinator, 120, "n2 n3")
-    assert coordinator.job("a").record.phase is JobPhase.PENDING
-    assert len(coordinator.job("a").workers) == 3
-    passes(coordinator, 6)
-    assert coordinator.members("a") == "g3: n1/1 n2/1 n3/1"
 
 
 def test_who_is_out_takes_the_place_of_one_that_reaches_fewer() -> None:
@@ -283,29 +142,6 @@ def test_another_node_takes_its_place_while_the_queue_has_several_jobs() -> None
     assert [w.report.worker_id for w in coordinator.job("a").workers] == ["n1/1", "n2/1", "n5/1"]
 
 
-def test_the_queue_starts_none_where_it_stays_out() -> None:
-    coordinator = forming(low=3)
-    coordinator.agent("n4")
-    coordinator.submit("b", 1)
-    coordinator.ready("n4/1")
-    coordinator.training("n4/1")
-    passes(coordinator, 6, "n2 n3")
-    coordinator.ready("n1/1", "n2/1", "n3/1")
-    coordinator.exits("n3/1")
-    coordinator.advance(1)
-    assert len(coordinator.job("a").workers) == 2
-    coordinator.agent("n5")
-    coordinator.ready("n5/1")
-    assert coordinator.members("a") == "g3: n1/1 n2/1 n5/1"
-
-
-def test_one_that_hears_only_itself_is_not_believed() -> None:
-    coordinator = forming()
-    for _ in range(9):
-        coordinator.says("n3", LinksTried(JobId("a"), (), (NodeId("n1"), NodeId("n2"))))
-    assert coordinator.noted("link_cut") == []
-
-
 @pytest.mark.parametrize("job", ["a", "b", "unknown"])
 def test_who_has_nothing_to_do_with_a_job_says_nothing_of_it(job: str) -> None:
     coordinator = forming()
@@ -337,38 +173,6 @@ def test_a_link_of_a_node_that_is_lost_is_forgotten() -> None:
     assert coordinator.members("a") == "g4: n1/1 n3/1"
 
 
-def test_who_is_out_takes_the_place_of_the_other_one_when_that_is_lost() -> None:
-    coordinator = forming(low=2)
-    passes(coordinator, 6, "n2 n3")
-    coordinator.training("n1/1", "n2/1")
-    coordinator.ready("n3/1")
-    coordinator.cordon("n2")
-    coordinator.exits("n2/1")
-    assert coordinator.members("a") == "g4: n1/1 n3/1"
-    coordinator.training("n1/1", "n3/1")
-    coordinator.cordon("n2", cordoned=False)
-    passes(coordinator, 9, "n2 n3")
-    assert coordinator.agents["n2"].workers == {}
-    passes(coordinator, 6)
-    coordinator.ready("n2/2")
-    coordinator.ready("n1/1", "n3/1")
-    assert coordinator.members("a") == "g5: n1/1 n3/1 n2/2"
-
-
-def test_a_stream_that_breaks_for_a_moment_says_nothing_of_links() -> None:
-    coordinator = forming()
-    passes(coordinator, 6, "n2 n3")
-    coordinator.training("n1/1", "n2/1")
-    coordinator.ready("n3/1")
-    for name in ("n3", "n2"):
-        coordinator.disconnect(name)
-        coordinator.advance(CONFIG.node_grace_s / 2)
-        coordinator.agent(name)
-    passes(coordinator, 10, "n2 n3")
-    assert coordinator.noted("link_back") == coordinator.noted("change_planned") == []
-    assert coordinator.members("a") == "g3: n1/1 n2/1"
-
-
 def test_members_that_wait_are_looked_into_before_their_group_counts_as_stuck() -> None:
     coordinator = running(nodes=3, low=1)
     coordinator.advance(20)
@@ -389,3 +193,20 @@ def test_agents_of_earlier_versions_are_not_asked() -> None:
     coordinator.ready("n1/1", "n2/1")
     coordinator.update("n1/1", WorkerPhase.FORMING)
     assert passes(coordinator, 15) == []
+
+
+def test_it_is_found_where_groups_break_as_soon_as_they_form() -> None:
+    coordinator = running(config=replace(CONFIG, crash_loop_limit=10))
+    coordinator.broken("n1/1")
+    for _ in range(20):
+        passes(coordinator, 0.5, "n2 n3")
+        if coordinator.noted("link_cut"):
+            break
+        for worker in ("n1/1", "n2/1", "n3/1"):
+            coordinator.update(worker, WorkerPhase.FORMING)
+        coordinator.broken("n2/1")
+    group = coordinator.members("a").partition(" ")
+    coordinator.training("n1/1", "n2/1")
+    assert coordinator.job("a").record.phase is JobPhase.RUNNING
+    assert group[2] == "n1/1 n2/1"
+    assert coordinator.job("a").record.losses < 10

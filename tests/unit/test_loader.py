@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
@@ -22,9 +20,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from elastic.core.policy.cursor import Cursor, Epochs, Permutation
+from elastic.core.policy.cursor import Cursor, Epochs
 from elastic.errors import InvariantViolation, UsageError
-from elastic.worker.loader import MicroBatchLoader, permuted
+from elastic.worker.loader import MicroBatchLoader
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -50,19 +48,6 @@ class Endless(IterableDataset[int]):
 class Unmeasured(Dataset[int]):
     def __getitem__(self, number: int) -> int:
         return number
-
-
-class Reversed:
-    """A sampler that can be indexed."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, place: int) -> int:
-        return 9 - place
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(9, -1, -1))
 
 
 class MySequence(SequentialSampler):
@@ -98,75 +83,6 @@ def deals(draw: st.DrawFn, epochs: Epochs) -> tuple[Cursor, tuple[int, int], int
     return cursor, (first, last), draw(st.integers(0, 12))
 
 
-@settings(deadline=None, max_examples=150)
-@given(data=st.data())
-def test_any_sequence_of_deals_yields_exactly_the_samples_of_the_plan(data: st.DataObject) -> None:
-    micro, v = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
-    drop = data.draw(st.booleans())
-    size = data.draw(st.integers(micro * v if drop else 1, 90))
-    plain = DataLoader(
-        Numbers(size), batch_size=micro, shuffle=data.draw(st.booleans()), drop_last=drop
-    )
-    seed = data.draw(st.integers(0, 2**63 - 1))
-    loader = MicroBatchLoader(plain, num_micro_batches=v, seed=seed)
-    for cursor, held, count in data.draw(st.lists(deals(loader.epochs), min_size=1, max_size=5)):
-        loader.deal(cursor, held)
-        plan = expected(loader.epochs, cursor, held)
-        for _ in range(count):
-            assert taken(loader) == next(plan)
-    loader.close()
-
-
-def test_a_block_of_sample_ids_may_end_anywhere_in_an_epoch() -> None:
-    loader = MicroBatchLoader(
-        DataLoader(Numbers(1000), batch_size=7, shuffle=True), num_micro_batches=20, seed=5
-    )
-    loader.deal(Cursor(0, 3), (4, 15))
-    plan = expected(loader.epochs, Cursor(0, 3), (4, 15))
-    for _ in range(400):
-        assert taken(loader) == next(plan)
-
-
-def test_each_epoch_sees_every_sample_once_and_in_another_order() -> None:
-    plain = DataLoader(Numbers(23), batch_size=2, shuffle=True)
-    parts = [MicroBatchLoader(plain, num_micro_batches=5, seed=1) for _ in range(2)]
-    orders: dict[int, list[int]] = {0: [], 1: []}
-    for loader, held in zip(parts, ((0, 2), (2, 5)), strict=True):
-        loader.deal(Cursor(), held)
-        for _ in range((held[1] - held[0]) * loader.epochs.steps * 2):
-            batch = loader.next()
-            orders[batch.cursor.epoch] += batch.value.tolist()[: batch.count]
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(23))
-    assert orders[0] != orders[1]
-
-
-def test_a_micro_batch_without_samples_has_the_first_ones_of_its_step() -> None:
-    loader = MicroBatchLoader(DataLoader(Numbers(11), batch_size=2), num_micro_batches=4, seed=0)
-    loader.deal(Cursor(0, 1), (0, 4))
-    assert [taken(loader)[1:] for _ in range(4)] == [
-        (0, 1, [8]), (1, 2, [9, 10]), (2, 0, [8, 9]), (3, 0, [8, 9]),
-    ]  # fmt: skip
-    assert taken(loader) == (Cursor(1, 0), 0, 2, [0, 1])
-
-
-def test_drop_last_leaves_out_the_last_step_of_all_ranks() -> None:
-    plain = DataLoader(Numbers(17), batch_size=2, drop_last=True)
-    loader = MicroBatchLoader(plain, num_micro_batches=4, seed=0)
-    loader.deal(Cursor(0, 1), (3, 4))
-    assert taken(loader) == (Cursor(0, 1), 3, 2, [14, 15])
-    assert taken(loader) == (Cursor(1, 0), 3, 2, [6, 7])
-
-
-@pytest.mark.parametrize("sampler", [Reversed(), list(range(9, -1, -1))])
-def test_a_sampler_that_can_be_indexed_gives_the_order(sampler: Any) -> None:
-    loader = MicroBatchLoader(
-        DataLoader(Numbers(10), batch_size=2, sampler=sampler), num_micro_batches=2, seed=0
-    )
-    loader.deal(Cursor(), (0, 2))
-    assert [taken(loader)[3] for _ in range(6)] == [[9, 8], [7, 6], [5, 4], [3, 2], [1, 0], [1, 0]]
-    assert taken(loader) == (Cursor(1, 0), 0, 2, [9, 8])
-
-
 def test_a_sampler_may_be_longer_than_the_data_and_repeat_samples() -> None:
     loader = MicroBatchLoader(
         DataLoader(Numbers(2), batch_size=2, sampler=[1, 1, 0, 1]), num_micro_batches=1, seed=0
@@ -174,20 +90,6 @@ def test_a_sampler_may_be_longer_than_the_data_and_repeat_samples() -> None:
     assert loader.epochs.steps == 2
     loader.deal(Cursor(), (0, 1))
     assert [taken(loader)[3] for _ in range(2)] == [[1, 1], [0, 1]]
-
-
-@given(
-    size=st.integers(1, 5000), seed=st.integers(0, 2**63 - 1), first=st.integers(0, 4999),
-    count=st.integers(0, 200),
-)  # fmt: skip
-@settings(deadline=None)
-def test_many_positions_at_once_are_permuted_as_one_by_one(
-    size: int, seed: int, first: int, count: int
-) -> None:
-    permutation = Permutation(size, seed)
-    places = [place % size for place in range(first, first + count)]
-    many = permuted(permutation, np.array(places, dtype=np.uint64))
-    assert many.tolist() == [permutation.at(place) for place in places]
 
 
 @pytest.mark.parametrize(

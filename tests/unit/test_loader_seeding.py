@@ -22,7 +22,6 @@ from torch.utils.data import (
 
 from elastic.core.policy.cursor import Cursor
 from elastic.worker.loader import MicroBatchLoader
-from elastic.worker.seeding import seed_everything
 
 pytestmark = [
     # Python 3.12 remarks on every fork of a process that has used torch.
@@ -113,32 +112,10 @@ def whole() -> Seen:
         return seen(loader, (0, V), 2 * SIZE // 2)
 
 
-def test_samples_and_epochs_are_augmented_differently(whole: Seen) -> None:
-    assert len(whole) == 2 * SIZE
-    values = [value for row in whole.values() for value in row]
-    assert len(set(values)) == len(values)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize("held", [(0, 1), (1, 4)])
-def test_augmentation_is_equal_for_any_processes_and_any_dealing(
-    whole: Seen, num_workers: int, held: tuple[int, int]
-) -> None:
-    with loading(Augmented(), num_workers=num_workers) as loader:
-        found = seen(loader, held, 6 * (held[1] - held[0]))
-    assert found == {key: whole[key] for key in found}
-
-
 @pytest.mark.parametrize("data", [Subset(Augmented(), range(SIZE)), ConcatDataset([Augmented()])])
 def test_a_view_of_a_dataset_is_augmented_as_the_dataset(whole: Seen, data: Any) -> None:
     with loading(data) as loader:
         assert seen(loader, (0, V), 2 * SIZE // 2) == whole
-
-
-def test_another_seed_augments_otherwise(whole: Seen) -> None:
-    with loading(Augmented(), seed=10) as loader:
-        found = seen(loader, (0, V), SIZE // 2)
-    assert all(values != whole[key] for key, values in found.items())
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -164,28 +141,3 @@ def test_what_is_drawn_for_a_whole_micro_batch_depends_on_its_samples_alone(
     everything, part = found
     assert part == {key: everything[key] for key in part}
     assert len(set(everything.values())) == len(everything)
-
-
-def test_a_worker_init_fn_finds_the_users_dataset() -> None:
-    with loading(Marked(), num_workers=2, worker_init_fn=mark) as loader:
-        loader.deal(Cursor(), (0, V))
-        marks = {int(value) for _ in range(6) for value in loader.next().value}
-    assert marks == {100, 101}
-
-
-def test_the_users_functions_may_be_sent_to_processes_that_do_not_fork() -> None:
-    kept: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
-    with loading(TensorDataset(torch.arange(SIZE)), **kept) as loader:
-        loader.deal(Cursor(), (0, 1))
-        (value,) = loader.next().value
-        assert value.tolist() == list(loader.epochs.samples(0, 0, 0))
-
-
-def test_a_seed_decides_all_generators_of_the_process() -> None:
-    seed_everything(2**63 - 1)
-    first = draws()
-    draws()
-    seed_everything(2**63 - 1)
-    assert draws() == first
-    seed_everything(5)
-    assert not set(draws()) & set(first)

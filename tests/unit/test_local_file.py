@@ -72,35 +72,6 @@ def test_a_file_system_that_refuses_direct_writes_is_written_as_usual(
     assert written(tmp_path / "file", [data]) == data
 
 
-def test_a_file_system_that_changes_its_mind_at_the_first_write_is_written_as_usual(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain_write, refused = os.write, []
-
-    def write(fd: int, data: memoryview) -> int:
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            refused.append(len(data))
-            raise OSError(errno.EINVAL, "odd")
-        return plain_write(fd, data)
-
-    monkeypatch.setattr(local_file.os, "write", write)
-    data = random.Random(2).randbytes(3 * BUFFER + 5)
-    assert written(tmp_path / "file", [data]) == data
-    assert len(refused) <= 1
-
-
-def test_short_writes_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_write = os.write
-
-    def write(fd: int, data: memoryview) -> int:
-        is_direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
-        return plain_write(fd, data[: ALIGN if is_direct else 1000])
-
-    monkeypatch.setattr(local_file.os, "write", write)
-    data = random.Random(3).randbytes(5 * BUFFER + 4321)
-    assert written(tmp_path / "file", [data]) == data
-
-
 def test_a_file_that_may_not_grow_is_an_error_and_not_a_shorter_file(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

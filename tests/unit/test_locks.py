@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import errno
 import os
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from elastic.coord.cli import exit_code, main
 from elastic.coord.roles import Role
 from elastic.coord.serve import ServeOptions
 from elastic.coord.server_limits import Door, Limits
-from elastic.coord.tokens import Token, create_token, read_tokens, revoke_token
 from elastic.errors import Busy, ConfigError, CoordinatorUntrusted, NotLeading, UsageError
 from elastic.runtime.access import PEM_BYTES_MAX, Access, TlsFiles
 from elastic.runtime.certificates import RevokedList, Shown, read_shown
@@ -27,7 +24,6 @@ from elastic.runtime.rpc import call_metadata
 from elastic.runtime.tether import check_tether
 
 NOW = datetime.datetime.now(datetime.timezone.utc)
-BLANK = Token(token_id="", name="", role=Role.READ, digest="", created_ns=1)
 
 
 def elastic_coord(*args: object) -> Result:
@@ -49,15 +45,6 @@ def test_an_authority_is_not_begun_when_its_first_certificate_cannot_be_made(
             init_authority(tmp_path / "ca", ("localhost",), NOW, days)
     assert not files_of(tmp_path)
     init_authority(tmp_path / "ca", ("localhost",), NOW)
-
-
-def test_an_authority_whose_key_was_put_away_is_not_replaced(tmp_path: Path) -> None:
-    init_authority(tmp_path, ("localhost",), NOW)
-    before = (tmp_path / "ca.crt").read_bytes()
-    (tmp_path / "ca.key").rename(tmp_path / "safe.key")
-    with pytest.raises(UsageError, match="lock out all that was issued"):
-        init_authority(tmp_path, ("localhost",), NOW)
-    assert (tmp_path / "ca.crt").read_bytes() == before
 
 
 def test_a_certificate_is_renewed_in_its_role_and_never_replaced_by_one_of_another(
@@ -94,31 +81,6 @@ def test_a_token_cannot_outlive_what_a_date_can_say(tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "never" in refused.output
     assert not path.exists()
-
-
-def test_tokens_are_listed_also_when_one_of_them_ends_beyond_all_dates(tmp_path: Path) -> None:
-    path = tmp_path / "tokens"
-    create_token(path, replace(BLANK, name="far", expires_ns=10**30))
-    listed = elastic_coord("tokens", "list", "--tokens", path)
-    assert listed.exit_code == 0
-    assert "9999-12-31" in listed.output
-
-
-def test_who_could_read_the_tokens_can_read_them_after_another_user_revoked_one(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "tokens"
-    create_token(path, replace(BLANK, name="n1"))
-    path.chmod(0o640)
-    if os.geteuid() == 0:  # An operator who is root, and a service that is not.
-        os.chown(path, 12345, 54321)
-    before = path.stat()
-    revoke_token(path, "n1", 2)
-    after = path.stat()
-    assert read_tokens(path)[0].revoked_ns == 2
-    assert (after.st_uid, after.st_gid, after.st_mode) == (
-        before.st_uid, before.st_gid, before.st_mode,
-    )  # fmt: skip
 
 
 def test_a_client_shows_the_token_that_its_file_holds_now(tmp_path: Path) -> None:
@@ -245,26 +207,6 @@ def test_a_name_is_locked_out_with_every_certificate_that_it_ever_had(tmp_path: 
     listed = elastic_coord("certs", "list", tmp_path).output
     assert listed.count("revoked 2") == 2
     assert f"{anew.serial:x}" in listed
-
-
-def test_one_certificate_is_revoked_by_its_serial_number(tmp_path: Path) -> None:
-    init_authority(tmp_path, ("localhost",), NOW)
-    wanted = Wanted(name="bob", role=Role.SUBMIT)
-    older, newer = (shown_in(issue(tmp_path, wanted, NOW)) for _ in range(2))
-    done = elastic_coord("certs", "revoke", tmp_path, f"{older.serial:X}")
-    assert done.exit_code == 0, done.output
-    known = revoked_by(tmp_path)
-    assert "was revoked" in known.why_over(older, 0)
-    assert not known.why_over(newer, 0)
-    assert "has expired" in known.why_over(newer, newer.until_ns)
-
-
-def test_a_certificate_of_a_version_that_kept_none_is_found_where_it_lies(tmp_path: Path) -> None:
-    init_authority(tmp_path, ("localhost",), NOW)
-    made = shown_in(issue(tmp_path, Wanted(name="bob", role=Role.SUBMIT), NOW))
-    shutil.rmtree(tmp_path / "issued")
-    assert elastic_coord("certs", "revoke", tmp_path, "bob").exit_code == 0
-    assert revoked_by(tmp_path).why_over(made, 0)
 
 
 def test_a_list_that_is_lost_or_damaged_lets_nobody_in_again(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from cryptography import x509
 
 from elastic.coord.cli import main
 from elastic.coord.follows import Merged, Waiting
@@ -16,7 +15,7 @@ from elastic.coord.server_limits import Door, Limits
 from elastic.coord.tokens import TokenList
 from elastic.core.world import WorkerId
 from elastic.errors import Busy, ConfigError
-from elastic.runtime.access import Access, TlsFiles, find_access, find_tls
+from elastic.runtime.access import TlsFiles, find_access
 from elastic.runtime.clock import SystemClock
 
 
@@ -52,18 +51,6 @@ def test_a_certificate_that_cannot_be_made_is_refused_with_what_to_do(
     assert says in done.stderr
 
 
-def test_a_coordinators_certificate_issued_again_is_for_its_own_machine_too(pki: Path) -> None:
-    done = run(
-        *("certs", "issue", pki / "a", "--name", "coordinator", "--role", "all"),
-        *("--host", "coord.example"),
-    )
-    assert done.exit_code == 0, done.stderr
-    cert = x509.load_pem_x509_certificate((pki / "a" / "coordinator" / "tls.crt").read_bytes())
-    names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["coord.example", "localhost"]
-    assert len(names.get_values_for_type(x509.IPAddress)) == 2, "health checks ask 127.0.0.1"
-
-
 def test_keys_are_for_their_owner_only_and_never_printed(pki: Path) -> None:
     done = run("certs", "issue", pki / "a", "--name", "n9", "--role", "node")
     assert "PRIVATE" not in done.output
@@ -89,17 +76,6 @@ def test_a_key_of_another_certificate_is_refused(pki: Path) -> None:
 def test_flags_that_name_no_certificates_are_refused(flags: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         find_access(**flags)
-
-
-def test_no_flag_means_no_tls_and_a_token_file_is_read_again(tmp_path: Path) -> None:
-    assert find_tls() is None
-    path = tmp_path / "token"
-    path.write_text("first")
-    path.chmod(0o600)
-    access = find_access(str(path))
-    path.write_text("second")
-    assert access.current_token() == "second"
-    assert "secret" not in repr(Access("secret"))
 
 
 def test_a_token_is_shown_once_listed_and_revoked(tmp_path: Path) -> None:

@@ -2,42 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import threading
-from collections.abc import Iterator
 
-import pytest
-
-from elastic.runtime.logging_thread import Front, line_formatter, set_up_logging
-
-
-def test_a_log_line_says_when_how_bad_and_who() -> None:
-    record = logging.LogRecord("x", logging.WARNING, "f", 1, "node_lost node=%s", ("n1",), None)
-    record.created, record.msecs = 1_000_000_000.25, 250.0
-    line = line_formatter("elastic-agent").format(record)
-    assert line == "2001-09-09T01:46:40.250Z WARNING elastic-agent node_lost node=n1"
-
-
-@pytest.fixture
-def _root_logger() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
-@pytest.mark.usefixtures("_root_logger")
-def test_logging_is_set_up_once_at_the_level_asked_for() -> None:
-    stream = io.StringIO()
-    set_up_logging("first", stream=io.StringIO())
-    front = set_up_logging("elastic-coord", level="warning", stream=stream)
-    logging.getLogger("a.b").info("quiet")
-    logging.getLogger("a.b").warning("loud key=%d", 1)
-    front.drain()
-    assert stream.getvalue().endswith("WARNING elastic-coord loud key=1\n")
-    assert stream.getvalue().count("\n") == 1
+from elastic.runtime.logging_thread import Front
+from tests.patience import DEADLINE_S
 
 
 class Stalled(logging.Handler):
@@ -50,7 +19,7 @@ class Stalled(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.begun.set()
-        assert self.goes_on.wait(60)
+        assert self.goes_on.wait(DEADLINE_S)
         self.written.append(record.getMessage())
 
 
@@ -62,7 +31,7 @@ def test_nobody_waits_for_who_does_not_read_and_what_was_dropped_is_counted() ->
     handler = Stalled()
     front = Front(handler, lines_max=3)
     front.handle(line(0))
-    assert handler.begun.wait(60)
+    assert handler.begun.wait(DEADLINE_S)
     for number in range(1, 9):
         front.handle(line(number))
     front.drain(0.01)

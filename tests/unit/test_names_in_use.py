@@ -10,12 +10,10 @@ import pytest
 
 from elastic.errors import DamagedCheckpoint, StorageError
 from elastic.storage.files import Files
-from elastic.storage.marker import FORMAT, MARKER, Marker, StoredFile
+from elastic.storage.marker import Marker, StoredFile
 from elastic.storage.metrics import MetricsLog, read_metrics
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.soundness import read_marker
-from elastic.storage.summed import from_summed_json, to_summed_json
-from tests.unit.saving_under_test import Run
 
 
 def source_of(folder: Path, content: str = "weights") -> Path:
@@ -35,26 +33,6 @@ def test_an_upload_under_a_name_that_counts_leaves_it_whole(tmp_path: Path) -> N
     with pytest.raises(StorageError, match="latest exists already; use another name"):
         run.upload(source_of(tmp_path / "b", "other"), "latest", claim=lambda _: True)
     assert (tmp_path / "run" / "checkpoints" / "latest" / "model").read_text() == "weights"
-
-
-def test_a_script_may_call_its_checkpoints_what_it_likes(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    own = run.folder("auto-encoder-0")
-    own.mkdir(parents=True)
-    (own / "model").write_bytes(b"weights")
-    run.directory.commit("auto-encoder-0", marker_of())
-    for _ in range(4):
-        run.save()
-    assert (own / "model").exists()
-    assert (own / MARKER).exists()
-
-
-def test_what_a_newer_version_added_to_a_marker_is_passed_over() -> None:
-    text = marker_of((StoredFile("model", 7, 5),)).to_json()
-    newer = {**from_summed_json(text, FORMAT), "colour": "red"}
-    newer["files"]["model"].append("of a kind")
-    read = Marker.from_json(to_summed_json(newer, FORMAT))
-    assert read.files == (StoredFile("model", 7, 5),)
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a*", "a?"])

@@ -13,8 +13,8 @@ from elastic.agent.health import DISK_BYTES_MIN, HealthWatch
 from elastic.core.config import CoordinatorConfig, ns
 from elastic.core.events.agent import HealthFound, SendCoordinator
 from elastic.core.messages import NodeHealth
-from elastic.core.policy.health import is_fault, judge_faults
-from elastic.core.world import ExitCause, ExitKind, NodePhase
+from elastic.core.policy.health import judge_faults
+from elastic.core.world import ExitCause, ExitKind
 from tests.unit.agent_under_test import of, reconnect, registered
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
 
@@ -47,56 +47,7 @@ def test_a_quarantine_is_over_when_its_time_is() -> None:
     assert judge_faults([ns(s) for s in (1, 2, 3)], [0], ns(33), LIMITS).value == 0
 
 
-@pytest.mark.parametrize(
-    ("cause", "ordered", "expected"),
-    [
-        (SEGV, False, True),
-        (ExitCause(ExitKind.SIGNAL, 9), False, False),
-        (ExitCause(ExitKind.CODE, 1), False, False),
-        (ExitCause(ExitKind.SPAWN_FAILED), False, True),
-        (ExitCause(ExitKind.HUNG), True, True),
-        (ExitCause(ExitKind.HUNG), False, False),
-        (ExitCause(ExitKind.LOST), False, False),
-    ],
-)
-def test_kills_and_exceptions_are_no_fault_of_a_node(
-    cause: ExitCause, ordered: bool, expected: bool
-) -> None:
-    assert is_fault(cause, ordered=ordered) is expected
-
-
 # ---------------------------------------------------------------- the coordinator
-
-
-def test_a_node_with_a_problem_takes_no_new_workers_and_says_why_until_it_is_well() -> None:
-    coordinator = Coordinator()
-    coordinator.agent("n1")
-    coordinator.says("n1", NodeHealth(("the disk of /tmp is full",)))
-    assert coordinator.node("n1").reason == "quarantined: the disk of /tmp is full"
-    coordinator.submit("a")
-    assert coordinator.job("a").workers == ()
-    assert "n1 is quarantined: the disk of /tmp is full" in coordinator.job("a").reason
-    coordinator.says("n1", NodeHealth(()))
-    assert coordinator.node("n1").reason == ""
-    assert [w.report.worker_id for w in coordinator.job("a").workers] == ["n1/1"]
-    assert len(coordinator.noted("node_quarantined")) == len(coordinator.noted("node_healthy")) == 1
-
-
-def test_workers_on_a_node_with_a_problem_train_on() -> None:
-    coordinator = running(nodes=2)
-    coordinator.says("n2", NodeHealth(("the disk of /tmp is full",)))
-    coordinator.advance(5)
-    assert coordinator.members("a") == "g1: n1/1 n2/1"
-
-
-def test_a_problem_is_said_again_in_every_hello() -> None:
-    coordinator = Coordinator()
-    coordinator.agent("n1", problems=("GPU 0 is lost",))
-    coordinator.restart()
-    coordinator.agent("n1", problems=("GPU 0 is lost",))
-    assert coordinator.node("n1").reason == "quarantined: GPU 0 is lost"
-    coordinator.agent("n1")
-    assert coordinator.node("n1").reason == ""
 
 
 def test_a_node_whose_workers_crash_again_and_again_is_left_alone_for_a_while() -> None:
@@ -109,44 +60,11 @@ def test_a_node_whose_workers_crash_again_and_again_is_left_alone_for_a_while() 
     assert len(coordinator.noted("node_healthy")) == 1
 
 
-def test_a_link_that_breaks_does_not_make_a_node_well() -> None:
-    coordinator = with_a_faulty_node()
-    said = coordinator.node("n2").reason
-    coordinator.disconnect("n2")
-    coordinator.advance(20)
-    assert coordinator.node("n2").phase is NodePhase.LOST
-    coordinator.agent("n2")
-    assert coordinator.node("n2").reason == said
-    assert not coordinator.noted("node_healthy")
-    coordinator.advance(61)
-    assert coordinator.node("n2").reason == ""
-
-
 def test_an_operator_may_say_that_a_node_is_well_again() -> None:
     coordinator = with_a_faulty_node()
     assert coordinator.cordon("n2", cordoned=False).error == ""
     assert coordinator.node("n2").reason == ""
     assert {w.node_id for w in coordinator.job("a").workers} == {"n1", "n2"}
-
-
-def test_what_an_agent_complains_of_is_not_over_because_an_operator_says_so() -> None:
-    coordinator = Coordinator()
-    coordinator.agent("n1", problems=("GPU 0 is lost",))
-    coordinator.cordon("n1", cordoned=False)
-    assert coordinator.node("n1").reason == "quarantined: GPU 0 is lost"
-
-
-def test_of_two_jobs_neither_gets_new_workers_on_a_node_with_a_problem() -> None:
-    coordinator = Coordinator()
-    coordinator.agent("n1", slots=2)
-    coordinator.agent("n2", slots=2, problems=("GPU 0 is lost",))
-    coordinator.submit("a", 1, 2)
-    coordinator.submit("b", 1, 2)
-    workers = [*coordinator.job("a").workers, *coordinator.job("b").workers]
-    assert sorted(w.node_id for w in workers) == ["n1", "n1"]
-    coordinator.says("n2", NodeHealth(()))
-    workers = [*coordinator.job("a").workers, *coordinator.job("b").workers]
-    assert sorted(w.node_id for w in workers) == ["n1", "n1", "n2", "n2"]
 
 
 def with_a_faulty_node() -> Coordinator:
@@ -200,19 +118,6 @@ def test_memory_that_is_almost_gone_is_a_problem(tmp_path: Path) -> None:
     assert watch.look() == ("almost no memory is free",)
     meminfo.write_text("MemTotal: 1000000 kB\nMemAvailable: 900000 kB\n")
     assert watch.look() == ()
-
-
-def test_a_container_at_its_limit_has_no_memory_left_however_much_its_machine_has(
-    tmp_path: Path,
-) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 64000000 kB\nMemAvailable: 60000000 kB\n")
-    (tmp_path / "memory.max").write_text("8000000000\n")
-    (tmp_path / "memory.current").write_text("7900000000\n")
-    watch = HealthWatch([], meminfo=meminfo, cgroups=tmp_path)
-    assert watch.look() == ("almost no memory is free",)
-    (tmp_path / "memory.stat").write_text("inactive_file 5000000000\n")
-    assert watch.look() == (), "most of it are files that were read"
 
 
 def test_a_disk_that_cannot_be_asked_is_a_problem(tmp_path: Path) -> None:

@@ -30,12 +30,6 @@ def left(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.log*"))
 
 
-def test_nothing_goes_as_long_as_there_is_room(tmp_path: Path) -> None:
-    written(tmp_path, "a/n1-1.log", "a/n1-2.log")
-    assert prune_logs(tmp_path, "n1") == 0
-    assert len(left(tmp_path)) == 2
-
-
 def test_the_oldest_go_first_of_all_jobs(tmp_path: Path) -> None:
     written(tmp_path, "a/n1-1.log", "b/n1-2.log.1", "a/n1-3.log", "b/n1-4.log")
     assert prune_logs(tmp_path, "n1", OldLogLimits(bytes_max=25)) == 2
@@ -53,18 +47,6 @@ def test_what_a_worker_that_runs_writes_stays_with_its_older_parts(tmp_path: Pat
     assert left(tmp_path) == ["a/n1-1.log", "a/n1-1.log.1"]
     log_file.end()
     assert prune_logs(tmp_path, "n1", OldLogLimits(bytes_max=0)) == 2
-
-
-def test_what_running_workers_write_takes_no_room_of_those_that_are_gone(tmp_path: Path) -> None:
-    *live, gone = written(tmp_path, "a/n1-1.log", "a/n1-2.log", "a/n1-3.log")
-    writers = [LogFile(path, LogLimits()) for path in live]
-    for writer in writers:
-        writer.write(b"more")
-    os.utime(gone, (0, 0))
-    assert prune_logs(tmp_path, "n1", OldLogLimits(bytes_max=15)) == 0
-    for writer in writers:
-        writer.end()
-    assert prune_logs(tmp_path, "n1", OldLogLimits(bytes_max=15)) == 2
 
 
 def test_who_reads_an_older_part_finds_the_newer_ones(tmp_path: Path) -> None:
@@ -117,16 +99,6 @@ def test_a_log_that_goes_while_a_new_worker_opens_it_is_begun_anew(
     log_file.write(b"new")
     log_file.end()
     assert path.read_text() == "new"
-
-
-def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
-    written(tmp_path, "elsewhere/n1-1.log")
-    logs = tmp_path / "logs"
-    written(logs, "a/n1-2.log")
-    (logs / "b").symlink_to(tmp_path / "elsewhere")
-    (logs / "a" / "n1-3.log").symlink_to(tmp_path / "elsewhere" / "n1-1.log")
-    assert prune_logs(logs, "n1", OldLogLimits(bytes_max=0)) == 1
-    assert (tmp_path / "elsewhere" / "n1-1.log").exists()
 
 
 def test_what_others_wrote_to_the_folder_stays(tmp_path: Path) -> None:

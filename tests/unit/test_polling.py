@@ -67,14 +67,6 @@ def test_an_outage_that_is_too_long_ends_the_waiting(
     assert "the drain goes on" in capsys.readouterr().err
 
 
-def test_a_coordinator_that_took_over_is_believed_after_a_while() -> None:
-    """Right after its start it knows of no node whose agent has not come back."""
-    client: Any = Led(0.0, 0.0, polling.RETURN_S)
-    asked = looking("1 worker", AWAY, "", "", "", "too often")
-    polling.wait_until(client, asked, None, "the drain goes on")
-    assert asked() == "too often"
-
-
 @pytest.mark.parametrize("error", [Refused("it was resumed"), CoordinatorUntrusted("host:1", "x")])
 def test_what_no_patience_mends_is_raised_at_once(error: Exception) -> None:
     with pytest.raises(type(error)):

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic.errors import UsageError
-from elastic.train.loaders import KEPT_ARGUMENTS, _moved, _with_sampler
+from elastic.train.loaders import KEPT_ARGUMENTS, _moved
 from elastic.train.torch import (
     PreparedLoader,
     get_device,
@@ -94,13 +94,6 @@ def test_the_kept_arguments_are_all_that_a_loader_of_this_torch_has() -> None:
     )
 
 
-def test_each_rank_sees_its_part_and_together_they_see_all() -> None:
-    parts = [list(_with_sampler(DataLoader(DATA), rank, 2)) for rank in range(2)]
-    values = [{int(value) for (value,) in part} for part in parts]
-    assert values[0] | values[1] == set(range(10))
-    assert not values[0] & values[1]
-
-
 @pytest.mark.usefixtures("_inside")
 def test_passes_are_shuffled_anew_and_set_epoch_chooses_one() -> None:
     loader = prepare_data_loader(DataLoader(DATA, shuffle=True, batch_size=2))
@@ -136,12 +129,6 @@ def test_passes_are_shuffled_anew_and_set_epoch_chooses_one() -> None:
 def test_what_cannot_be_dealt_out_by_guess_is_refused(loader: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         prepare_data_loader(loader)
-
-
-@pytest.mark.usefixtures("_inside")
-def test_a_prepared_loader_is_not_prepared_again() -> None:
-    with pytest.raises(UsageError, match="not prepared yet"):
-        prepare_data_loader(prepare_data_loader(DataLoader(DATA)))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("_inside")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor
@@ -21,6 +21,7 @@ from tests.unit.engine_under_test import inside_a_run, inside_again, square
 from tests.unit.streams_under_test import loader_of
 
 _inside = pytest.fixture(autouse=True, name="_inside")(inside_a_run)
+
 
 MICRO, V = 4, 3
 
@@ -52,12 +53,6 @@ def one_epoch(samples: Any) -> int:
                 optimizer.step()
         assert all(torch.isfinite(value).all() for value in plain.state_dict().values())
         return train.get_context().get_step()
-
-
-@pytest.mark.parametrize("rest", range(2, MICRO * V + 1))
-def test_batchnorm_trains_on_any_rest_that_is_no_single_sample(rest: int) -> None:
-    x = torch.randn(MICRO * V + rest, 5, generator=torch.Generator().manual_seed(1))
-    one_epoch(TensorDataset(x, x.sum(1, keepdim=True)))
 
 
 def test_batchnorm_trains_where_a_stream_has_ended_before_others() -> None:

@@ -3,35 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 import pytest
 
 from elastic.runtime.access import replace_file
-
-
-def test_the_new_name_is_on_the_disk_when_it_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "tokens"
-    replace_file(path, b"old", 0o600)
-    order: list[str] = []
-    fsync, rename = os.fsync, os.replace
-
-    def note_sync(fd: int) -> None:
-        order.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
-        fsync(fd)
-
-    def note_rename(source: Path, target: Path) -> None:
-        order.append("rename")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(os, "replace", note_rename)
-    replace_file(path, b"new", 0o600)
-    assert order == ["file", "rename", "folder"]
-    assert path.read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])

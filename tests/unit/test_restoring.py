@@ -17,7 +17,8 @@ from elastic.worker.keeping import Keeper
 from elastic.worker.logbook import Logbook
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.stream_book import StreamBook
-from tests.unit.saving_under_test import DEADLINE_S, Run, Table
+from tests.patience import DEADLINE_S
+from tests.unit.saving_under_test import Run, Table
 
 
 def keeper_of(run: Run, rank: int, saver: Saver) -> Keeper:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic.coord.roles import RULES, Caller, Role, caller_of_uri, caller_uri
+from elastic.coord.roles import RULES, Caller, Role, caller_of_uri
 from elastic.coord.server import add_services
 from elastic.errors import NotPermitted
 
@@ -61,13 +61,6 @@ def test_a_node_may_attach_and_nothing_else() -> None:
 def test_a_method_without_a_rule_is_refused_to_everybody() -> None:
     with pytest.raises(NotPermitted, match="no method"):
         Caller(Role.ALL).check_may_call("/elastic.v1.Jobs/Forgotten")
-
-
-@pytest.mark.parametrize("role", Role)
-def test_a_caller_is_read_back_from_its_certificate(role: Role) -> None:
-    caller = caller_of_uri(caller_uri(role, "gpu-01.b_c"))
-    assert caller is not None
-    assert (caller.role, caller.name, caller.is_bound) == (role, "gpu-01.b_c", True)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -13,11 +11,10 @@ import pytest
 from elastic.agent.address_book import AddressBook
 from elastic.coord.leadership import Holder
 from elastic.coord.roster import Roster, addresses_of
-from elastic.runtime.rpc import ADDRESSES_MAX, plain_addresses
 from elastic.store.interface import ChangeKind, Entry
 from elastic.store.memory import memory_store
+from tests.patience import DEADLINE_S, wait_for
 
-DEADLINE_S = 60.0
 A, B = "10.0.0.1:7070", "10.0.0.2:7070"
 
 
@@ -83,19 +80,6 @@ def test_what_somebody_else_wrote_into_the_roster_is_told_to_nobody(value: bytes
     assert addresses_of((entry(1, value), entry(2, holder(B).encode())), A) == (A, B)
 
 
-def test_of_too_many_coordinators_a_few_are_told_and_oneself_among_them() -> None:
-    entries = tuple(entry(n, holder(f"10.0.0.{n}:7070").encode()) for n in range(1, 100))
-    told = addresses_of(entries, "zone:7070")
-    assert len(told) == ADDRESSES_MAX
-    assert "zone:7070" in told
-
-
-def test_a_list_from_elsewhere_may_hold_anything() -> None:
-    assert plain_addresses(f"{A},,{A}, {B} ,x,y:0,z:99999,\x00:1") == (A, B)
-    assert plain_addresses("," * 10**6) == ()
-    assert len(plain_addresses(",".join(f"h{n}:1" for n in range(10**4)))) <= ADDRESSES_MAX
-
-
 # ---------------------------------------------------------------- the agent's file
 
 
@@ -103,18 +87,11 @@ def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 async def written(book: AddressBook, path: Path, learned: tuple[str, ...]) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(book.write_news)
         book.keep(learned)
-        await anyio.to_thread.run_sync(wait_until, lambda: str(learned[0]) in text_of(path))
+        await anyio.to_thread.run_sync(wait_for, lambda: str(learned[0]) in text_of(path))
         tasks.cancel_scope.cancel()
 
 
@@ -145,6 +122,6 @@ async def test_a_file_that_cannot_be_written_costs_a_line_in_the_log(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(book.write_news)
         book.keep((B,))
-        await anyio.to_thread.run_sync(wait_until, lambda: "coordinators_not_kept" in caplog.text)
+        await anyio.to_thread.run_sync(wait_for, lambda: "coordinators_not_kept" in caplog.text)
         tasks.cancel_scope.cancel()
     assert book.learned == (B,)

@@ -67,27 +67,6 @@ def test_every_flag_of_torchrun_is_accepted_in_all_its_spellings(action: argpars
 
 
 @pytest.mark.parametrize(
-    "action", [a for a in TORCHRUNS if a.dest not in ("logs_specs", "numa_binding")],
-    ids=lambda action: action.dest,
-)  # fmt: skip
-def test_every_variable_of_torchrun_is_heeded(
-    action: argparse.Action, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = next(o for o in run.params if action.option_strings[0] in o.opts)
-    monkeypatch.setenv(f"PET_{action.dest.upper()}", SOME.get(action.dest, "1"))
-    context = run.make_context("run", ["train.py"])
-    source = context.get_parameter_source(ours.name or "")
-    assert source is click.core.ParameterSource.ENVIRONMENT
-
-
-def test_what_stands_behind_the_script_is_the_scripts() -> None:
-    words = ["--nproc_per_node=2", "train.py", "--nnodes", "x", "--", "-m", "--help"]
-    context = run.make_context("run", words)
-    assert context.params["args"] == ("--nnodes", "x", "--", "-m", "--help")
-    assert context.params["nproc_per_node"] == "2"
-
-
-@pytest.mark.parametrize(
     "behind", [("--", "-x"), ("a", "--", "-x"), ("--", "--", "-x"), ("-x", "--", "y")]
 )
 def test_two_dashes_right_behind_the_script_are_dropped_as_torchrun_drops_them(
@@ -242,14 +221,6 @@ def test_submit_and_run_make_the_same_of_the_options_that_both_have(script: str)
     assert dict(job.entry.env) == {"A": "1"}
 
 
-def test_a_resource_that_is_named_wins_over_the_share_that_was_counted(script: str) -> None:
-    for amount in (0.0, 2.0):
-        shared = JobOptions(resources={"GPU": amount})
-        assert (
-            spec(Size(1, 1, gpus=0.5), shared=shared).resources_per_worker.amount("GPU") == amount
-        )
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -277,23 +248,6 @@ SIX = Size(2, 6, 2)
 def spec(size: Size = SIX, **changes: Any) -> Any:
     launch = replace(LAUNCH, storage="runs", **changes)
     return job_spec(launch, size, job_id="j-abc234", stamp="20260304-050607")
-
-
-def test_a_job_has_torchruns_values(script: str, tmp_path: Path) -> None:
-    job = spec(args=("--x",), max_restarts=3, rdzv_id="my run", role="trainer")
-    assert (job.min_workers, job.max_workers, job.workers_per_replica) == (2, 6, 2)
-    assert job.max_failures == 3
-    assert job.name == "my_run-20260304-050607-abc234"
-    assert job.run_path == str(tmp_path / "runs" / job.name)
-    assert (job.entry.kind, job.entry.target) == (EntryKind.SCRIPT, str(tmp_path / script))
-    assert job.entry.args == ("--x",)
-    assert dict(job.entry.env) == {
-        "OMP_NUM_THREADS": "1",
-        "ROLE_NAME": "trainer",
-        "TORCHELASTIC_RUN_ID": "my run",
-    }
-    assert dict(spec(threads="3").entry.env) == {"OMP_NUM_THREADS": "3"}
-    assert dict(spec(Size(1, 1)).entry.env) == {}
 
 
 def test_a_program_is_run_by_a_module_of_ours(script: str, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,8 @@ import pytest
 from elastic.storage.verify import verify
 from elastic.testing.faulty_storage import Faults
 from elastic.worker import writing
-from tests.unit.saving_under_test import DEADLINE_S, Run
+from tests.patience import DEADLINE_S
+from tests.unit.saving_under_test import Run
 
 
 @pytest.fixture
@@ -58,11 +58,9 @@ def test_storage_that_hangs_does_not_hold_up_training(faults: Faults) -> None:
     run = run_on(faults)
     run.save()
     fault = faults.add("hang", on="write")
-    began = time.monotonic()
     run.save(wait=False)
     run.save(wait=False)
     assert all(saver.is_busy() for saver in run.savers)  # No third one is begun.
-    assert time.monotonic() - began < 30
     faults.wait_hit(fault)
     faults.remove()
     for saver in run.savers:

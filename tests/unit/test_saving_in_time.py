@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,15 @@ import pytest
 from torch import nn
 
 from elastic import train
-from elastic.core.policy.cursor import Cursor
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import writing
 from elastic.worker.activity import Activity
 from elastic.worker.local import LocalRun, local_context
 from elastic.worker.reading import read_checkpoint
 from elastic.worker.saving import Saver
+from tests.patience import DEADLINE_S, wait_for
 from tests.unit.engine_under_test import Loop, square
-from tests.unit.saving_under_test import DEADLINE_S, Run, assert_same
+from tests.unit.saving_under_test import Run, assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -120,31 +119,10 @@ def test_what_changes_under_the_writer_is_given_up(
     assert "has changed" in caplog.text
 
 
-def test_a_member_that_cannot_write_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rank 0 would wait for its part for ten minutes otherwise, and every later one with it."""
-    run, real = Run(tmp_path, workers=2), writing.write_part
-
-    def write_part(files: Any, rank: int, *args: Any) -> Any:
-        if rank == 1 and run.steps == 1:
-            raise OSError("disk full")
-        return real(files, rank, *args)
-
-    monkeypatch.setattr(writing, "write_part", write_part)
-    run.save()
-    assert run.committed() == []
-    assert "rank 1" in caplog.text
-    run.save()
-    assert len(run.committed()) == 1
-
-
 def wait_for_beats(activity: Activity, count: int) -> None:
     """Wait until a main thread has shown so often that it is alive; time out if it does not."""
-    first, deadline = activity.beats, time.monotonic() + 60.0
-    while activity.beats < first + count:
-        assert time.monotonic() < deadline, f"the main thread stood still: {activity.beats} beats"
-        time.sleep(0.01)
+    first = activity.beats
+    wait_for(lambda: activity.beats >= first + count)
 
 
 def test_who_waits_for_storage_is_not_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,18 +148,3 @@ def train_one_epoch() -> None:
         square(loop.model(x), y).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-
-
-def test_a_member_that_cannot_take_a_snapshot_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The others have taken it, and wait for nothing."""
-    monkeypatch.setattr(writing, "PARTS_S", DEADLINE_S)
-    run = Run(tmp_path, workers=2)
-    with pytest.raises(KeyError):
-        run.savers[1].take(lambda: {}["no state"], Cursor(0, 1), 1)
-    run.savers[0].take(run.state, Cursor(0, 1), 1)
-    run.savers[0].finish()
-    assert "rank 1 could not write its part: 'no state'" in caplog.text
-    run.save()
-    assert len(run.committed()) == 1

@@ -16,7 +16,6 @@ from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import keeping
-from elastic.worker.likeness import registered_prints
 from elastic.worker.local import LocalRun, local_context
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.transfer import pack
@@ -70,12 +69,6 @@ def test_training_goes_on_without_what_cannot_be_saved(
     assert steps == 3
     assert "failed" in caplog.text
     assert RunDirectory(str(tmp_path)).markers() == []
-
-
-@pytest.mark.parametrize("value", [np.datetime64("2020-01-01"), np.longdouble(1.5)])
-def test_a_scalar_that_is_no_number_is_refused_before_it_is_sent(value: Any) -> None:
-    with pytest.raises(UsageError, match="cannot be sent"):
-        pack({"value": value})
 
 
 def test_an_array_of_another_byte_order_is_refused_by_name() -> None:
@@ -163,11 +156,6 @@ def test_what_members_have_registered_with_other_values_is_refused_by_name(
     for saver in run.savers:
         saver.finish()
     assert len(run.committed()) == 1, "the next one, of equal values, counts"
-
-
-def test_plain_values_that_differ_are_rank_zeros() -> None:
-    assert registered_prints(registered({"count": 1})()) == {}
-    assert registered_prints({"objects": {"a": torch.ones(2)}, "steps": 1}) == {}
 
 
 def shared_savers(tmp_path: Path, memories: list[tuple[str, ...]]) -> list[Saver]:

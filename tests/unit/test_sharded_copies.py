@@ -6,14 +6,12 @@ import os
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic.agent.copy_store import SLOTS, SOURCES_MAX, CopyStore
 from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
 from elastic.core.policy import replication
-from elastic.core.policy.replication import NO_NODE, Bringing, Place, choose
-from elastic.core.policy.shares import Rows, chunk, merged
+from elastic.core.policy.replication import Bringing
+from elastic.core.policy.shares import Rows
 from elastic.core.world import SNAPSHOT_SLOTS, HeldCopy, JobId, NodeId, WorkerPhase
 from elastic.errors import Refused
 from elastic.runtime.snapshot_memory import Mark, set_arrived, set_bringing
@@ -26,38 +24,7 @@ JOB = JobId("j")
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
 
-def place(name: str, **fields: Any) -> Place:
-    return Place(NodeId(name), **{"host": name, **fields})
-
-
 # ------------------------------------------------------------------- where rows lie
-
-CASES = {
-    "the next one that trains": (
-        [place("a", has_members=True), place("b", has_members=True), place("c", has_members=True)],
-        "b", "c",
-    ),
-    "all round": ([place("a", has_members=True), place("b", has_members=True)], "b", "a"),
-    "one that does not train": (
-        [place("a", has_members=True), place("b", has_members=True), place("c", num_copies=3)],
-        "a", "c",
-    ),
-    "one that trains if the other holds many": (
-        [place("a", has_members=True), place("b", has_members=True), place("c", num_copies=5)],
-        "a", "b",
-    ),
-    "another machine": (
-        [place("a", host="h"), place("b", host="h"), place("c", num_copies=9)], "a", "c",
-    ),
-    "who has them": ([place("a"), place("b"), place("c", copy=(1, 5), num_copies=9)], "a", "c"),
-    "not to itself": ([place("a")], "a", NO_NODE),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_nodes_rows_go_to(name: str) -> None:
-    places, source, expected = CASES[name]
-    assert choose(places, 0, NodeId(source)).value == expected
 
 
 class Cluster:
@@ -106,14 +73,6 @@ class Cluster:
         return {(name, m.source) for name, m in self.told if isinstance(m, DropCopy)}
 
 
-def test_every_node_that_trains_brings_its_own_rows() -> None:
-    cluster = Cluster()
-    assert cluster.orders() == {"a": "c:9", "b": "c:9"}
-    orders = [m for _, m in cluster.told if isinstance(m, Replicate)]
-    assert {(m.source, m.generation) for m in orders} == {("a", 1), ("b", 1)}
-    assert Cluster(trains="abc").orders() == {"a": "b:9", "b": "c:9", "c": "a:9"}
-
-
 def test_without_another_node_the_workers_are_told_so_that_they_wait_for_none() -> None:
     cluster = Cluster("a", "a")
     ((name, order),) = [one for one in cluster.told if isinstance(one[1], Replicate)]
@@ -126,32 +85,6 @@ def test_one_that_cannot_be_reached_by_one_node_still_holds_the_rows_of_others()
     cluster.played.says("a", CopyFailed(JOB, C, "no way"))
     cluster.hear()
     assert cluster.orders() == {"a": "b:9"}
-
-
-def test_rows_of_a_group_that_is_over_stay_until_all_rows_of_the_next_are_copied() -> None:
-    cluster = Cluster("abcd", "abc")
-    assert cluster.orders() == {"a": "d:9", "b": "d:9", "c": "d:9"}
-    cluster.holds("d", ("a", 1, 10), ("b", 1, 10), ("c", 1, 10))
-    cluster.played.disconnect("a")
-    cluster.played.advance(1)
-    cluster.told = []
-    for name in "bcd":
-        cluster.played.ready(f"{name}/1")
-        cluster.hear()
-    cluster.train("bcd")
-    assert cluster.dropped() == set()
-    orders = cluster.orders()
-    assert set(orders) == {"b", "c", "d"}
-    assert orders["d"] != "d:9"
-    on_d = [(name, 1, 10) for name in "abc"]
-    new = {name: orders[name][0] for name in "bcd"}
-    assert new == {"b": "d", "c": "d", "d": "b"}  # What lies on d stays there.
-    cluster.holds("d", *on_d[:1], ("b", 2, 12), ("c", 1, 10))
-    assert cluster.dropped() == set()
-    cluster.holds("d", *on_d[:1], ("b", 2, 12), ("c", 2, 12))
-    assert cluster.dropped() == set()
-    cluster.holds("b", ("d", 2, 12))
-    assert cluster.dropped() == {("d", "a")}
 
 
 def test_rows_of_a_dead_node_stay_while_the_others_have_copies_of_its_group_only() -> None:
@@ -208,18 +141,6 @@ def test_two_newest_copies_of_each_source_are_held_and_given(store: CopyStore) -
         pass
     with pytest.raises(Refused, match="no copy of this job"):
         store.mark_of(JOB)
-
-
-def test_what_a_new_group_goes_on_from_is_not_written_over_by_its_first_copy(
-    store: CopyStore,
-) -> None:
-    """Snapshot 3 had come from this node only, when another died: the group goes on from 2."""
-    bring(store, mark(2), "a")
-    bring(store, mark(3), "a")
-    bring(store, mark(3, generation=2), "a", breaks=True)
-    assert store.list(JOB) == (("a", mark(2)),)
-    bring(store, mark(3, generation=2), "a")
-    assert set(store.list(JOB)) == {("a", mark(2)), ("a", mark(3, generation=2))}
 
 
 def test_rows_of_one_node_are_freed_alone(store: CopyStore) -> None:
@@ -288,14 +209,6 @@ def test_it_does_not_wait_for_ever(why: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not memory.waits()
 
 
-def test_a_new_group_takes_its_first_at_once() -> None:
-    memory = Memory()
-    set_bringing(memory.descriptor, Bringing.ON)
-    memory.take(mark(1))
-    memory.arrival.forget()
-    assert not memory.waits()
-
-
 # ------------------------------------------------------------------- what is gone on from
 
 
@@ -309,64 +222,6 @@ def test_copies_are_used_for_the_rows_that_no_member_has() -> None:
     assert [(s.rank, s.offer) for s in sources_of(old, [one, other])] == [(0, -1), (1, 0)]
     assert choices([one, other]) == [key, old, "c3"]
     assert sources_of(Key(9, 1, 3, 7), [one, other]) == []
-
-
-@given(
-    size=st.integers(1, 5),
-    lost=st.sets(st.integers(0, 4)),
-    copied=st.dictionaries(st.integers(0, 4), st.integers(0, 5)),
-    rows=st.integers(0, 12),
-)
-def test_a_snapshot_counts_exactly_if_every_nodes_rows_live_somewhere(
-    size: int, lost: set[int], copied: dict[int, int], rows: int
-) -> None:
-    """`copied` says on which node the copy of which node's rows lies; the last one never dies."""
-    key = Key(1, 1, 1, 1)
-    mine = [{0: (rows, (chunk(rows, size, node),))} for node in range(size)]
-    offers = tuple(
-        Offer(key, f"n{node}", f"h{holder}:1", mine[node])
-        for node, holder in copied.items()
-        if node < size and (holder >= size or holder not in lost) and holder != node
-    )
-    living = [node for node in range(size) if node not in lost]
-    told = [Told({key: mine[node]}, ()) for node in living] + [Told({}, (), offers)]
-    there = {*living, *(int(offer.source[1:]) for offer in offers)}
-    found = merged(chunk(rows, size, node) for node in there)
-    expected = bool(there) and (not rows or found == (Rows(0, rows),))
-    chosen = sources_of(key, told)
-    assert bool(chosen) == expected
-    used = [told[s.rank].offers[s.offer].source for s in chosen if s.offer >= 0]
-    assert not {int(name[1:]) for name in used} & set(living)
-    assert len(used) == len(set(used))
-
-
-@given(
-    living=st.sets(st.integers(0, 3), max_size=3),
-    copies=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()), max_size=9),
-)
-def test_whatever_fails_rows_are_found_exactly_if_some_copy_can_be_fetched(
-    living: set[int], copies: list[tuple[int, int, bool]]
-) -> None:
-    """`copies` says of each whose rows it has, which member tells of it, whether it is given."""
-    key = Key(1, 1, 1, 1)
-    mine = [{0: (8, (chunk(8, 4, node),))} for node in range(4)]
-    offers: list[list[Offer]] = [[], [], []]
-    is_given = {}
-    for number, (node, rank, is_good) in enumerate(copies):
-        is_given[rank, len(offers[rank])] = is_good
-        offers[rank].append(Offer(key, f"n{node}", f"h{number}:1", mine[node]))
-    told = [Told({}, (), tuple(some)) for some in offers]
-    told += [Told({key: mine[node]}, ()) for node in sorted(living)]
-    failed: set[tuple[int, int]] = set()
-    while sources := sources_of(key, told, failed):
-        asked = {(one.rank, one.offer) for one in sources if one.offer >= 0}
-        assert not asked & failed, "each is tried once"
-        missing = {one for one in asked if not is_given[one]}
-        if not missing:
-            break
-        failed |= missing
-    there = living | {node for node, _, is_good in copies if is_good}
-    assert bool(sources) == (there == {0, 1, 2, 3})
 
 
 def test_slots_here_and_there_are_as_many() -> None:

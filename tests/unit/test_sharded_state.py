@@ -8,19 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from elastic.core.policy.shares import Extent, Rows, chunk, merged, share_of
 from elastic.errors import UsageError
 from elastic.storage.verify import verify
 from elastic.worker.reading import read_checkpoint
 from elastic.worker.saving import Saver, Seat
-from elastic.worker.sharded_choice import Key, Told, choices, complete
 from elastic.worker.sharded_restore import Restorer
 from elastic.worker.sharded_state import check_shards, rows_of, spread_of
 from elastic.worker.state import State, TrainState
@@ -57,39 +51,6 @@ def test_any_group_reads_its_rows_of_a_checkpoint(
         state = read_checkpoint(run.directory, name, marker, ours=member.ours(), rank=rank)
         member.objects.put(state["objects"])
         assert_rows_of(member, run.members[0].whole, run.members[0].optimizer_state)
-
-
-@pytest.mark.parametrize("shape", GROUPS)
-def test_stock_pytorch_reads_the_whole_tensors(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    run = ShardedRun(tmp_path / "run", shape=shape)
-    run.save()
-    folder = run.directory.checkpoint_path(run.committed()[0])
-    whole = run.members[0].whole
-    wanted = {name.replace(".", "_"): tensor.detach() for name, tensor in whole.named_parameters()}
-    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
-    dcp.load({"model": found}, checkpoint_id=folder, no_dist=True)
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    dcp_to_torch_save(folder, tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert int(state["model"]["seen"]) == 3  # A buffer that is in no state_dict.
-    moments = {int(key): one for key, one in state["optimizer"]["state"].items()}
-    for number, name in enumerate(n for n, _ in whole.named_parameters()):
-        assert torch.equal(moments[number]["exp_avg"], run.members[0].optimizer_state[name])
-
-
-def test_each_rank_writes_its_own_rows_only(tmp_path: Path) -> None:
-    run = ShardedRun(tmp_path, shape=(4,))
-    run.save()
-    files = run.directory.checkpoint(run.committed()[0])
-    sizes = {name: len(files.read(name)) for name in files.list("part-*.distcp")}
-    assert len(sizes) == 4
-    mark = run.savers[0].held_snapshots()[0][1]
-    whole = sum(3 * p.nbytes for p in run.members[0].whole.parameters())
-    assert mark.data_bytes >= whole  # One node has all of it,
-    apart = ShardedRun(tmp_path / "apart", shape=(4,), nodes=4)
-    apart.save()
-    mark = apart.savers[3].held_snapshots()[0][1]
-    assert mark.data_bytes < run.savers[0].held_snapshots()[0][1].data_bytes  # here a part.
 
 
 def test_what_cannot_be_saved_is_refused_when_the_model_is_prepared() -> None:
@@ -200,18 +161,6 @@ def test_what_one_node_lacks_comes_from_storage(tmp_path: Path) -> None:
         assert_rows_of(member, run.members[0].whole, run.members[0].optimizer_state)
 
 
-def test_a_checkpoint_that_one_member_has_looked_too_early_for_is_used_by_all(
-    tmp_path: Path,
-) -> None:
-    run = ShardedRun(tmp_path, shape=(2,), nodes=2)
-    for number in range(2):
-        for saver in run.savers:
-            saver.number = number
-        run.save(steps=number + 1)
-    _, found = restored(run, [None, None], late=1)
-    assert [state["steps"] if state is not None else 0 for state, _ in found] == [2, 2]
-
-
 def test_nothing_is_begun_anew_while_storage_is_away(tmp_path: Path) -> None:
     run = ShardedRun(tmp_path, shape=(2,), nodes=2)
     run.save()
@@ -236,59 +185,3 @@ def test_a_part_that_one_member_finds_torn_is_used_by_nobody(tmp_path: Path) -> 
     assert all(state is not None and state["steps"] == 1 for state, _ in found), found
     for member in members:
         assert_rows_of(member, run.members[0].whole, run.members[0].optimizer_state)
-
-
-# ------------------------------------------------------------------------------ who has what
-
-
-def told(*snapshots: tuple[Key, dict[int, tuple[int, tuple[Rows, ...]]]], names: Any = ()) -> Told:
-    return Told.of(Told(dict(snapshots), names).to_bytes())
-
-
-def test_what_is_newest_and_complete_is_chosen_memory_first() -> None:
-    three, five = Key(3, 1, 1, 7), Key(5, 1, 2, 7)
-    half = {0: (4, (Rows(0, 2),))}
-    rest = {0: (4, (Rows(2, 2),))}
-    one = told((three, half), (five, half), names=((3, "c3"), (2, "c2")))
-    other = told((three, rest), names=None)
-    assert complete(three, [one, other])
-    assert not complete(five, [one, other])
-    assert choices([one, other]) == [three, "c3", "c2"]
-    assert choices([other]) == []
-
-
-@given(st.integers(0, 40), st.integers(1, 9))
-def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
-    expected = [len(one) for one in torch.chunk(torch.zeros(size), parts)]
-    found = [chunk(size, parts, part) for part in range(parts)]
-    assert [one.rows for one in found if one.rows] == [one for one in expected if one]
-    assert merged(found) == ((Rows(0, size),) if size else ())
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 7), st.integers(1, 8), st.booleans()), max_size=6),
-    st.integers(1, 5),
-)
-def test_every_row_is_written_once(tensors: list[tuple[int, int, bool]], world_size: int) -> None:
-    extents = [Extent(size, row_bytes) for size, row_bytes, _ in tensors]
-    spreads = [
-        tuple(chunk(size, world_size, rank) for rank in range(world_size)) if is_cut else None
-        for size, _, is_cut in tensors
-    ]
-    pieces = [
-        piece
-        for rank in range(world_size)
-        for piece in share_of(extents, spreads, rank=rank, part=rank, parts=world_size)
-    ]
-    for number, extent in enumerate(extents):
-        mine = [piece for piece in pieces if piece.tensor == number]
-        assert mine  # Also one without rows is somebody's.
-        covered = [n for piece in mine for n in range(piece.first, piece.first + piece.rows)]
-        assert sorted(covered) == list(range(extent.rows))
-
-
-def test_a_model_without_shards_is_none() -> None:
-    member = Member(0, (1,), seed=0, stepped=False)
-    assert member.objects.is_sharded
-    member.objects.models = [nn.Linear(1, 1)]
-    assert not member.objects.is_sharded

@@ -31,7 +31,8 @@ from elastic.errors import Fenced, Refused, StoreUnavailable, Unavailable
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import CommitResult, Compare, Put, Write
 from elastic.store.memory import memory_store
-from tests.unit.journal_under_test import DEADLINE_S, PREFIX, Weak, office, record
+from tests.patience import DEADLINE_S
+from tests.unit.journal_under_test import PREFIX, Weak, office, record
 
 pytestmark = pytest.mark.anyio
 BIG = b"z" * (3 * PIECE_BYTES)
@@ -112,47 +113,7 @@ async def serving(driver: Driver) -> AsyncIterator[TaskGroup]:
             tasks.cancel_scope.cancel()
 
 
-def other_change(request_id: str) -> StopRequested:
-    return StopRequested(request_id, JobId("j-other"), "why")
-
-
 # ------------------------------------------------------------------------------ the driver
-
-
-async def test_a_change_of_another_job_waits_for_one_piece_of_a_large_function_not_for_all() -> (
-    None
-):
-    gated = Gated()
-    driver = await driver_on(gated)
-    job = record(payload=b"z" * (9 * PIECE_BYTES))
-    replies: list[str] = []
-
-    async def submit() -> None:
-        replies.append((await driver.submit(job.spec, "me")).text)
-
-    async def change() -> None:
-        replies.append((await driver.request(other_change)).text)
-
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(driver.run)
-            tasks.start_soon(submit)
-            await gated.wait_asked(1)
-            tasks.start_soon(change)
-            for number in range(1, 9):
-                gated.leave.release()
-                await gated.wait_asked(number + 1)
-                if replies:
-                    break
-            assert replies == ["stopped"]
-            assert gated.asked <= 3
-            for _ in range(9):
-                gated.leave.release()
-            while len(replies) < 2:
-                await anyio.lowlevel.checkpoint()
-            tasks.cancel_scope.cancel()
-    loaded = await (await office(gated, "b")).load()
-    assert [one.spec for one in loaded if one.spec.job_id == "j-1"] == [job.spec]
 
 
 @pytest.mark.parametrize("how", ["refused", "given up"])
@@ -257,31 +218,6 @@ async def test_who_is_replaced_while_a_function_is_written_leads_no_more() -> No
 # ------------------------------------------------------------------------------ the journal
 
 
-async def test_a_record_whose_function_is_there_is_one_small_write() -> None:
-    weak = Weak(memory_store())
-    journal = await office(weak)
-    job = record(payload=BIG)
-    await journal.stage(job.spec.job_id, BIG)
-    weak.commits.clear()
-    await journal.write([job])
-    assert [[write.key for write in writes] for writes in weak.commits] == [[f"{PREFIX}/jobs/j-1"]]
-    assert await (await office(weak, "b")).load() == (job,)
-
-
-@pytest.mark.parametrize("fails", ["before", "after"])
-async def test_a_function_whose_write_failed_half_way_can_be_repeated_ahead_too(
-    fails: str,
-) -> None:
-    weak = Weak(memory_store())
-    journal = await office(weak)
-    weak.fail_before, weak.fail_after = int(fails == "before"), int(fails == "after")
-    with pytest.raises(StoreUnavailable):
-        await journal.stage(JobId("j-1"), BIG)
-    await journal.stage(JobId("j-1"), BIG)
-    await journal.write([record(payload=BIG)])
-    assert await (await office(weak, "b")).load() == (record(payload=BIG),)
-
-
 @pytest.mark.parametrize("payload", [b"", b"x", OTHER, BIG])
 async def test_a_job_has_its_own_function_whatever_was_written_ahead_under_its_id(
     payload: bytes,
@@ -295,33 +231,6 @@ async def test_a_job_has_its_own_function_whatever_was_written_ahead_under_its_i
     await journal.stage(JobId("j-1"), OTHER)
     await journal.unstage(JobId("j-1"))
     assert await (await office(weak, "b")).load() == (job,)
-
-
-@pytest.mark.parametrize("payload", [b"", OTHER, BIG])
-@pytest.mark.parametrize("fails", [False, True])
-async def test_a_record_that_is_written_between_two_pieces_has_its_own_function(
-    payload: bytes, fails: bool
-) -> None:
-    gated = Gated()
-    journal = await office(gated)
-    job = record(payload=payload)
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(journal.stage, JobId("j-1"), BIG)
-            await gated.wait_asked(1)
-
-            async def write() -> None:
-                if fails:
-                    gated.loses_answer = True
-                    with pytest.raises(StoreUnavailable):
-                        await journal.write([job])
-                    await journal.unstage(JobId("j-1"))
-                await journal.write([job])
-
-            tasks.start_soon(write)
-            for _ in range(20):
-                gated.leave.release()
-    assert await (await office(gated, "b")).load() == (job,)
 
 
 # ------------------------------------------------------------------------------ room

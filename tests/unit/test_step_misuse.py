@@ -50,20 +50,6 @@ def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor)
     optimizer.zero_grad()
 
 
-def test_a_value_that_is_logged_after_the_optimizer_stepped_counts_for_that_step() -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
-        logged = []
-        for _ in train.epochs(2):
-            for (x,) in loader:
-                iterate(model, optimizer, x)
-                train.log(x=x.mean())
-            logged.append(train.get_logged()["x"])
-        return logged
-
-    # The last step of an epoch has the numbers 24 to 31.
-    assert run(loop) == [[pytest.approx(27.5 / 32)] * 2]
-
-
 def test_a_second_pass_of_training_in_an_epoch_is_refused() -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
         for _ in train.epochs(2):
@@ -107,22 +93,6 @@ def test_parameters_that_come_in_the_middle_of_an_epoch_are_refused(adds: bool) 
 
     with pytest.raises(UsageError, match="parameters of a prepared optimizer"):
         run(loop, frozen=not adds)
-
-
-def test_a_loop_that_is_left_in_the_middle_of_a_step_leaves_nothing_for_the_next() -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> Any:
-        for epoch in train.epochs(2):
-            for number, (x,) in enumerate(loader):
-                (model(x) * 1e6).mean().backward() if epoch == 0 else model(x).mean().backward()
-                if epoch == 0 and number == 2:
-                    break
-                if train.get_context().get_step() == 0 and number == 3:
-                    return model.module.bias.grad.item()
-                optimizer.step()
-                optimizer.zero_grad()
-        return None
-
-    assert run(loop) == [pytest.approx(1.0)]
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -187,18 +157,3 @@ def test_gradients_that_the_loop_puts_in_place_itself_are_those_of_the_step(
     x = torch.arange(8.0) / 32
     right = [1 - 0.01 * (2 * (x - 1) * x).mean().item(), -0.01 * (2 * (x - 1)).mean().item()]
     assert run(loop) == [pytest.approx(right)]
-
-
-def test_the_mode_of_a_prepared_model_is_that_of_the_users_own() -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> list[int]:
-        seen = []
-        for _ in train.epochs(2):
-            model.module.train()
-            for (x,) in loader:
-                iterate(model, optimizer, x)
-            model.module.eval()
-            seen.append(sum(len(x) for (x,) in loader))
-            model.eval()
-        return seen
-
-    assert run(loop) == [[32, 32]]

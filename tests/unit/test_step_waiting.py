@@ -20,7 +20,6 @@ from tests.unit.engine_under_test import (
     GLOBAL,
     SIZE,
     STEPS,
-    Loop,
     Pair,
     data,
     inside_a_run,
@@ -52,25 +51,6 @@ def test_a_scheduler_may_step_before_the_other_optimizer_does(together: bool) ->
                 of_maker.step()
     assert of_judge.last_epoch == 2 * STEPS
     assert of_maker.last_epoch == (2 * STEPS if together else STEPS)
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_a_scheduler_that_steps_first_chooses_the_rate_of_this_step() -> None:
-    loop, twin = Loop.make(), nn.Linear(1, 1)
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    ours = prepare_scheduler(torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.5))
-    other = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
-    rates, right = [], []
-    loop.optimizer.register_step_pre_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
-    plain.register_step_pre_hook(lambda one, *_: right.append(one.param_groups[0]["lr"]))
-    for _, x, y in loop.batches():
-        ours.step()
-        square(loop.model(x), y).backward()
-        loop.optimizer.step()
-    for _ in range(STEPS):
-        other.step()
-        plain.step()
-    assert rates == right
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -160,45 +140,3 @@ def test_two_optimizers_step_a_parameter_by_one_gradient_and_not_by_two(backward
         for one in plain:
             one.step()
     assert near(model, twin)
-
-
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_a_network_may_drop_what_another_ones_loss_has_left_in_it(wrapped: bool) -> None:
-    pair, twin = Pair(prepare=True), Pair(prepare=False)
-    judge = nn.Sequential(pair.judge) if wrapped else pair.judge
-    for _ in train.epochs(1):
-        for _, x, _ in loader():
-            pair.train_maker(x)
-            judge.zero_grad()
-            pair.judge_loss(x).backward()
-            pair.of_judge.step()
-    for _, x, _ in whole_batches():
-        twin.of_maker.zero_grad()
-        twin.maker_loss(x).backward()
-        twin.of_judge.zero_grad()
-        twin.judge_loss(x).backward()
-        twin.of_maker.step()
-        twin.of_judge.step()
-    assert near(pair.judge, twin.judge)
-    assert near(pair.maker, twin.maker)
-
-
-@pytest.mark.parametrize("is_early", [True, False])
-def test_a_scalers_update_before_the_last_optimizer_counts_in_a_loop_that_is_left(
-    is_early: bool,
-) -> None:
-    pair = Pair(prepare=True)
-    scaler = torch.amp.GradScaler("cpu", growth_interval=1, init_scale=2.0)
-    for _ in train.epochs(1):
-        for number, (_, x, _) in enumerate(loader()):
-            scaler.scale(pair.judge_loss(x)).backward()
-            scaler.step(pair.of_judge)
-            if is_early:
-                scaler.update()
-            pair.maker_loss(x).backward()
-            pair.of_maker.step()
-            if not is_early:
-                scaler.update()
-            if number == GLOBAL // SIZE - 1:
-                break
-    assert scaler.get_scale() == 4.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import http.client
 
 import pytest
 
@@ -18,14 +17,6 @@ class ClientError(Exception):
         self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
 
 
-class ConnectTimeoutError(Exception):
-    """The same name as botocore's."""
-
-
-class ClientPayloadError(Exception):
-    """The same name as aiohttp's."""
-
-
 class HttpError(Exception):
     """What gcsfs raises."""
 
@@ -37,54 +28,6 @@ class HttpError(Exception):
 def translated(error: Exception, into: Exception) -> Exception:
     into.__cause__ = error
     return into
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.EIO, "Input/output error"),
-        OSError(errno.ETIMEDOUT, "Connection timed out"),
-        OSError(errno.ESTALE, "Stale file handle"),
-        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
-        TimeoutError(),
-        http.client.IncompleteRead(b"half"),
-        ConnectTimeoutError(),
-        ClientPayloadError(),
-        ClientError("SlowDown", 503),
-        ClientError("ThrottlingException", 400),
-        ClientError("RequestTimeout", 400),
-        ClientError("WhatIsThis", 502),
-        HttpError(429),
-        HttpError(500),
-        translated(ClientError("SlowDown", 503), OSError(errno.EBUSY, "Please reduce your rate")),
-        translated(ConnectTimeoutError(), ValueError("wrapped")),
-    ],
-    ids=repr,
-)
-def test_these_pass(error: Exception) -> None:
-    assert is_passing(error)
-    assert not is_about_credentials(error)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        OSError(errno.EDQUOT, "Disk quota exceeded"),
-        OSError(errno.EROFS, "Read-only file system"),
-        PermissionError(errno.EACCES, "Permission denied"),
-        FileNotFoundError(errno.ENOENT, "No such file"),
-        IsADirectoryError(),
-        ValueError("no such option"),
-        translated(ClientError("NoSuchBucket", 404), FileNotFoundError("no such bucket")),
-        translated(ClientError("AccessDenied", 403), PermissionError("Access Denied")),
-        ClientError("NotImplemented", 501),
-    ],
-    ids=repr,
-)
-def test_these_stay(error: Exception) -> None:
-    assert not is_passing(error)
-    assert not is_about_credentials(error)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,7 @@ import errno
 import os
 import subprocess
 import sys
-import threading
-import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import pytest
 from elastic.errors import StorageError
 from elastic.storage.files import Files
 from elastic.storage.marker import MARKER, Marker, StoredFile
-from elastic.storage.outputs import Output, append_local
+from elastic.storage.outputs import Output
 from elastic.storage.run_directory import RunDirectory
 from elastic.testing.faulty_storage import Faults
 
@@ -56,38 +53,6 @@ def test_a_fault_that_passes_is_waited_out(tmp_path: Path, faults: Faults, kind:
     faults.add(kind, on="delete", times=1)
     files.delete("c")
     assert not files.exists("c")
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"), [("full", "disk full"), ("denied", "Permission denied")]
-)
-def test_what_will_not_pass_is_told_at_once(
-    tmp_path: Path, faults: Faults, kind: str, words: str
-) -> None:
-    fault = faults.add(kind, on="write", match="*/model*")
-    began = time.monotonic()
-    with pytest.raises(StorageError, match=rf"cannot write faulty://.*/run/model: {words}"):
-        faulty(tmp_path).write("model", b"x")
-    assert time.monotonic() - began < 60
-    assert faults.hits(fault) == 1
-    assert not list(tmp_path.glob("run/*"))
-
-
-def test_a_missing_file_is_no_fault_to_wait_out(tmp_path: Path) -> None:
-    with pytest.raises(StorageError) as caught:
-        faulty(tmp_path).read("nothing")
-    assert isinstance(caught.value.__cause__, FileNotFoundError)
-
-
-def test_patience_ends(tmp_path: Path, faults: Faults) -> None:
-    fault = faults.add("io", on="write")
-    with pytest.raises(StorageError, match="Input/output error"):
-        faulty(tmp_path, patience_s=0.5).write("model", b"x")
-    assert faults.hits(fault) >= 2
-    tried = faults.hits(fault)
-    with pytest.raises(StorageError, match="Input/output error"):
-        faulty(tmp_path, patience_s=0).write("model", b"x")
-    assert faults.hits(fault) == tried + 1
 
 
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(
@@ -156,30 +121,6 @@ def test_a_file_that_breaks_off_leaves_nothing_under_its_name(tmp_path: Path, ur
 # -------------------------------------------------------------------------------- exclusive files
 
 
-@pytest.mark.parametrize("url", ["{}/run", "faulty://{}/run", "memory://{}/create"])
-def test_a_file_is_created_once(tmp_path: Path, url: str) -> None:
-    files = Files(url.format(tmp_path))
-    assert files.create("a/marker", b"first")
-    assert not files.create("a/marker", b"second")
-    assert files.read("a/marker") == b"first"
-    assert files.list("a/*") == ["a/marker"]
-
-
-def test_of_many_that_create_a_local_file_one_succeeds(tmp_path: Path) -> None:
-    files = Files(str(tmp_path))
-    ready = threading.Barrier(8)
-
-    def create(number: int) -> bool:
-        ready.wait(60)
-        return files.create("marker", str(number).encode())
-
-    with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(create, range(8)))
-    assert won.count(True) == 1
-    assert files.read("marker") == str(won.index(True)).encode()
-    assert os.listdir(tmp_path) == ["marker"]
-
-
 def test_a_disk_without_hard_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -210,39 +151,6 @@ def test_a_name_that_a_torn_marker_holds_is_refused_too(tmp_path: Path) -> None:
         RunDirectory(str(tmp_path)).commit("c1", marker())
 
 
-# ---------------------------------------------------------------------------------------- metrics
-
-
-def test_what_was_appended_in_part_is_taken_back(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    append_local(str(path), b"first\n")
-    limit = path.stat().st_size + 3
-    script = (
-        "import resource, signal, sys\n"
-        "from elastic.storage.outputs import append_local\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-        f"append_local({str(path)!r}, b'second\\n')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert "File too large" in done.stderr
-    assert path.read_bytes() == b"first\n"
-
-
-def test_metrics_are_read_back(tmp_path: Path) -> None:
-    run = RunDirectory(str(tmp_path))
-    assert run.read_metrics() == []
-    run.append_metrics(0, {"index": 0, "metrics": {"loss": 1}})
-    run.flush_metrics()
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"index": 1, "metr\n')
-    run.append_metrics(0, {"index": 2, "metrics": {"loss": 2}})
-    assert [row["index"] for row in run.read_metrics()] == [0, 2]
-    assert run.read_metrics(1) == []
-
-
 # ---------------------------------------------------------------------------------- other storage
 
 
@@ -258,16 +166,6 @@ def test_a_package_that_is_missing_is_named(
 
 
 # ------------------------------------------------------------------------------ the faults as such
-
-
-def test_a_hang_ends_when_it_is_healed(tmp_path: Path, faults: Faults) -> None:
-    fault = faults.add("hang", on="write", match="*/model*", times=1)
-    with ThreadPoolExecutor(1) as pool:
-        written = pool.submit(faulty(tmp_path).write, "model", b"x")
-        faults.wait_hit(fault)
-        assert not written.done()
-        faults.remove(fault)
-        assert written.result(10).size == 1
 
 
 def test_a_torn_file_is_told_by_nobody_but_its_checksum(tmp_path: Path, faults: Faults) -> None:

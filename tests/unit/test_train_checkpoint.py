@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections import OrderedDict
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from elastic.errors import StorageError, UsageError
-from elastic.storage.marker import MARKER, RECORDED, Marker
+from elastic.storage.marker import MARKER, Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.train import Checkpoint
 
@@ -93,15 +92,6 @@ def test_a_directory_without_a_dict_says_how_to_read_it(tmp_path: Path) -> None:
         Checkpoint.from_directory(tmp_path).to_dict()
 
 
-def test_the_directory_of_a_dict_goes_with_it() -> None:
-    checkpoint = Checkpoint.from_dict({"x": 1})
-    path = Path(checkpoint.path)
-    assert path.is_dir()
-    del checkpoint
-    gc.collect()
-    assert not path.exists()
-
-
 def test_metadata_may_change_after_the_commit(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     Checkpoint(tmp_path / "source").set_metadata({"a": 1})
@@ -158,19 +148,3 @@ def test_a_damaged_copy_of_a_remote_one_is_refused(tmp_path: Path) -> None:
     fsspec.filesystem("memory").pipe("/damaged/run/checkpoints/c1/model", b"wEights")
     with pytest.raises(StorageError, match="model is changed: checksum"), checkpoint.as_directory():
         pytest.fail("it was handed out")
-
-
-def test_a_copy_is_its_owners_and_may_be_changed(tmp_path: Path) -> None:
-    checkpoint = committed(str(tmp_path / "run"), tmp_path, model="weights")
-    (Path(checkpoint.path) / RECORDED).touch()
-    copy = Path(checkpoint.to_directory(tmp_path / "copy"))
-    assert [path.name for path in copy.iterdir()] == ["model"]
-    (copy / "model").write_text("changed")
-    with Checkpoint.from_directory(copy).as_directory() as directory:
-        assert Path(directory) == copy
-
-
-def test_a_path_for_other_processes_keeps_the_kind_of_storage(tmp_path: Path) -> None:
-    assert Checkpoint(tmp_path).url == str(tmp_path)
-    assert Checkpoint("memory://a/b").url == "memory:///a/b"
-    assert Checkpoint(Checkpoint("memory://a/b").url) == Checkpoint("memory://a/b")

@@ -15,7 +15,7 @@ from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunPhase, RunRecord, write_run
 from elastic.train import Result
-from elastic.train.result import kept_of, read_history
+from elastic.train.result import kept_of
 from tests.strategies import SCRIPT
 
 
@@ -37,18 +37,6 @@ class Run:
 
 def names(result: Result) -> list[str]:
     return [metrics["name"] for _, metrics in result.best_checkpoints]
-
-
-def test_attempts_come_in_their_order_whatever_their_clocks_say(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.commit("b", "j2", 0, unix_ns=1)
-    run.commit("a1", "j1", 1, unix_ns=9)
-    run.commit("a0", "j1", 0, unix_ns=8)
-    result = Result.from_path(tmp_path)
-    assert names(result) == ["a0", "a1", "b"]
-    assert result.checkpoint is not None
-    assert result.checkpoint.path.endswith("/b")
-    assert result.error is None
 
 
 def test_automatic_checkpoints_count_only_where_nothing_was_reported(tmp_path: Path) -> None:
@@ -86,15 +74,3 @@ def test_the_result_of_a_resumed_job_has_its_earlier_attempts_checkpoints(tmp_pa
     )  # fmt: skip
     job = JobRecord(spec, JobPhase.SUCCEEDED, checkpoints=(b,))
     assert kept_of(job) == (a0, a1, b)
-
-
-def test_of_reports_at_one_place_the_last_one_counts(tmp_path: Path) -> None:
-    rows = [
-        {"metrics": {"n": 0}, "at": "e0"},
-        {"metrics": {"n": 1}, "at": "e1"},
-        {"metrics": {"n": 2}},
-        {"metrics": {"n": 3}, "at": "e1"},
-    ]
-    text = "\n".join(json.dumps(row) for row in rows) + '\n{"metrics": {"to'
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert [row["metrics"]["n"] for row in read_history(str(tmp_path))] == [0, 2, 3]

@@ -97,12 +97,3 @@ def test_a_cluster_that_can_grow_is_not_judged(tmp_path: Path, cluster: Cluster)
     cluster.processes.clear()
     with pytest.raises(Submitted):
         fit(tmp_path, use_gpu=True)
-
-
-@pytest.mark.usefixtures("cluster")
-def test_a_node_that_is_away_for_a_moment_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeClient, "nodes", ())
-    with pytest.raises(Submitted):
-        fit(tmp_path, use_gpu=True)

@@ -157,24 +157,6 @@ def test_storage_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         trainer(lambda: None, tmp_path / "file").fit()
 
 
-def test_what_the_function_raises_fails_the_run_and_keeps_what_there_is(tmp_path: Path) -> None:
-    def fail_late() -> None:
-        train.report({"step": 6}, checkpoint=train.Checkpoint.from_directory(str(tmp_path / "c")))
-        raise ValueError("bad batch at step 7")
-
-    (tmp_path / "c").mkdir()
-    with pytest.raises(TrainingFailed, match=r"run .* failed: ValueError: bad batch") as caught:
-        trainer(fail_late, tmp_path).fit()
-    assert str(caught.value).count("Traceback") == 1
-    assert str(caught.value).endswith("ValueError: bad batch at step 7")
-    assert "in fail_late" in caught.value.traceback.splitlines()[1]
-    result = caught.value.result
-    assert isinstance(result, train.Result)
-    assert result.metrics == {"step": 6}
-    assert result.checkpoint is not None
-    assert result.error is caught.value
-
-
 @pytest.mark.parametrize("code", [3, "no data"])
 def test_an_exit_code_fails_the_run(tmp_path: Path, code: Any) -> None:
     with pytest.raises(TrainingFailed, match=f"SystemExit: {code}"):
@@ -292,27 +274,6 @@ def failing_once(tmp_path: Path) -> TorchTrainer:
         scaling_config=train.ScalingConfig(num_workers=0),
         run_config=run_config,
     )
-
-
-def test_a_run_that_failed_is_resumed_under_its_name(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    failing = failing_once(tmp_path)
-    with pytest.raises(TrainingFailed):
-        failing.fit()
-    assert str(train.Result.from_path(tmp_path / "r").error).startswith("run r failed: ValueError")
-    result = failing.fit()
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "resumes run" in line]
-    assert line.startswith("resumes run r from checkpoint-local-")
-    assert line.endswith("(epoch 2); use another name to begin anew")
-    assert result.return_value == 3
-    assert [row["metrics"]["epoch"] for row in result.history] == [0, 1, 2, 3]
-    assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [2, 3]
-    assert len(list((tmp_path / "r" / "checkpoints").iterdir())) == 2
-    again = train.Result.from_path(tmp_path / "r")
-    assert (again.checkpoint, again.error) == (result.checkpoint, None)
-    with pytest.raises(NameTaken, match="has succeeded"):
-        failing.fit()
 
 
 def test_a_trainer_is_restored_from_its_run(tmp_path: Path) -> None:

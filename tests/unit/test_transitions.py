@@ -7,7 +7,7 @@ from enum import Enum
 import pytest
 
 from elastic.core.machine import transitions
-from elastic.core.machine.story import STORY_EVENTS_MAX, Story, brief, note
+from elastic.core.machine.story import brief
 from elastic.core.machine.transitions import (
     CONNECTION,
     JOB,
@@ -20,15 +20,11 @@ from elastic.core.machine.transitions import (
     check_move,
     render,
 )
-from elastic.core.messages import Announce, Ping
 from elastic.core.world import (
-    Assignment,
     Entry,
     EntryKind,
-    JobId,
     JobPhase,
     NodePhase,
-    WorkerId,
     WorkerPhase,
 )
 from elastic.errors import InvariantViolation
@@ -93,15 +89,6 @@ def test_a_worker_may_be_seen_to_exit_from_anywhere_and_never_to_start_again(
     assert set(WORKER.moves[phase]) <= set(WORKER_SEEN.moves[phase])
 
 
-def test_what_is_seen_of_a_worker_may_skip_what_lay_between() -> None:
-    check_move(WORKER_SEEN, "worker a/1", WorkerPhase.STARTING, WorkerPhase.FINISHED)
-    check_move(WORKER_SEEN, "worker a/1", WorkerPhase.TRAINING, WorkerPhase.TRAINING)
-
-
-def test_a_legal_move_is_agreed_to() -> None:
-    check_move(JOB, "job j", JobPhase.PENDING, JobPhase.RUNNING)
-
-
 @pytest.mark.parametrize(
     ("table", "old", "new", "words"),
     [
@@ -147,23 +134,6 @@ def test_a_table_is_printed_one_phase_a_line() -> None:
 # ---------------------------------------------------------------- the story
 
 
-def test_a_story_keeps_the_newest_events_and_no_more() -> None:
-    story = Story()
-    for number in range(STORY_EVENTS_MAX + 10):
-        story.tell(number * 1_000_000, Ping(number))
-    lines = story.lines()
-    assert len(lines) == STORY_EVENTS_MAX
-    assert lines[0] == "10.000 ms Ping(number=10)"
-    assert lines[-1] == f"{STORY_EVENTS_MAX + 9}.000 ms Ping(number={STORY_EVENTS_MAX + 9})"
-
-
-def test_an_event_is_one_line_that_names_what_matters() -> None:
-    assignment = Assignment(JobId("j"), WorkerId("a/1"), 3, 0, 2, 0, 1, 0, 2, "h:1")
-    line = brief(Announce(assignment))
-    assert line.startswith("Announce(assignment=Assignment(job_id='j', worker_id='a/1'")
-    assert "generation=3" in line
-
-
 def test_large_parts_of_an_event_are_named_by_their_size() -> None:
     entry = Entry(EntryKind.FUNCTION, "t" * 1000, args=("x",) * 50, payload=b"p" * 10_000_000)
     line = brief(entry)
@@ -171,8 +141,3 @@ def test_large_parts_of_an_event_are_named_by_their_size() -> None:
     assert "<10000000 bytes>" in line
     assert "<50 items>" in line
     assert "function" in line
-
-
-def test_a_note_leaves_out_what_is_empty_and_keeps_the_order() -> None:
-    made = note("worker_exited", "j", worker="a/1", code=0, detail="", process=None, kind="code")
-    assert made.fields == (("worker", "a/1"), ("code", "0"), ("kind", "code"))

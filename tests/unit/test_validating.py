@@ -21,9 +21,9 @@ from elastic.storage.run_directory import RunDirectory
 from elastic.worker.exchange import Answer
 from elastic.worker.validating import ValidationPlan, Validator
 from elastic.worker.validation_child import FOUND_BYTES_MAX, Child, Ended
+from tests.patience import DEADLINE_S, wait_for
 from tests.strategies import SCRIPT
 
-PATIENCE_S = 60.0
 SPEC = JobSpec(job_id=JobId("j1"), name="a", entry=SCRIPT, min_workers=1, max_workers=1)
 
 
@@ -62,20 +62,9 @@ def started() -> Iterator[Callable[[Path, Coordinator], Validator]]:
 
 def is_finished(validator: Validator) -> bool:
     """Return whether it comes to its end within reason."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + DEADLINE_S
     validator.finish(lambda: time.monotonic() > deadline)
     return time.monotonic() < deadline
-
-
-def test_a_process_with_thousands_of_descriptors_validates_like_any_other(
-    started: Callable[[Path, Coordinator], Validator], tmp_path: Path
-) -> None:
-    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    try:
-        assert is_finished(started(tmp_path, Coordinator()))
-    finally:
-        for number in held:
-            os.close(number)
 
 
 def test_a_wish_that_nobody_understands_fails_by_itself_and_holds_up_nothing(
@@ -105,18 +94,13 @@ def leave_a_child(path: str, fn_kwargs: dict[str, Any]) -> str:
 
 def wait_ended(call: Callable[[str, dict[str, Any]], str]) -> Ended:
     """Return how a validation ends."""
-    child = Child(call, "/run/c0", {}, PATIENCE_S)
-    while (ended := child.ended()) is None:
-        time.sleep(0.01)
-    return ended
+    child = Child(call, "/run/c0", {}, DEADLINE_S)
+    return wait_for(child.ended)
 
 
 def wait_dead(pid: int) -> None:
     """Wait until a process does nothing any more."""
-    deadline = time.monotonic() + PATIENCE_S
-    while process_state(pid) not in DEAD:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: process_state(pid) in DEAD)
 
 
 def test_an_end_by_a_signal_without_a_name_is_told_by_its_number() -> None:

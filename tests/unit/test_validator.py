@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from elastic.storage.run_directory import RunDirectory
 from elastic.worker.exchange import Answer
 from elastic.worker.local import LocalRun, _retention
 from elastic.worker.validating import ValidationPlan, Validator
-
-DEADLINE_S = 60.0
+from tests.patience import wait_for
 
 
 class Line:
@@ -37,10 +35,7 @@ def nothing(path: str, fn_kwargs: dict[str, Any]) -> str:
 
 def wait_for_thread(validator: Validator) -> None:
     """Wait until its thread has taken note of what it was told."""
-    until = time.monotonic() + DEADLINE_S
-    while validator._wishes_seen != validator._wishes_made:
-        assert time.monotonic() < until, "the thread has not looked"
-        time.sleep(0.005)
+    wait_for(lambda: validator._wishes_seen == validator._wishes_made)
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 0)])

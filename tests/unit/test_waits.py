@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +13,7 @@ import torch.distributed as dist
 
 from elastic.worker import c10d
 from elastic.worker.waits import MESSAGES, Waits
-
-PATIENCE_S = 60.0
+from tests.patience import DEADLINE_S
 
 
 @dataclass
@@ -50,7 +48,7 @@ class PlayedWork:
 def real(work: PlayedWork, timeout: Any = None) -> bool:
     """Wait as torch does."""
     work.began.set()
-    if not work.done.wait(timeout.total_seconds() if timeout is not None else PATIENCE_S):
+    if not work.done.wait(timeout.total_seconds() if timeout is not None else DEADLINE_S):
         raise RuntimeError("Operation timed out!")
     if work.error:
         raise RuntimeError(work.error)
@@ -102,10 +100,10 @@ def test_a_wait_is_given_up_once_the_life_has_let_go(
 ) -> None:
     work = PlayedWork(kind)
     thread, errors = in_thread(lambda: waits.wait(real, work))
-    assert work.began.wait(PATIENCE_S)
+    assert work.began.wait(DEADLINE_S)
     assert thread.is_alive()
     life.is_over = True
-    thread.join(PATIENCE_S)
+    thread.join(DEADLINE_S)
     assert "the group is over" in errors[0]
     work.done.set()
 
@@ -114,9 +112,9 @@ def test_messages_are_waited_for_together(waits: Waits, life: PlayedLife) -> Non
     works = [PlayedWork(12), PlayedWork(13)]
     works[0].done.set()
     thread, errors = in_thread(lambda: waits.wait_messages(real, works))
-    assert works[1].began.wait(PATIENCE_S)
+    assert works[1].began.wait(DEADLINE_S)
     life.is_over = True
-    thread.join(PATIENCE_S)
+    thread.join(DEADLINE_S)
     assert "the group is over" in errors[0]
     works[1].done.set()
     life.is_over = False
@@ -124,49 +122,11 @@ def test_messages_are_waited_for_together(waits: Waits, life: PlayedLife) -> Non
     waits.wait_messages(real, [])
 
 
-def test_where_not_all_goes_by_gloo_torch_waits_by_itself(
-    waits: Waits, life: PlayedLife, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(c10d, "all_by_gloo", lambda: False)
-    asked: list[Any] = []
-    waits.wait(lambda work, *args, **named: asked.append((args, named)), PlayedWork())
-    assert asked == [((), {})]
-
-
 def test_a_timeout_of_the_callers_is_torchs(waits: Waits) -> None:
     asked: list[Any] = []
     waits.wait(lambda work, *args, **named: asked.append((args, named)), PlayedWork(), timeout=3)
     waits.wait(lambda work, *args, **named: asked.append((args, named)), PlayedWork(), 4)
     assert asked == [((), {"timeout": 3}), ((4,), {})]
-
-
-def wait_gone(known: set[threading.Thread]) -> None:
-    """Wait until no thread is left that is not known."""
-    end = time.monotonic() + PATIENCE_S
-    while set(threading.enumerate()) - known:
-        assert time.monotonic() < end, "it has not ended"
-        time.sleep(0.01)
-
-
-def test_threads_that_wait_end_with_whom_they_wait_for(waits: Waits, life: PlayedLife) -> None:
-    known = set(threading.enumerate())
-    done, stuck = PlayedWork(12), PlayedWork(12)
-    done.done.set()
-
-    def wait_both() -> None:
-        waits.wait(real, done)
-        waits.wait(real, done)
-        ours = {thread.name for thread in set(threading.enumerate()) - known}
-        assert ours == {"elastic-wait", threading.current_thread().name}
-        waits.wait(real, stuck)
-
-    thread, errors = in_thread(wait_both)
-    assert stuck.began.wait(PATIENCE_S)
-    life.is_over = True
-    thread.join(PATIENCE_S)
-    assert errors
-    stuck.done.set()
-    wait_gone(known)
 
 
 @pytest.fixture

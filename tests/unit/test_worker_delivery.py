@@ -23,9 +23,9 @@ from elastic.worker.agreement import Agreement
 from elastic.worker.delivery import Brought, CheckpointUploadMode
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.reporting import Place, Reporter
+from tests.patience import DEADLINE_S
 from tests.unit.test_worker_reporting import Coordinator, committed, directory
 
-DEADLINE_S = 60.0
 ASYNC, NO_UPLOAD = CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 
 
@@ -105,35 +105,6 @@ def posted(rank: Rank) -> list[tuple[int, bool]]:
     return [(event.index, event.checkpoint != "") for event in rank.link.posted]
 
 
-def test_training_goes_on_while_a_checkpoint_is_uploaded(tmp_path: Path) -> None:
-    storage = Storage(tmp_path / "run")
-    ranks = members(storage, 2)
-    released: list[int] = []
-
-    def train(rank: Rank) -> None:
-        rank.report({"n": 0}, part(tmp_path, rank, release=lambda: released.append(rank.rank)))
-        rank.report({"n": 1})
-        assert storage.uploading.wait(DEADLINE_S)
-        assert rank.reporter.newest_checkpoint == ""
-        assert posted(rank) == [(1, False)]
-        assert committed(storage.path) == []
-        storage.gate.set()
-        rank.reporter.finish()
-        assert rank.reporter.newest_checkpoint != ""
-
-    assert together(ranks, train) == [None, None]
-    (name,) = committed(storage.path)
-    assert name == "checkpoint-j1-g000002-000000"
-    marker = Marker.from_json((storage.path / "checkpoints" / name / "_COMMITTED").read_text())
-    assert [file.path for file in marker.files] == ["same", "shard0", "shard1"]
-    assert (marker.index, marker.metrics) == (0, '{"n": 0}')
-    assert [posted(rank) for rank in ranks] == [
-        [(1, False), (0, True)],
-        [(1, False), (0, False)],
-    ]
-    assert sorted(released) == [0, 1]
-
-
 def test_a_second_checkpoint_waits_for_the_first(tmp_path: Path) -> None:
     storage = Storage(tmp_path / "run")
     storage.gate.set()
@@ -149,24 +120,6 @@ def test_a_second_checkpoint_waits_for_the_first(tmp_path: Path) -> None:
     assert len(committed(storage.path)) == 4
     assert ranks[0].reporter.newest_checkpoint.endswith("000003")
     assert ranks[0].reporter.position() == "report 0 after checkpoint-j1-g000002-000003"
-
-
-def test_ranks_without_a_part_do_not_wait(tmp_path: Path) -> None:
-    storage = Storage(tmp_path / "run")
-    ranks = members(storage, 2)
-    passed = threading.Event()
-
-    def train(rank: Rank) -> None:
-        rank.report({}, part(tmp_path, rank) if rank.rank == 0 else None)
-        rank.report({})
-        if rank.rank == 1:
-            passed.set()
-        assert passed.wait(DEADLINE_S)
-        storage.gate.set()
-        rank.reporter.finish()
-
-    assert together(ranks, train) == [None, None]
-    assert len(committed(storage.path)) == 1
 
 
 @pytest.mark.parametrize("at", ["next", "end"])
@@ -192,31 +145,6 @@ def test_an_upload_that_fails_is_told_by_the_next_report_or_the_end(
     assert together(ranks, train) == [None, None]
     assert (tmp_path / "part0").exists()
     assert len(committed(storage.path)) == {"end": 1, "next": 2}[at]
-
-
-def test_members_that_hear_of_a_failure_one_report_apart_stay_together(tmp_path: Path) -> None:
-    storage = Storage(tmp_path / "run")
-    storage.gate.set()
-    ranks = members(storage, 2)
-    failures: list[tuple[int, int]] = []
-
-    def train(rank: Rank) -> None:
-        path = directory(tmp_path / "part0", model="x") if rank.rank == 0 else tmp_path / "none"
-        rank.report({}, Brought(str(path), ASYNC))
-        for n in range(1, 5):
-            background = rank.reporter._background
-            if background is not None and n > 1 + rank.rank:
-                assert background._over.wait(DEADLINE_S)
-            try:
-                rank.report({"n": n})
-            except StorageError:
-                failures.append((rank.rank, n))
-        rank.report({}, part(tmp_path, rank, 5))
-        rank.reporter.finish()
-
-    assert together(ranks, train) == [None, None]
-    assert sorted(rank for rank, _ in failures) == [0, 1]
-    assert committed(storage.path) == ["checkpoint-j1-g000002-000005"]
 
 
 def test_an_upload_under_way_is_given_up_when_the_group_is_over(
@@ -312,26 +240,6 @@ def test_ranks_that_bring_parts_in_different_ways_are_refused(tmp_path: Path) ->
     assert committed(storage.path) == []
 
 
-def test_files_that_lie_there_are_weighed_once_all_are_there(tmp_path: Path) -> None:
-    storage = Storage(tmp_path / "run")
-    there = storage.path / "checkpoints" / "mine"
-
-    def train(rank: Rank) -> None:
-        there.mkdir(parents=True, exist_ok=True)
-        (there / f"shard{rank.rank}").write_text("x" * 1000)
-        rank.report({"n": 1}, Brought(str(there), NO_UPLOAD))
-        assert rank.reporter.newest_checkpoint == str(there)
-        with pytest.raises(UsageError) as caught:
-            rank.report({}, Brought(str(tmp_path / "else"), NO_UPLOAD))
-        assert f"NO_UPLOAD for {tmp_path}/else" in str(caught.value)
-        assert f"expected a directory in {storage.path}/checkpoints" in str(caught.value)
-
-    assert together(members(storage, 3), train) == [None] * 3
-    marker = Marker.from_json((there / "_COMMITTED").read_text())
-    assert [file.path for file in marker.files] == ["shard0", "shard1", "shard2"]
-    assert all(file.crc32 > 0 for file in marker.files)
-
-
 @pytest.mark.parametrize("name", ["a/b", "..", "", "/x"])
 def test_a_checkpoints_name_is_that_of_one_directory(tmp_path: Path, name: str) -> None:
     def train(rank: Rank) -> None:
@@ -412,18 +320,3 @@ def test_in_place_a_group_that_breaks_takes_the_upload_and_not_the_training(
         assert together(ranks, train) == [None, None]
         storage.gate.set()
     assert "checkpoint_given_up name=checkpoint-j1-g000002-e1" in caplog.text
-
-
-def test_in_place_a_checkpoint_is_uploaded_in_the_background(tmp_path: Path) -> None:
-    storage = Storage(tmp_path / "run")
-    storage.gate.set()
-    ranks = members(storage, 2)
-
-    def train(rank: Rank) -> None:
-        for epoch in range(3):
-            one = part(tmp_path, rank, epoch)
-            rank.reporter.report_in_place("{}", one, where=f"e{epoch}", voters=2)
-        rank.reporter.finish()
-
-    assert together(ranks, train) == [None, None]
-    assert committed(storage.path) == [f"checkpoint-j1-g000002-e{epoch}" for epoch in range(3)]

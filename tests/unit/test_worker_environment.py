@@ -31,30 +31,6 @@ def assign(devices: tuple[str, ...] = (), **env: str) -> Assign:
     return Assign(WorkerId("n1/4"), spec, host="127.0.0.1", devices=devices)
 
 
-def test_a_worker_finds_what_torchrun_sets() -> None:
-    found = environment.for_job(assign(), {}) | environment.for_generation(assign(), ASSIGNMENT, {})
-    torchruns = {
-        "RANK": "5",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "8",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "2",
-        "GROUP_WORLD_SIZE": "4",
-        "ROLE_RANK": "5",
-        "ROLE_WORLD_SIZE": "8",
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": "fd00::1",
-        "MASTER_PORT": "4711",
-        "TORCHELASTIC_RUN_ID": "digits",
-        "TORCHELASTIC_RESTART_COUNT": "2",
-        "TORCHELASTIC_MAX_RESTARTS": "3",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    assert {name: found[name] for name in torchruns} == torchruns
-    assert found["ELASTIC_GENERATION"] == "3"
-    assert (found["ELASTIC_MIN"], found["ELASTIC_MAX"]) == ("2", "8")
-
-
 def test_a_worker_with_devices_sees_only_those_and_chooses_the_first() -> None:
     job = assign(devices=("3",))
     found = environment.for_job(job, {}) | environment.for_generation(job, ASSIGNMENT, {})
@@ -62,34 +38,6 @@ def test_a_worker_with_devices_sees_only_those_and_chooses_the_first() -> None:
     assert found["LOCAL_RANK"] == "0"
     assert found["ELASTIC_LOCAL_RANK"] == "1"
     assert "ACCELERATE_USE_CPU" not in found
-
-
-def test_a_worker_without_devices_sees_none() -> None:
-    found = environment.for_job(assign(), {})
-    assert found["CUDA_VISIBLE_DEVICES"] == ""
-    assert found["ACCELERATE_USE_CPU"] == "true"
-
-
-def test_what_the_user_set_is_kept() -> None:
-    started_with = {"ACCELERATE_USE_CPU": "false", "WANDB_RUN_ID": "mine"}
-    job = assign(ELASTIC_JOB_NAME="theirs", WANDB_RESUME="must")
-    found = environment.for_job(job, started_with)
-    found |= environment.for_generation(job, ASSIGNMENT, started_with)
-    assert "ACCELERATE_USE_CPU" not in found
-    assert "WANDB_RUN_ID" not in found
-    assert found["ELASTIC_JOB_NAME"] == "theirs"
-    assert found["WANDB_RESUME"] == "must"
-
-
-def test_a_tracked_run_stays_the_same_over_generations_and_differs_by_rank() -> None:
-    def run_id(generation: int, rank: int) -> str:
-        place = Assignment(
-            JobId("j1"), WorkerId("n1/4"), generation, rank, 8, 0, 1, 0, 8, "127.0.0.1:1"
-        )
-        return environment.for_generation(assign(), place, {})["WANDB_RUN_ID"]
-
-    assert run_id(1, 0) == run_id(7, 0)
-    assert run_id(1, 0) != run_id(1, 1)
 
 
 @pytest.mark.parametrize(
@@ -113,3 +61,27 @@ def test_threads_are_as_torchrun_has_them(
         JobId("j1"), WorkerId("n1/4"), 1, 0, 8, 0, local_world_size, 0, 8, "127.0.0.1:1"
     )
     assert environment.num_threads(place, entry_env, started_with) == threads
+
+
+def test_a_worker_finds_what_torchrun_sets() -> None:
+    found = environment.for_job(assign(), {}) | environment.for_generation(assign(), ASSIGNMENT, {})
+    torchruns = {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "4",
+        "ROLE_RANK": "5",
+        "ROLE_WORLD_SIZE": "8",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "fd00::1",
+        "MASTER_PORT": "4711",
+        "TORCHELASTIC_RUN_ID": "digits",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    assert {name: found[name] for name in torchruns} == torchruns
+    assert found["ELASTIC_GENERATION"] == "3"
+    assert (found["ELASTIC_MIN"], found["ELASTIC_MAX"]) == ("2", "8")

@@ -17,9 +17,7 @@ from elastic.worker.sockets import (
     any_hung_up,
     end_both_ways,
     end_reading,
-    find_connections,
     find_event_loop,
-    peer_address,
     received_bytes,
     socket_inodes,
 )
@@ -68,16 +66,6 @@ def test_a_place_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
 def test_a_store_cannot_listen_where_this_machine_is_not() -> None:
     with pytest.raises(GroupError, match=r"cannot listen on 192\.0\.2\.77"):
         StoreServer("192.0.2.77")
-
-
-def test_a_store_listens_on_its_own_address_only() -> None:
-    server = StoreServer("127.0.0.1")
-    host, _, port = server.address.rpartition(":")
-    assert host == "127.0.0.1"
-    socket.create_connection((host, int(port))).close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", int(port)))
-    server.close()
 
 
 def test_torch_without_a_name_that_we_need_is_refused() -> None:
@@ -156,24 +144,6 @@ def test_an_end_of_reading_lets_the_owner_go_on_sending() -> None:
         near.sendall(b"on its way")
         assert far.recv(100) == b"on its way"
         handle.close()
-
-
-def test_a_descriptor_that_stands_for_another_socket_now_is_not_touched() -> None:
-    near, far = connected()
-    with near, far:
-        stale = Watched(near.fileno(), watched(near).inode + 1)
-        assert end_both_ways([stale]) == 0
-        near.sendall(b"still there")
-        assert far.recv(100) == b"still there"
-
-
-def test_only_new_connections_to_the_address_are_found() -> None:
-    old, old_far = connected()
-    known = socket_inodes()
-    near, far = connected()
-    with old, old_far, near, far:
-        assert find_connections(known, peer_address(near)) == (watched(near),)
-        assert find_connections(known, peer_address(old)) == ()
 
 
 def test_a_server_of_somebody_else_is_not_taken_for_gloos() -> None:

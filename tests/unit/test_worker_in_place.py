@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elastic.core.events.worker import InterruptTrain, LoopMoved, SendPipe, WorkerEffect
-from elastic.core.messages import Stop, WorkerUpdate
-from tests.unit.worker_under_test import announce, training
+from elastic.core.events.worker import LoopMoved, SendPipe, WorkerEffect
+from elastic.core.messages import WorkerUpdate
+from tests.unit.worker_under_test import training
 
 
 def said(effects: list[WorkerEffect]) -> list[bool]:
@@ -18,12 +18,3 @@ def test_a_loop_that_goes_on_in_place_is_told_once_and_stays_known() -> None:
     assert said(worker.event(LoopMoved(inside=True))) == [True]
     assert worker.event(LoopMoved(inside=True)) == []
     assert said(worker.event(LoopMoved(inside=False))) == [False]
-
-
-def test_a_stop_interrupts_for_good_what_was_only_called_back_before() -> None:
-    worker = training(1)
-    first, _ = worker.told(announce(2))
-    assert isinstance(first, InterruptTrain)
-    assert not first.final
-    (again,) = worker.told(Stop("job stopped", 5))
-    assert again == InterruptTrain(1, "job stopped", final=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from elastic.errors import UsageError
 from elastic.worker.context import WorkerContext, current
 from elastic.worker.local import LocalRun, local_context, run_local
+from tests.patience import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,21 +41,6 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     return {"begun_with": begun_with, "total": float(ones), "local": context.is_local}
 
 
-def test_a_train_function_runs_here_with_reports_and_collectives(tmp_path: Path) -> None:
-    run = str(tmp_path / "run")
-    config = {"parts": str(tmp_path / "parts")}
-    first = run_local(train, LocalRun(job_name="here", run_path=run, config=config))
-    assert json.loads(first.result) == {"begun_with": "", "total": 1.0, "local": True}
-    (record,) = first.checkpoints
-    assert (Path(record.path) / "part0").read_text() == "x"
-    assert (record.index, json.loads(record.metrics)) == (1, {"loss": 0.25})
-    second = run_local(train, LocalRun(job_name="here", run_path=run, config=config))
-    assert json.loads(second.result)["begun_with"] == record.path
-    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 4
-    assert current() is None
-    assert not dist.is_initialized()
-
-
 def test_processes_that_torchrun_starts_again_for_another_node_write_checkpoints_of_their_own(
     tmp_path: Path,
 ) -> None:
@@ -64,16 +49,6 @@ def test_processes_that_torchrun_starts_again_for_another_node_write_checkpoints
     for count in (1, 2, 3):
         config = {"parts": str(tmp_path / f"parts{count}")}
         assert len(run_local(train, replace(run, config=config)).checkpoints) == count
-
-
-def test_what_a_train_function_raises_is_raised_and_leaves_nothing_behind() -> None:
-    def fail() -> None:
-        raise ValueError("step 7")
-
-    with pytest.raises(ValueError, match="step 7"):
-        run_local(fail, LocalRun(job_name="here"))
-    assert current() is None
-    assert not dist.is_initialized()
 
 
 def test_without_a_run_directory_metrics_are_taken_and_checkpoints_refused(tmp_path: Path) -> None:
@@ -110,7 +85,7 @@ def test_under_torchrun_every_process_is_a_member_of_its_group(tmp_path: Path) -
         env={"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (name,) = [path.parent for path in (tmp_path / "run").glob("checkpoints/*/_COMMITTED")]

@@ -18,23 +18,6 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
         return caught
 
 
-def test_a_failure_names_type_message_and_the_users_lines() -> None:
-    failure = outcome.failure_of(raised(ValueError("step 7")), "report 3")
-    assert failure.error_type == "ValueError"
-    assert failure.message == "step 7"
-    assert failure.position == "report 3"
-    assert "in raised" in failure.traceback
-    assert failure.traceback.rstrip().endswith("ValueError: step 7")
-
-
-def test_a_long_failure_keeps_its_end_and_bad_characters_can_travel() -> None:
-    failure = outcome.failure_of(raised(ValueError("x" * 100_000 + "\udce4")))
-    assert len(failure.message) == outcome.MESSAGE_CHARS_MAX
-    assert len(failure.traceback) == outcome.TRACEBACK_CHARS_MAX
-    assert failure.traceback.rstrip().endswith("\\udce4")
-    failure.traceback.encode()
-
-
 def test_an_error_whose_text_raises_is_told_all_the_same() -> None:
     class Mute(Exception):
         def __str__(self) -> str:

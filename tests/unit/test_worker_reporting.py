@@ -17,16 +17,13 @@ from elastic.core.messages import Progress
 from elastic.core.world import Generation, JobId
 from elastic.errors import StorageError, UsageError
 from elastic.runtime.clock import SystemClock
-from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
-from elastic.testing.faulty_storage import Faults
-from elastic.worker import committing, reporting
+from elastic.worker import committing
 from elastic.worker.agreement import Agreement
 from elastic.worker.exchange import Answer
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.reporting import Place, Reporter
-
-DEADLINE_S = 60.0
+from tests.patience import DEADLINE_S
 
 
 @dataclass
@@ -102,74 +99,6 @@ def committed(run_path: Path) -> list[str]:
     return sorted(path.parent.name for path in run_path.glob("checkpoints/*/_COMMITTED"))
 
 
-def test_metrics_are_kept_and_told_without_waiting_for_anyone(tmp_path: Path) -> None:
-    links = [Coordinator(), Coordinator()]
-
-    def train(rank: Rank) -> None:
-        if rank.rank == 0:
-            for step in range(3):
-                rank.report({"loss": step})
-
-    assert run_group(tmp_path, links, train) == [None, None]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["metrics"]["loss"] for line in lines] == [0, 1, 2]
-    assert {(line["generation"], line["rank"]) for line in lines} == {(2, 0)}
-    assert [line["index"] for line in lines] == [0, 1, 2]
-    assert [event.checkpoint for event in links[0].posted] == ["", "", ""]
-
-
-def test_the_parts_of_all_ranks_become_one_checkpoint(tmp_path: Path) -> None:
-    links = [Coordinator() for _ in range(3)]
-    newest = {}
-
-    def train(rank: Rank) -> None:
-        part = directory(tmp_path / f"part{rank.rank}", **{f"shard{rank.rank}": "x"})
-        rank.report({"loss": rank.rank}, part)
-        newest[rank.rank] = rank.reporter.newest_checkpoint
-
-    run = tmp_path / "run"
-    assert run_group(run, links, train) == [None] * 3
-    (name,) = committed(run)
-    path = str(run / "checkpoints" / name)
-    assert newest == {0: path, 1: path, 2: path}
-    assert [event.checkpoint for link in links for event in link.posted] == [path, "", ""]
-    marker = Marker.from_json((run / "checkpoints" / name / "_COMMITTED").read_text())
-    assert [file[:2] for file in marker.files] == [("shard0", 1), ("shard1", 1), ("shard2", 1)]
-    assert json.loads(marker.metrics) == {"loss": 0}
-    assert (marker.generation, marker.index, marker.world_size) == (2, 0, 3)
-
-
-def test_ranks_without_a_checkpoint_go_on_while_the_one_that_has_it_commits(tmp_path: Path) -> None:
-    """Ray's usual script: only rank 0 saves, all ranks report."""
-    links = [Coordinator(), Coordinator()]
-
-    def train(rank: Rank) -> None:
-        for epoch in range(5):
-            part = None
-            if rank.rank == 0:
-                part = directory(tmp_path / f"epoch{epoch}", model="x")
-            rank.report({"epoch": epoch}, part)
-
-    run = tmp_path / "run"
-    assert run_group(run, links, train) == [None, None]
-    assert len(committed(run)) == 5
-    assert [event.checkpoint != "" for event in links[0].posted] == [True] * 5
-    assert [event.checkpoint != "" for event in links[1].posted] == [False] * 5
-
-
-def test_a_rank_other_than_the_first_can_bring_the_checkpoint(tmp_path: Path) -> None:
-    links = [Coordinator(), Coordinator()]
-
-    def train(rank: Rank) -> None:
-        part = directory(tmp_path / "part", model="x") if rank.rank == 1 else None
-        rank.report({}, part)
-
-    run = tmp_path / "run"
-    assert run_group(run, links, train) == [None, None]
-    assert len(committed(run)) == 1
-    assert links[1].posted[0].checkpoint != ""
-
-
 def test_one_rank_that_cannot_store_its_part_fails_the_checkpoint_for_all(tmp_path: Path) -> None:
     links = [Coordinator() for _ in range(3)]
     seen = []
@@ -191,20 +120,6 @@ def test_one_rank_that_cannot_store_its_part_fails_the_checkpoint_for_all(tmp_pa
     assert [path.name for path in (run / "checkpoints").iterdir()] == [name]
 
 
-def test_a_disk_that_refuses_the_marker_fails_the_checkpoint_for_all(tmp_path: Path) -> None:
-    links = [Coordinator(), Coordinator()]
-    run = tmp_path / "run"
-    name = "checkpoint-j1-g000002-000000"
-    Faults(tmp_path).add("denied", on="write", match=f"*/{name}/_COMMITTED*")
-
-    def train(rank: Rank) -> None:
-        rank.report({}, directory(tmp_path / f"part{rank.rank}", model="x"))
-
-    errors = run_group(f"faulty://{run}", links, train)
-    assert [type(error) for error in errors] == [StorageError, StorageError]
-    assert committed(run) == []
-
-
 def test_the_same_file_from_several_ranks_is_stored_once_if_it_has_one_size(
     tmp_path: Path,
 ) -> None:
@@ -218,41 +133,6 @@ def test_the_same_file_from_several_ranks_is_stored_once_if_it_has_one_size(
     errors = run_group(run, links, train)
     assert len(committed(run)) == 1
     assert all("ranks 0 and 1 both have a file model" in str(error) for error in errors)
-
-
-def test_all_leave_at_the_report_that_carries_a_checkpoint(tmp_path: Path) -> None:
-    links = [Coordinator(wish_reason="node n4 joins") for _ in range(2)]
-    passed = []
-
-    def train(rank: Rank) -> None:
-        rank.report({"epoch": 0})
-        passed.append(rank.rank)
-        part = directory(tmp_path / "part", model="x") if rank.rank == 0 else None
-        rank.report({"epoch": 1}, part)
-
-    run = tmp_path / "run"
-    errors = run_group(run, links, train)
-    assert [type(error) for error in errors] == [GroupChanged, GroupChanged]
-    assert sorted(passed) == [0, 1]
-    assert len(committed(run)) == 1
-
-
-def test_nobody_leaves_before_everyone_waits_and_then_all_do(tmp_path: Path) -> None:
-    """Rank 1 hears of the planned change one report later than rank 0."""
-    links = [Coordinator(wish_reason="join"), Coordinator()]
-
-    def train(rank: Rank) -> None:
-        for epoch in range(5):
-            part = None
-            if rank.rank == 0:
-                part = directory(tmp_path / f"epoch{epoch}", model="x")
-            rank.report({"epoch": epoch}, part)
-            links[1].wish_reason = "join"
-
-    errors = run_group(tmp_path / "run", links, train)
-    assert [type(error) for error in errors] == [GroupChanged, GroupChanged]
-    assert {len(link.posted) for link in links} == {len(links[0].posted)}
-    assert len(links[0].posted) <= 3
 
 
 def test_nobody_leaves_while_the_coordinator_does_not_record_the_checkpoint(
@@ -278,19 +158,6 @@ def test_nobody_leaves_on_a_checkpoint_that_was_refused(tmp_path: Path) -> None:
         rank.report({}, directory(tmp_path / f"part{rank.rank}", model="x"))
 
     assert run_group(tmp_path / "run", links, train) == [None, None]
-
-
-def test_a_rank_that_alone_knows_of_a_change_does_not_wait_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reporting, "WISH_PATIENCE_S", 0.05)
-    links = [Coordinator(wish_reason="join"), Coordinator()]
-
-    def train(rank: Rank) -> None:
-        if rank.rank == 0:
-            rank.report({})
-
-    assert run_group(tmp_path, links, train) == [None, None]
 
 
 def test_who_swallows_the_order_to_leave_gets_it_again_at_the_next_report(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from elastic.core.config import JobSpec
@@ -31,7 +29,6 @@ from elastic.core.world import (
     Assignment,
     Entry,
     EntryKind,
-    Failure,
     JobId,
     WorkerId,
     WorkerPhase,
@@ -44,8 +41,6 @@ SPEC = JobSpec(
     job_id=JOB, name="job", entry=Entry(EntryKind.SCRIPT, "t.py"), min_workers=1, max_workers=4
 )
 ASSIGN = Assign(ME, SPEC, "10.0.0.1")
-BOOM = Failure("ValueError", "boom", "Traceback: boom")
-PEER_GONE = Failure("RuntimeError", "Connection closed by peer", "Traceback: gloo")
 
 
 def assignment(generation: int, worker_id: WorkerId = ME) -> Assignment:
@@ -136,10 +131,3 @@ EVERYWHERE = pytest.mark.parametrize(
     [spare, setting_up, ready, forming, training, broken, finished],
     ids=lambda make: make.__name__,
 )
-
-
-def kinds(effects: list[WorkerEffect]) -> list[Any]:
-    """Return effect types; for a message on the pipe the message's type."""
-    return [
-        type(effect.message) if isinstance(effect, SendPipe) else type(effect) for effect in effects
-    ]
