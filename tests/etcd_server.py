@@ -27,6 +27,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
+from tests.patience import wait_for
+
 START_S = 20.0
 START_TRIES = 3
 PORTS = (20_000, 32_000)
@@ -182,7 +186,11 @@ class Member:
             time.sleep(0.02)
 
     def freeze(self) -> None:
-        self._running().send_signal(signal.SIGSTOP)
+        process = self._running()
+        process.send_signal(signal.SIGSTOP)
+        # The kernel stops it a moment later, and until then it may answer.
+        status = psutil.Process(process.pid)
+        wait_for(lambda: status.status() == psutil.STATUS_STOPPED, f"{self.name} to stop")
 
     def thaw(self) -> None:
         self._running().send_signal(signal.SIGCONT)

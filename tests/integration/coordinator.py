@@ -45,9 +45,9 @@ from elastic.wire.codec_stream import (
     encode_agent_message,
 )
 from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
+from tests.patience import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 60.0
 Message = TypeVar("Message", bound=CoordinatorMessage)
 
 

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from elastic.runtime.rpc import MESSAGE_BYTES_MAX, Options, call_metadata, channel_options
-from tests.integration.coordinator import DEADLINE_S
+from tests.patience import DEADLINE_S
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"

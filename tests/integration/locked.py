@@ -17,7 +17,7 @@ from elastic.coord.roles import Role
 from elastic.coord.tokens import Token, create_token
 from elastic.runtime.access import Access, find_access
 from elastic.runtime.rpc import Metadata, call_metadata, open_channel
-from tests.integration.coordinator import DEADLINE_S
+from tests.patience import DEADLINE_S
 
 NOW = datetime.datetime.now(datetime.timezone.utc)
 HOUR_NS = 3600 * 10**9

@@ -38,10 +38,10 @@ from elastic.core.world import (
 )
 from elastic.wire.codec_stream import decode_from_worker, encode_to_worker
 from elastic.wire.frames import FrameReader, encode_frame
+from tests.patience import DEADLINE_S
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 60.0
 HOST = "127.0.0.1"
 
 

@@ -17,7 +17,8 @@ from elastic.client.jobs import Client
 from elastic.core.messages import FollowLogs, LogLines, Report, Reported, StopWorker, WorkerUpdate
 from elastic.core.view import JobView
 from elastic.core.world import ExitCause, ExitKind, Failure, JobPhase, WorkerPhase, WorkerReport
-from tests.integration.coordinator import DEADLINE_S, Coordinator, ScriptedAgent, node
+from tests.integration.coordinator import Coordinator, ScriptedAgent, node
+from tests.patience import DEADLINE_S
 
 
 def stop_all(address: str) -> None:

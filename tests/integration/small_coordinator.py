@@ -19,8 +19,8 @@ from elastic.wire.codec_stream import (
     decode_agent_message,
     encode_coordinator_message,
 )
+from tests.patience import DEADLINE_S
 
-DEADLINE_S = 60.0
 Found = TypeVar("Found")
 
 

@@ -18,7 +18,6 @@ from elastic.coord.roles import RULES, Role
 from elastic.core.messages import Welcome
 from elastic.runtime.access import Access, find_access
 from tests.integration.coordinator import (
-    DEADLINE_S,
     Coordinator,
     ScriptedAgent,
     User,
@@ -36,6 +35,7 @@ from tests.integration.locked import (
     token,
     wait_audited,
 )
+from tests.patience import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
 SERVED = [method for method in RULES if not method.endswith("Health/List")]

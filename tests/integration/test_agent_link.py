@@ -27,12 +27,12 @@ from elastic.errors import ElasticError, NotLeading, Unavailable, VersionMismatc
 from elastic.runtime.access import Access
 from elastic.runtime.clock import SystemClock
 from tests.integration.small_coordinator import (
-    DEADLINE_S,
     Heard,
     SmallCoordinator,
     free_port,
     serving,
 )
+from tests.patience import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
 NODE = Node(NodeId("n1"), 1, "127.0.0.1", 2)

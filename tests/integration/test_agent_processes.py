@@ -32,9 +32,9 @@ from elastic.core.events.agent import (
 from elastic.core.messages import Assign, FollowLogs, LogLines, Ping, Pong, Stop, Warm, WorkerUpdate
 from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind, JobId, WorkerId
 from elastic.errors import NameTaken
+from tests.patience import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
-DEADLINE_S = 60.0
 ECHO = (sys.executable, str(Path(__file__).parents[1] / "workers" / "echo_worker.py"))
 WORKER = WorkerId("n1/7")
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -36,11 +36,11 @@ from elastic.core.world import (
     WorkerPhase,
 )
 from tests.integration.small_coordinator import (
-    DEADLINE_S,
     SmallCoordinator,
     free_port,
     serving,
 )
+from tests.patience import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
 AGENT = [sys.executable, str(Path(__file__).parents[1] / "workers" / "echo_agent.py")]

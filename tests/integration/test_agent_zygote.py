@@ -21,7 +21,8 @@ from elastic.core.events.agent import ProcessExited, ProcessSaid, ProcessStarted
 from elastic.core.messages import Ping, Pong, Warm
 from elastic.core.world import ExitCause, ExitKind
 from elastic.worker.main import EXIT_REPLACED
-from tests.integration.test_agent_processes import DEADLINE_S, ECHO, ENV, Events, wait_until
+from tests.integration.test_agent_processes import ECHO, ENV, Events, wait_until
+from tests.patience import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -147,6 +148,7 @@ async def test_forked_spares_are_our_children_and_answer(tmp_path: Path) -> None
         assert node.processes.pids() == {1: pids[0], 3: pids[2]}
 
 
+@pytest.mark.slow
 async def test_one_that_dies_before_it_is_told_of_is_told_of(tmp_path: Path) -> None:
     """Its zygote is held up between the birth and the word of it."""
     async with running(tmp_path) as node:
@@ -187,6 +189,7 @@ async def new_children(before: set[int]) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 async def test_a_spare_that_is_killed_before_it_is_born_ends(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         node.processes.spawn(1)
@@ -195,7 +198,7 @@ async def test_a_spare_that_is_killed_before_it_is_born_ends(tmp_path: Path) -> 
         assert node.processes.pids() == {}
 
 
-@pytest.mark.parametrize("owes", [0, 2])
+@pytest.mark.parametrize("owes", [2])
 async def test_a_zygote_that_is_killed_is_done_without(tmp_path: Path, owes: int) -> None:
     async with running(tmp_path) as node:
         first = await node.warm(9)

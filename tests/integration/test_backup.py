@@ -25,6 +25,7 @@ from tests.integration.coordinator import (
     node,
     spec,
 )
+from tests.patience import DEADLINE_S
 from tests.unit.journal_under_test import PREFIX, checkpoints, office, record
 
 pytestmark = pytest.mark.anyio
@@ -177,7 +178,7 @@ def test_a_copy_that_finds_no_room_says_so_and_leaves_nothing_behind(
     limit = ("sh", "-c", 'ulimit -f 100 && exec "$0" "$@"')
     limited = subprocess.run(
         [*limit, *command, "--store", f"sqlite:{files}/good"],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=DEADLINE_S,
     )  # fmt: skip
     assert limited.returncode == 69
     assert f"{files}/good could not be copied into {tmp_path}" in limited.stderr

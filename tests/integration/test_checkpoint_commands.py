@@ -19,8 +19,9 @@ from elastic.core.config import JobSpec
 from elastic.core.messages import Report, Reported, SaveState
 from elastic.core.world import FIRST_AUTOMATIC, Entry, EntryKind, JobId, JobPhase
 from elastic.testing.local_cluster import LocalCluster
-from tests.integration.coordinator import DEADLINE_S, Coordinator, ScriptedAgent, node, spec
+from tests.integration.coordinator import Coordinator, ScriptedAgent, node, spec
 from tests.integration.played_jobs import elastic, wait_phase
+from tests.patience import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOP = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,8 +26,9 @@ from elastic.errors import (
 )
 from elastic.runtime.rpc import server_options, status_of
 from elastic.wire.generated.elastic.v1 import jobs_pb2
-from tests.integration.coordinator import DEADLINE_S, Coordinator, spec
+from tests.integration.coordinator import Coordinator, spec
 from tests.integration.played_jobs import playing, stop_all, wait_until
+from tests.patience import DEADLINE_S
 
 NOBODY = "127.0.0.1:1"
 
@@ -91,17 +91,15 @@ def test_refusals_are_our_own_errors(client: Client) -> None:
         client.submit(replace(spec("chip"), accelerator_type="Z80"))
 
 
-def test_nobody_at_the_address_is_found_out_at_once() -> None:
+def test_nobody_at_the_address_is_found_out() -> None:
     with Client([NOBODY, "127.0.0.1:2"]) as nowhere:
         for ask in (
             nowhere.status,
             lambda: list(nowhere.watch("j")),
             lambda: list(nowhere.logs("j")),
         ):
-            began = time.monotonic()
             with pytest.raises(CoordinatorUnreachable, match=f"{NOBODY},127.0.0.1:2"):
                 ask()
-            assert time.monotonic() - began < 60
 
 
 def test_the_address_that_answers_is_found(coordinator: Coordinator) -> None:

@@ -23,8 +23,9 @@ from elastic.core.world import Failure, JobPhase, NodePhase
 from elastic.errors import NotAuthorized
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
-from tests.integration.coordinator import DEADLINE_S, ROOT, Coordinator, ScriptedAgent, node, spec
+from tests.integration.coordinator import ROOT, Coordinator, ScriptedAgent, node, spec
 from tests.integration.played_jobs import elastic, playing, stop_all, wait_phase, wait_until
+from tests.patience import DEADLINE_S
 
 STORY = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: step seven\n'
 

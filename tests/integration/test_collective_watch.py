@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.patience import DEADLINE_S
+
 CASES = ("forward", "backward", "optimizer", "operator", "barrier", "layers")
 IN_COLLECTIVES = ("forward", "backward", "optimizer", "operator")
-PATIENCE_S = 100.0
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def seen() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     try:
         assert ranks[0].stdout is not None
         ranks.append(begin("1", ranks[0].stdout.readline().strip()))
-        said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
+        said = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
     finally:
         for rank in ranks:
             with rank:

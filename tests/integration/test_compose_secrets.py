@@ -107,6 +107,7 @@ def check_health(started: Started, address: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_etcd() is None, reason="no etcd server")
 @pytest.mark.parametrize("how", [as_compose_does, as_kubernetes_does])
 async def test_nodes_and_users_are_let_in_each_to_their_part(
@@ -142,6 +143,7 @@ async def test_nodes_and_users_are_let_in_each_to_their_part(
                     assert outcome.code == code, (who, method, outcome)
 
 
+@pytest.mark.slow
 def test_a_second_start_keeps_tokens_and_authorities_and_renews_old_certificates(
     tmp_path: Path,
 ) -> None:

@@ -30,7 +30,6 @@ from elastic.core.world import (
 from elastic.errors import NotLeading
 from elastic.runtime.rpc import error_from_rpc
 from tests.integration.coordinator import (
-    DEADLINE_S,
     ROOT,
     Coordinator,
     ScriptedAgent,
@@ -39,6 +38,7 @@ from tests.integration.coordinator import (
     node,
     spec,
 )
+from tests.patience import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
 

@@ -38,7 +38,6 @@ from elastic.core.world import (
 from elastic.runtime import rpc
 from elastic.wire.codec_jobs import JobEvent, TimedNote
 from tests.integration.coordinator import (
-    DEADLINE_S,
     ROOT,
     Coordinator,
     ScriptedAgent,
@@ -46,6 +45,7 @@ from tests.integration.coordinator import (
     node,
     spec,
 )
+from tests.patience import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
 PROTOCOL = (("elastic-protocol", "1.0"),)

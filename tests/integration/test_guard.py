@@ -22,7 +22,7 @@ from elastic.errors import Refused
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import call_metadata, channel_options, server_options
 from elastic.wire.generated.elastic.v1 import jobs_pb2
-from tests.integration.coordinator import DEADLINE_S
+from tests.patience import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
 WATCH, GET = "/elastic.v1.Jobs/Watch", "/elastic.v1.Jobs/Get"

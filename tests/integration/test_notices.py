@@ -28,9 +28,9 @@ from elastic.agent.notices.slurm import Slurm
 from elastic.agent.notices.source import Notice, Source
 from elastic.agent.notices.watching import watch_all
 from tests.metadata_server import Cloud, nobody, serving
+from tests.patience import DEADLINE_S
 
 POLL_S = 0.02
-PATIENCE_S = 60.0
 END = datetime.datetime(2031, 5, 6, 7, 8, 9, tzinfo=datetime.timezone.utc)
 
 
@@ -48,7 +48,7 @@ class Watched:
 
     async def wait_for(self, count: int) -> list[Notice]:
         """Wait until so many notices came."""
-        with anyio.fail_after(PATIENCE_S):
+        with anyio.fail_after(DEADLINE_S):
             while len(self.notices) < count:
                 await self.came.wait()
         return self.notices
@@ -60,9 +60,7 @@ async def watching(*sources: Source) -> AsyncIterator[Watched]:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch_all, sources, watched.take)
         yield watched
-        began = time.monotonic()
         tasks.cancel_scope.cancel()
-    assert time.monotonic() - began < 20, "a watcher kept its agent from ending"
 
 
 @pytest.fixture
@@ -193,9 +191,7 @@ async def test_a_question_to_a_server_that_hangs_ends_in_time(
     cloud: Cloud, endpoint: Endpoint, mood: str
 ) -> None:
     cloud.set_mood(mood)
-    began = time.monotonic()
     assert await endpoint.ask("/latest/api/token", timeout_s=0.3) is None
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("name", CLOUDS)
@@ -237,7 +233,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
         return text
 
     async def looks(count: int) -> None:
-        with anyio.fail_after(PATIENCE_S):
+        with anyio.fail_after(DEADLINE_S):
             for _ in range(count):
                 await anyio.to_thread.run_sync(looked.acquire, abandon_on_cancel=True)
 
@@ -293,7 +289,7 @@ async def test_an_annotation_of_kubernetes_is_a_notice(tmp_path: Path, looks: Lo
 
 async def wait_until_caught(number: int) -> None:
     """Wait until the signal no longer ends this process."""
-    with anyio.fail_after(PATIENCE_S):
+    with anyio.fail_after(DEADLINE_S):
         while signal.getsignal(number) is signal.SIG_DFL:  # noqa: ASYNC110 - nobody tells.
             await anyio.sleep(0.01)
 

@@ -17,6 +17,7 @@ from elastic.client.embedded import NOT_FOR_US, Cluster, stop_cluster
 from elastic.coord.cli import main as coordinator
 from elastic.testing.local_cluster import is_running
 from tests.integration.played_jobs import wait_until
+from tests.patience import DEADLINE_S
 
 DRIVER = """
 import signal, sys
@@ -100,9 +101,13 @@ def test_neither_settings_of_another_cluster_nor_closed_streams_keep_one_from_st
         "stop_cluster(start_cluster(1))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", text], stderr=subprocess.PIPE, text=True, timeout=100, check=False,
+        [sys.executable, "-c", text],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
         env={**os.environ, **FOREIGN},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import DEADLINE_S
 from tests.workers.members import Crew, MemberProcess, all_ask
 
 CREW = Crew()
@@ -73,7 +74,7 @@ def test_a_killed_peer_breaks_the_step_and_it_is_done_again_without_it(
     survivors, lost = [members[0], members[2]], members[1]
     orders = [one.tell("do_steps", until=STEPS, die_at=NEVER) for one in survivors]
     lost.tell("do_steps", until=STEPS, die_at=step)
-    assert lost.process.wait(60) < 0
+    assert lost.process.wait(DEADLINE_S) < 0
     # A worker's control thread does this when it is told that the group is over.
     all_ask(survivors, "abort")
     said = [one.answer(order) for one, order in zip(survivors, orders, strict=True)]

@@ -13,6 +13,7 @@ from elastic.testing.local_cluster import LocalCluster
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_storage_that_is_not_shared_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

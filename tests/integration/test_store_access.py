@@ -26,10 +26,10 @@ from elastic.store.interface import Compare, Delete, Put
 from tests.etcd_server import Certificates, EtcdServer, find_etcd
 from tests.integration.coordinator import Coordinator, User, elastic_coord, spec
 from tests.integration.locked import authority, certificate
+from tests.patience import DEADLINE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.etcd]
 
-WAIT_S = 60.0
 Code = grpc.StatusCode
 ROOT = "team"
 Answer = TypeVar("Answer")
@@ -62,7 +62,7 @@ def guarded() -> Iterator[EtcdServer]:
 async def test_a_user_that_may_use_the_root_can_do_everything(guarded: EtcdServer) -> None:
     access = EtcdAccess("worker", "secret")
     store = EtcdStore([guarded.endpoint], root=ROOT, access=access)
-    with anyio.fail_after(WAIT_S):
+    with anyio.fail_after(DEADLINE_S):
         lease = await store.grant_lease(30.0)
         first = await store.commit([Compare("k", 0)], [Put("k", b"1", lease.lease_id)])
         assert await store.renew_lease(lease.lease_id)
@@ -92,7 +92,7 @@ async def test_who_is_not_let_in_is_told_so_by_every_call(
     guarded: EtcdServer, access: EtcdAccess | None, root: str, words: str
 ) -> None:
     store = EtcdStore([guarded.endpoint], root=root, access=access)
-    with anyio.fail_after(WAIT_S):
+    with anyio.fail_after(DEADLINE_S):
         with pytest.raises(NotAuthorized, match=words):
             await store.read("")
         with pytest.raises(NotAuthorized, match=words):
@@ -119,7 +119,7 @@ async def test_connections_of_earlier_credentials_are_closed_once_nothing_runs_o
     shown = EtcdAccess("worker", "secret")
     store = EtcdStore([guarded.endpoint], root=ROOT, access=lambda: shown)
     channels: list[grpc.aio.Channel] = []
-    with anyio.fail_after(WAIT_S):
+    with anyio.fail_after(DEADLINE_S):
         for _ in range(5):
             await store.read("")
             channels += store._link._channels.values()
@@ -133,7 +133,7 @@ async def test_connections_of_earlier_credentials_are_closed_once_nothing_runs_o
 async def test_a_watch_outlives_the_credentials_that_it_began_with(guarded: EtcdServer) -> None:
     shown = EtcdAccess("worker", "secret")
     store = EtcdStore([guarded.endpoint], root=ROOT, access=lambda: shown)
-    with anyio.fail_after(WAIT_S):
+    with anyio.fail_after(DEADLINE_S):
         lease = await store.grant_lease(30.0)
         first = await store.commit([Compare("w", 0)], [Put("w", b"1", lease.lease_id)])
         async with aclosing(store.watch("w", first.revision)) as watch:
@@ -153,7 +153,10 @@ async def test_a_renewal_by_a_user_of_a_server_without_users_is_refused_with_the
     etcd: EtcdServer,
 ) -> None:
     store = EtcdStore([etcd.endpoint], access=EtcdAccess("worker", "secret"))
-    with anyio.fail_after(WAIT_S), pytest.raises(StoreError, match=r"lease renewal.*not enabled"):
+    with (
+        anyio.fail_after(DEADLINE_S),
+        pytest.raises(StoreError, match=r"lease renewal.*not enabled"),
+    ):
         await store.renew_lease(7)
     await store.close()
 
@@ -214,6 +217,7 @@ def shown_to(folder: Path) -> tuple[str, ...]:
     return tuple(word for flag, name in names for word in (f"--store-{flag}", str(folder / name)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_etcd() is None, reason="no etcd server")
 async def test_a_coordinator_leads_over_tls_and_follows_certificates_that_are_replaced(
     tmp_path: Path,
@@ -226,7 +230,7 @@ async def test_a_coordinator_leads_over_tls_and_follows_certificates_that_are_re
     with EtcdServer(of_folder(ours / "coordinator")) as server:
         args = shown_to(shown)
         coordinator = Coordinator(tmp_path / "c", store=server.url(), args=args)
-        with coordinator as running, anyio.fail_after(3 * WAIT_S):
+        with coordinator as running, anyio.fail_after(3 * DEADLINE_S):
             async with User(running.address) as user:
                 job = await user.submit(spec("kept", workers=(50, 50)))
                 # Everything is replaced, the authority too, as if the old one had leaked.
@@ -301,13 +305,14 @@ def renew_password(server: EtcdServer, user: str, password: str) -> None:
         request = urllib.request.Request(f"{server.member.url}{path}", json.dumps(body).encode())
         if token:
             request.add_header("Authorization", token)
-        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
             return dict(json.loads(answer.read()))
 
     token = ask("/v3/auth/authenticate", name="root", password="r")["token"]
     ask("/v3/auth/user/changepw", token, name=user, password=password)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["server", "file"])
 async def test_a_coordinator_goes_on_when_its_password_was_renewed_on_both_sides(
     guarded: EtcdServer, tmp_path: Path, first: str
@@ -332,7 +337,7 @@ async def test_a_coordinator_goes_on_when_its_password_was_renewed_on_both_sides
             assert "etcd refuses user 'worker'" in running.log()
             steps[1]()
             running.wait_logged("leader name=", times=2)
-            with anyio.fail_after(WAIT_S):
+            with anyio.fail_after(DEADLINE_S):
                 async with User(running.address) as user:
                     job = await wait_answered(lambda: user.submit(spec("after", workers=(50, 50))))
                     await user.stop(job)

@@ -14,10 +14,10 @@ from elastic.errors import StoreUnavailable
 from elastic.store.etcd import EtcdStore
 from elastic.store.interface import Compare, Put
 from tests.etcd_server import EtcdCluster, Member, find_etcd
+from tests.patience import DEADLINE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.etcd]
 
-WAIT_S = 60.0
 ROUNDS = 60
 roots = (f"cluster{number}" for number in itertools.count())
 
@@ -84,7 +84,7 @@ async def count_through(store: EtcdStore, disturb: dict[int, list[object]]) -> J
     journal = Journal(store)
     start = (await store.read("")).revision + 1
     lease = await store.grant_lease(20.0)
-    with anyio.fail_after(WAIT_S):
+    with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as group:
             group.start_soon(journal.follow, start, ROUNDS - 1)
             for number in range(ROUNDS):
@@ -111,6 +111,7 @@ async def test_the_member_that_is_asked_freezes_for_good(
     assert journal.longest_s < 12.0
 
 
+@pytest.mark.slow
 async def test_a_member_that_thaws_brings_nothing_back(
     cluster: EtcdCluster, store: EtcdStore
 ) -> None:
@@ -118,6 +119,7 @@ async def test_a_member_that_thaws_brings_nothing_back(
     await count_through(store, {20: [member.freeze], 40: [member.thaw]})
 
 
+@pytest.mark.slow
 async def test_the_leader_is_killed_and_returns(cluster: EtcdCluster, store: EtcdStore) -> None:
     leader = cluster.wait_leader()
     journal = await count_through(store, {20: [leader.kill], 40: [leader.start]})
@@ -141,7 +143,7 @@ async def test_a_member_that_was_away_answers_with_what_happened_meanwhile(
     await read()
     late.freeze()
     assert (await writer.commit([Compare("k", first.revision)], [Put("k", b"new")])).committed
-    with anyio.fail_after(WAIT_S):
+    with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as group:
             group.start_soon(read)
             await anyio.wait_all_tasks_blocked()

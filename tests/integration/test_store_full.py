@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -13,17 +14,17 @@ from elastic.errors import StoreUnavailable
 from elastic.store.etcd import EtcdStore
 from elastic.store.interface import Compare, Delete, Put
 from tests.etcd_server import EtcdServer, find_etcd
+from tests.patience import DEADLINE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.etcd]
 
-WAIT_S = 60.0
 QUOTA_BYTES = 8 * 1024 * 1024
 PIECE_BYTES = 512 * 1024
 
 
 async def fill(store: EtcdStore) -> None:
     """Write what is removed again, until the history of it is too much."""
-    for number in range(2 * QUOTA_BYTES // PIECE_BYTES):
+    for number in itertools.count():
         key, value = f"k/{number}", os.urandom(PIECE_BYTES)
         result = await store.commit([Compare(key, 0)], [Put(key, value)])
         await store.commit([Compare(key, result.revision)], [Delete(key)])
@@ -37,7 +38,7 @@ async def test_a_full_etcd_is_met_with_what_to_do_and_goes_on_after_that(
     # The project's own advice is taken by the server.
     monkeypatch.setenv("ETCD_AUTO_COMPACTION_MODE", "periodic")
     monkeypatch.setenv("ETCD_AUTO_COMPACTION_RETENTION", "1h")
-    with EtcdServer() as server, anyio.fail_after(WAIT_S):
+    with EtcdServer() as server, anyio.fail_after(DEADLINE_S):
         store = EtcdStore([server.endpoint])
         with pytest.raises(StoreUnavailable, match="NOSPACE") as refused:
             await fill(store)

@@ -16,10 +16,10 @@ from elastic.store.etcd_link import Unanswered
 from elastic.store.etcd_wire import RANGE
 from elastic.store.interface import Compare, Delete, Put
 from tests.etcd_server import EtcdServer
+from tests.patience import DEADLINE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.etcd]
 
-WAIT_S = 60.0
 PIECE_BYTES = 512 * 1024
 roots = (f"pages{number}" for number in itertools.count())
 
@@ -55,7 +55,7 @@ class Tap:
 async def opened(etcd: EtcdServer, root: str) -> AsyncIterator[EtcdStore]:
     store = EtcdStore([etcd.endpoint], root=root, total_s=2.0)
     try:
-        with anyio.fail_after(WAIT_S):
+        with anyio.fail_after(DEADLINE_S):
             yield store
     finally:
         await store.close()

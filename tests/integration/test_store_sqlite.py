@@ -21,6 +21,7 @@ from elastic.errors import CorruptRecord, StoreError, UsageError
 from elastic.store.interface import ChangeKind, Compare, Put
 from elastic.store.local import LocalStore
 from elastic.store.sqlite import sqlite_store
+from tests.patience import DEADLINE_S
 
 # Tests wait for the processes that they start; nothing else runs on their loop meanwhile.
 # ruff: noqa: ASYNC220, ASYNC221, ASYNC240
@@ -349,7 +350,7 @@ async def test_the_event_loop_runs_on_while_the_disk_is_slow(path: Path) -> None
             assert turns > 100
             assert not commit.done()
             somebody.execute("ROLLBACK")
-        with anyio.fail_after(60.0):
+        with anyio.fail_after(DEADLINE_S):
             assert (await commit).committed
 
 
@@ -366,5 +367,5 @@ async def test_a_watch_hears_of_a_commit_whose_caller_did_not_wait(path: Path) -
                 with pytest.raises(asyncio.CancelledError):
                     await commit
                 somebody.execute("ROLLBACK")
-            with anyio.fail_after(60.0):
+            with anyio.fail_after(DEADLINE_S):
                 assert (await waiting).entry.key == "k"

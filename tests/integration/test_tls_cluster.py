@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.integration.coordinator import ROOT, Coordinator, elastic_coord
-
-DEADLINE_S = 90.0
+from tests.patience import DEADLINE_S
 
 
 def run(module: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:

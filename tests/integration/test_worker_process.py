@@ -25,7 +25,8 @@ from elastic.core.world import Entry, EntryKind, WorkerPhase
 from elastic.errors import StorageError
 from elastic.worker import entry as worker_entry
 from elastic.worker.context import WorkerContext, current
-from tests.integration.played_agent import DEADLINE_S, HOST, Played, PlayedAgent, announce, spec_of
+from tests.integration.played_agent import HOST, Played, PlayedAgent, announce, spec_of
+from tests.patience import DEADLINE_S
 
 # Workers get these functions as they are here; they cannot import a test module.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -267,19 +268,6 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_for_torchrun_runs_unchanged_and_again(agent: PlayedAgent, tmp_path: Path) -> None:
-    script, out = tmp_path / "train.py", tmp_path / "out"
-    script.write_text(TORCHRUN_SCRIPT)
-    out.mkdir()
-    workers = agent.workers(2, Entry(EntryKind.SCRIPT, str(script), args=(str(out),)))
-    for generation, members in ((1, workers), (2, workers[::-1]), (3, workers[:1])):
-        announce(members, generation)
-        for one in members:
-            one.wait_phase(FINISHED, generation)
-    found = {path.name: path.read_text() for path in out.iterdir()}
-    assert found == {"0-0": "3", "0-1": "3", "1-0": "3", "1-1": "3", "2-0": "1"}
-
-
 FIT_SCRIPT = """
 import sys
 from elastic import train
@@ -316,22 +304,6 @@ TorchTrainer(
     run_config=train.RunConfig(callbacks=[Callback()], worker_env={"KEY": "secret"}),
 ).fit()
 """
-
-
-def test_a_script_is_told_which_of_its_wishes_the_command_line_overrules(
-    agent: PlayedAgent, tmp_path: Path
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(WISHING_SCRIPT)
-    (worker,) = agent.workers(1, Entry(EntryKind.SCRIPT, str(script)), tmp_path / "run")
-    announce([worker], 1)
-    worker.wait_phase(FINISHED, 1)
-    said = worker.log.read_text().splitlines()
-    (line,) = [line for line in said if "this script's configuration" in line]
-    assert line == (
-        "elastic: of this script's configuration the command line's counts instead: num_workers=2 "
-        "(--num-workers 1:8), worker_env (--env); not used: callbacks"
-    )
 
 
 def test_what_cannot_be_set_up_is_told_before_a_group_forms(

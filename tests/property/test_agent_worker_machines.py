@@ -43,6 +43,7 @@ from elastic.core.world import (
     SessionId,
     WorkerPhase,
 )
+from tests.patience import DEADLINE_S
 from tests.property.agent_world import AgentWorld
 from tests.property.machine_facts import (
     BOOM,
@@ -165,7 +166,7 @@ def test_what_the_machines_do_does_not_depend_on_the_hash_seed() -> None:
             env={**os.environ, "PYTHONHASHSEED": str(seed)},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=DEADLINE_S,
             check=True,
         ).stdout
         for seed in (1, 2, 3)

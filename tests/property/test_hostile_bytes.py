@@ -34,6 +34,7 @@ from elastic.wire.async_pipe import AsyncPipe
 from elastic.wire.codec_records import encode_record
 from elastic.wire.codec_stream import encode_from_worker
 from elastic.wire.frames import FRAME_BYTES_MAX, encode_frame
+from tests.patience import DEADLINE_S
 from tests.strategies import FROM_WORKER, RECORDS
 
 bounded = settings(
@@ -42,7 +43,6 @@ bounded = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-DEADLINE_S = 60.0
 CLOCK = SystemClock()
 
 # ------------------------------------------------------------------------------- the store

@@ -11,9 +11,10 @@ import pytest
 
 from elastic.errors import ElasticError
 from elastic.testing.simulator import Simulation, run_seed
+from tests.patience import DEADLINE_S
 from tests.simulation import planted, planted_crowds, planted_leavers, planting
 
-SEEDS = 300
+SEEDS = 150
 SEEDS_PER_BUG = 300
 PLANTED_IN = (planted, planted_crowds, planted_leavers)
 """Modules that enter their bugs when they are imported."""
@@ -46,7 +47,7 @@ def test_a_seed_replays_exactly_under_every_hash_seed() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=DEADLINE_S,
         ).stdout
         for hash_seed in ("0", "1", "4711")
     }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.tidy.tree import ROOT, module_name, parsed, python_files, where
 
@@ -130,14 +130,7 @@ def test_a_command_that_a_page_shows_exists(
     if find_spec(module) is None:
         pytest.skip(f"{module} is not written yet")
     arguments = [*subcommand.split(), "--help"]
-    code = f"import sys; sys.argv[0] = {program!r}; from {module} import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, f"{page}: {program} {subcommand}: {done.stderr}"
-    missing = [option for option in options if not re.search(rf"{option}\b", done.stdout)]
+    done = CliRunner().invoke(import_module(module).main, arguments, prog_name=program)
+    assert done.exit_code == 0, f"{page}: {program} {subcommand}: {done.output}"
+    missing = [option for option in options if not re.search(rf"{option}\b", done.output)]
     assert not missing, f"{page}: {program} {subcommand} has no {missing}"

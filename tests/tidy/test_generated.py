@@ -23,7 +23,6 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(500)  # The first time the compiler has to be fetched.
 def test_generated_stubs_are_fresh(tmp_path: Path) -> None:
     if not PROTOS:
         pytest.skip("no protos yet")

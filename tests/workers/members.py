@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.patience import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class MemberProcess:
         self.process.stdin.flush()
         return number
 
-    def answer(self, number: int, patience_s: float = PATIENCE_S) -> Answer:
+    def answer(self, number: int, patience_s: float = DEADLINE_S) -> Answer:
         """Wait for the answer to an order."""
         try:
             return self._answers[number].get(timeout=patience_s)
@@ -96,8 +97,8 @@ class MemberProcess:
     def kill(self) -> None:
         """End it for good, stopped or not."""
         self.process.kill()
-        self.process.wait(PATIENCE_S)
-        self._reader.join(PATIENCE_S)
+        self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None and not stream.closed:
                 stream.close()

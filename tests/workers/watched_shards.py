@@ -22,12 +22,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from elastic.worker.collective_watch import CollectiveWatch, stance_of
+from tests.patience import DEADLINE_S
 
 WIDTH = 16
 LOOK_S = 0.1
 LOOKS = 5
 """So many in a row that show the same settle what is seen; at the deadline the last one does."""
-DEADLINE_S = 60.0
 
 
 class Late(torch.autograd.Function):
