@@ -191,8 +191,8 @@ class CoordinatorConfig:
             stands still; a little longer than they wait for storage themselves.
         stop_grace_s: between asking a worker to end and killing it.
         restart_delay_s_max: longest back-off between replacements of a failing worker.
-        crash_loop_limit: losses in a row, without any report or healthy period in between,
-            after which the job fails.
+        crash_loop_limit: losses in a row, without a committed step, a report or a healthy period
+            in between, after which the job fails; kills and lost nodes are none.
         healthy_after_s: training this long without a loss ends a row of losses.
         node_faults_max: more hangs, crashes and failed starts of workers than this on one node
             within `fault_window_s`, and more than twice as many as on any other, keep new workers

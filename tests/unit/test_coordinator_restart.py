@@ -167,7 +167,7 @@ def test_when_no_agent_comes_back_the_job_is_suspended_and_waits() -> None:
     coordinator = restarted(running(nodes=CONFIG.crash_loop_limit + 2))
     coordinator.advance(CONFIG.adoption_grace_s)
     record = coordinator.job("a").record
-    assert (record.phase, record.generation, record.losses) == (JobPhase.PENDING, 1, 1)
+    assert (record.phase, record.generation, record.losses) == (JobPhase.PENDING, 1, 0)
     assert coordinator.job("a").reason.startswith("waiting: needs 1 more workers")
 
 

@@ -12,6 +12,7 @@ from elastic.core.policy.failure import (
     CRASH_SIGNALS,
     FINAL_ERRORS,
     FREE_LOSSES,
+    OUT_OF_MEMORY,
     History,
     describe,
     judge_exit,
@@ -24,6 +25,7 @@ BOOM = Failure("ValueError", "boom", "Traceback: boom", position="report 3")
 CODE_1 = ExitCause(ExitKind.CODE, 1)
 KILLED = ExitCause(ExitKind.SIGNAL, signal.SIGKILL)
 LOST = ExitCause(ExitKind.LOST)
+STARVED = replace(KILLED, detail=f"SIGKILL, {OUT_OF_MEMORY}")
 
 
 def spec(max_failures: int) -> JobSpec:
@@ -56,19 +58,22 @@ def test_codes_and_native_crashes_are_charged_to_user_code(cause: ExitCause) -> 
 
 
 @pytest.mark.parametrize(
-    "cause",
+    ("cause", "losses"),
     [
-        KILLED,
-        ExitCause(ExitKind.SIGNAL, signal.SIGTERM),
-        ExitCause(ExitKind.SIGNAL, 99),
-        ExitCause(ExitKind.HUNG),
-        LOST,
-        ExitCause(ExitKind.SPAWN_FAILED),
+        (KILLED, 0),
+        (ExitCause(ExitKind.SIGNAL, signal.SIGTERM), 0),
+        (ExitCause(ExitKind.SIGNAL, 99), 0),
+        (LOST, 0),
+        (STARVED, 1),
+        (ExitCause(ExitKind.HUNG), 1),
+        (ExitCause(ExitKind.SPAWN_FAILED), 1),
     ],
 )
-def test_what_happens_to_a_machine_is_not_charged_to_user_code(cause: ExitCause) -> None:
+def test_what_happens_to_a_machine_is_not_charged_to_user_code(
+    cause: ExitCause, losses: int
+) -> None:
     judged = judge_exit(spec(0), History(), cause, None, CONFIG).value
-    assert (judged.job_fails, judged.history.failures, judged.history.losses) == (False, 0, 1)
+    assert (judged.job_fails, judged.delay_ns, judged.history) == (False, 0, History(0, losses))
 
 
 @pytest.mark.parametrize("cause", [KILLED, LOST, CODE_1])
@@ -125,7 +130,7 @@ def test_exits_without_an_exception_are_not_held_to_be_the_same_error() -> None:
 def test_losses_in_a_row_are_replaced_at_once_and_then_ever_later_until_the_job_fails() -> None:
     history, delays, fails = History(), [], []
     for _ in range(6):
-        judged = judge_exit(spec(0), history, KILLED, None, CONFIG).value
+        judged = judge_exit(spec(0), history, STARVED, None, CONFIG).value
         history = judged.history
         delays.append(judged.delay_ns)
         fails.append(judged.job_fails)
@@ -134,26 +139,26 @@ def test_losses_in_a_row_are_replaced_at_once_and_then_ever_later_until_the_job_
 
 
 def test_the_back_off_stops_at_its_bound() -> None:
-    judged = judge_exit(spec(0), History(losses=4), KILLED, None, CONFIG).value
+    judged = judge_exit(spec(0), History(losses=4), STARVED, None, CONFIG).value
     assert judged.delay_ns == ns(2)
     lower = replace(CONFIG, restart_delay_s_max=1.5)
-    assert judge_exit(spec(0), History(losses=4), KILLED, None, lower).value.delay_ns == ns(1.5)
+    assert judge_exit(spec(0), History(losses=4), STARVED, None, lower).value.delay_ns == ns(1.5)
     none = replace(CONFIG, restart_delay_s_max=0)
-    assert judge_exit(spec(0), History(losses=4), KILLED, None, none).value.delay_ns == 0
+    assert judge_exit(spec(0), History(losses=4), STARVED, None, none).value.delay_ns == 0
 
 
 @pytest.mark.parametrize("losses", [100, 1_100, 100_000])
 def test_a_row_of_losses_of_any_length_can_be_counted(losses: int) -> None:
     patient = replace(CONFIG, crash_loop_limit=10**6)
-    judged = judge_exit(spec(0), History(losses=losses), KILLED, None, patient).value
+    judged = judge_exit(spec(0), History(losses=losses), STARVED, None, patient).value
     assert judged.delay_ns == ns(CONFIG.restart_delay_s_max)
 
 
 def test_a_crash_loop_says_where_to_look_and_which_limit_it_hit() -> None:
-    decision = judge_exit(spec(0), History(losses=5), KILLED, None, CONFIG)
+    decision = judge_exit(spec(0), History(losses=5), STARVED, None, CONFIG)
     assert decision.reason == (
-        "6 workers lost in a row without progress, the last one killed by SIGKILL: "
-        "look at its log; the limit is crash_loop_limit=5"
+        "6 workers lost in a row without progress, the last one killed by SIGKILL "
+        "(SIGKILL, out of memory): look at its log; the limit is crash_loop_limit=5"
     )
 
 
