@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastic.core.events.agent import ConnectionLost, Kill, ProcessStopped
 from elastic.core.messages import Announce, StartWorker, Warm
-from tests.unit.agent_under_test import W1, W2, Agent, announce, of, reconnect, spec, with_worker
+from tests.unit.agent_under_test import W1, W2, Agent, announce, of, spec, with_worker
 
 
 def in_group(agent: Agent, size: int) -> None:
