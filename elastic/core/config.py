@@ -82,6 +82,7 @@ class JobSpec:
         non_preemptible: it keeps its min also when a job of higher priority waits.
         own_steps: its code shares out its steps itself, as scripts for torchrun do, so that a group
             of any size can train it.
+        resumes: its run directory has a state to go on from, or `resume_from` is one.
     """
 
     job_id: JobId
@@ -108,6 +109,7 @@ class JobSpec:
     priority: int = 0
     non_preemptible: bool = False
     own_steps: bool = False
+    resumes: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

@@ -54,7 +54,7 @@ def commit(path: Path, name: str, index: int, metrics: dict[str, int], job_id: s
 def test_a_new_run_has_a_record_and_its_trainer(tmp_path: Path) -> None:
     run = tmp_path / "deep" / "r"
     begun = begin(run, trainer=b"pickle", resume_from="/else/c")
-    assert begun == Attempt("/else/c")
+    assert begun == Attempt("/else/c", resumes=True)
     found = record(run)
     assert (found.name, found.jobs, found.phase) == ("r", ("j1",), RunPhase.RUNNING)
     assert found.started_unix_ns > 0
