@@ -53,12 +53,16 @@ from elastic.core.world import Node, NodeId
 from elastic.errors import CoordinatorUnreachable, ElasticError, Refused, UsageError, is_for_now
 from elastic.runtime.access import find_access
 from elastic.runtime.clock import Clock, SystemClock
+from elastic.runtime.descriptors import raise_limit
 from elastic.runtime.eventlog import quoted
 from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.rpc import parse_endpoints
 from elastic.runtime.tether import check_tether
 
 log = logging.getLogger("elastic.agent")
+
+OPEN_FILES = 65536
+"""For this agent and each of its workers: rank 0 needs four for each member of its group."""
 
 EXIT_BUG = 70
 EXIT_CONFIG = 78
@@ -267,6 +271,7 @@ def run_agent(flags: Flags, env: Mapping[str, str]) -> int:
         ElasticError: the flags cannot work, or the node id is taken; nothing was started.
     """
     clock = SystemClock()
+    raise_limit(OPEN_FILES)  # Before the first child.
     check_tether(flags.tether_fd)
     settings = read_settings(flags, env)
     node = settings.node

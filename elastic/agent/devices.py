@@ -7,6 +7,7 @@ is absent with a reason, never guessed.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import re
@@ -18,6 +19,8 @@ from elastic.core.config import KNOWN_ACCELERATORS
 from elastic.core.world import Resources
 from elastic.errors import ConfigError
 from elastic.runtime import cgroup
+
+log = logging.getLogger(__name__)
 
 GIB = 1024**3
 VENDOR_WORDS = ("NVIDIA", "TESLA", "GEFORCE", "QUADRO", "GRAPHICS", "DEVICE")
@@ -58,13 +61,20 @@ def find_devices(visible: str | None = None) -> Devices:
 
     Returns:
         The devices; none, with the reason, when there are no GPUs or NVML is not to be had.
+
+    Raises:
+        ConfigError: `visible` names GPUs, and none of them is there.
     """
     if visible is not None and visible.strip() in NO_DEVICES:
         return Devices(reason=f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs")
     gpus = read_nvml()
-    if isinstance(gpus, str):
-        return Devices(reason=gpus)
-    return choose_devices(gpus, visible)
+    found = Devices(reason=gpus) if isinstance(gpus, str) else choose_devices(gpus, visible)
+    if visible is not None and not found.entries:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={visible!r} names GPUs, and none of them is to be had "
+            f"({found.reason}): correct it, or set it to -1 for a node without GPUs"
+        )
+    return found
 
 
 def read_nvml() -> tuple[Gpu, ...] | str:
@@ -77,16 +87,24 @@ def read_nvml() -> tuple[Gpu, ...] | str:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return f"no GPUs: NVML says {error}"
+    found, lost = [], []
     try:
-        found = []
         for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+            except pynvml.NVMLError as error:
+                # Broken, or of another job of this machine (SLURM's ConstrainDevices).
+                lost.append(f"GPU {index}: {error}")
+                log.warning("gpu_left_out index=%d error=%r", index, str(error))
+                continue
             found.append(Gpu(index, text_of(uuid), text_of(name)))
     except pynvml.NVMLError as error:
         return f"no GPUs: NVML failed while counting them: {error}"
     finally:
         pynvml.nvmlShutdown()
+    if lost and not found:
+        return f"no GPUs: NVML can open none of {len(lost)} ({lost[0]})"
     return tuple(found) or "no GPUs: NVML counts none"
 
 
@@ -257,6 +275,6 @@ def worker_env(
     elif limit is not None:
         # A thread for each processor of the machine, and they would wait for each other's time.
         added["OMP_NUM_THREADS"] = str(num_processors(cgroups))
-    if devices.entries and "CUDA_VISIBLE_DEVICES" not in env:
+    if devices.entries:  # Also where numbers in CUDA_VISIBLE_DEVICES chose among them.
         added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which they were counted.
     return {**added, **env}

@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 
+from elastic.core.policy.failure import OUT_OF_MEMORY
 from elastic.core.world import ExitCause, ExitKind
 from elastic.errors import InvariantViolation
 
@@ -34,7 +35,30 @@ def reap(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def exit_cause(status: os.waitid_result, last_line: str = "") -> ExitCause:
+class MemoryKills:
+    """Tells whether the kernel has killed anybody for memory since this was last asked."""
+
+    def __init__(self) -> None:
+        """Begin with what was before."""
+        self._known = _memory_kills()
+
+    def is_new(self) -> bool:
+        """Return whether it has; also in a control group."""
+        known, self._known = self._known, _memory_kills()
+        return self._known > known
+
+
+def _memory_kills() -> int:
+    try:
+        with open("/proc/vmstat", encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except OSError:
+        return 0
+
+
+def exit_cause(
+    status: os.waitid_result, memory_kills: MemoryKills, last_line: str = ""
+) -> ExitCause:
     """Return the cause that a wait status tells; `last_line` goes into the detail."""
     if status.si_code == os.CLD_EXITED:
         return ExitCause(ExitKind.CODE, status.si_status, last_line)
@@ -43,7 +67,9 @@ def exit_cause(status: os.waitid_result, last_line: str = "") -> ExitCause:
     except ValueError:
         name = ""  # Real-time signals have numbers only.
     core = "core dumped" if status.si_code == os.CLD_DUMPED else ""
-    detail = ", ".join(part for part in (name, core, last_line) if part)
+    is_memory = status.si_status == signal.SIGKILL and memory_kills.is_new()
+    memory = OUT_OF_MEMORY if is_memory else ""
+    detail = ", ".join(part for part in (name, core, memory, last_line) if part)
     return ExitCause(ExitKind.SIGNAL, status.si_status, detail)
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from elastic.agent.kernel import (
     DEAD,
+    MemoryKills,
     exit_cause,
     kill_quietly,
     process_state,
@@ -132,6 +133,7 @@ class ChildProcesses:
         self._logs = logs
         self._post = post
         self._loop = asyncio.get_running_loop()
+        self._memory_kills = MemoryKills()
         self._children: dict[int, Child] = {}
         self._births: dict[int, Ends] = {}
         self._zygote: Zygote | None = None
@@ -363,7 +365,9 @@ class ChildProcesses:
         child.pipe.close()
         # A spare's output belongs to no worker, so the message says why it died.
         last_line = "" if child.assigned else child.output.last_line()
-        self._post(ProcessExited(child.process_id, exit_cause(status, last_line)))
+        self._post(
+            ProcessExited(child.process_id, exit_cause(status, self._memory_kills, last_line))
+        )
         for _ in range(SWEEPS_MAX):
             left = await self._loop.run_in_executor(None, session_members, child.pid)
             if not left:

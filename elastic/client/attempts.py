@@ -74,10 +74,12 @@ class Attempt:
 
     Attributes:
         resume_from: path of the reported checkpoint that it begins with, "" for none.
+        resumes: there is a state to go on from, be it an automatic checkpoint.
         lines: what users should know before it begins; () for a new run.
     """
 
     resume_from: str = ""
+    resumes: bool = False
     lines: tuple[str, ...] = ()
 
 
@@ -103,7 +105,7 @@ def attempt(plan: Plan, *, phase_of: PhaseOf = lambda job_id: None) -> Iterator[
         _check_over(files, before, phase_of)
         begun = _resumed(plan, before)
     else:
-        begun = Attempt(plan.resume_from)
+        begun = Attempt(plan.resume_from, bool(plan.resume_from))
     replaced: bytes | None = None
     try:
         _claim(files, plan, before)
@@ -282,7 +284,7 @@ def _resumed(plan: Plan, record: RunRecord) -> Attempt:
     if found is not None:
         name, marker = found
         lines.append(f"resumes run {record.name} from {name} ({place_of(marker)}); {another}")
-        return Attempt(run.checkpoint_path(name), tuple(lines))
+        return Attempt(run.checkpoint_path(name), True, tuple(lines))
     automatic = [name for name, _ in run.automatic()]
     begins = record.resume_from or plan.resume_from
     if automatic:
@@ -295,7 +297,7 @@ def _resumed(plan: Plan, record: RunRecord) -> Attempt:
         lines.append(
             f"resumes run {record.name} at its beginning: it has no checkpoint yet; {another}"
         )
-    return Attempt(begins, tuple(lines))
+    return Attempt(begins, bool(automatic or begins), tuple(lines))
 
 
 def note_end(run_path: str, job_id: str, phase: JobPhase, reason: str = "") -> None:

@@ -119,7 +119,8 @@ def submit(
         with attempt(plan, phase_of=client.phase_of) as begun:
             for line in begun.lines:
                 click.echo(line, err=True)
-            client.submit(replace(spec, job_id=job_id, resume_from=begun.resume_from))
+            spec = replace(spec, resume_from=begun.resume_from, resumes=begun.resumes)
+            client.submit(replace(spec, job_id=job_id))
         click.echo(_next_steps(target, spec, job_id), err=True)
         if wait:
             _wait_for_end(client, job_id, target, timeout_s=timeout_s, output=output)

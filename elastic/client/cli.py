@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from elastic import __version__
 from elastic.client import asking, changing, checkpoints, run, steering
-from elastic.client.terminal import Target
+from elastic.client.terminal import Target, with_timeout
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 
@@ -62,13 +62,11 @@ def main(context: click.Context, coord: str, token_file: str, **tls: str) -> Non
 
 for command in (
     changing.submit,
-    run.run,
     asking.ps,
     asking.status,
     asking.logs,
     checkpoints.checkpoint,
     checkpoints.checkpoints,
-    checkpoints.verify,
     steering.pause,
     steering.resume,
     steering.scale,
@@ -79,7 +77,9 @@ for command in (
     changing.drain,
     asking.version,
 ):
-    main.add_command(command)
+    main.add_command(with_timeout(command))
+main.add_command(run.run)
+main.add_command(checkpoints.verify)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from elastic.runtime.rpc import (
 
 PATIENCE_S = 10.0
 """A coordinator that answers "not yet" (it starts, or a standby is taking over) is asked again
-for so long. An address where nobody answers is not waited for."""
+for so long."""
 PAUSE_S_MIN = 0.1
 PAUSE_S_MAX = 2.0
 TAKEOVER_PAUSE_S_MAX = 0.5
@@ -101,6 +101,7 @@ class Endpoints:
         learned: others that a coordinator named in its last answer.
         access: what new connections are made with.
         in_touch: whether a coordinator has answered before.
+        patience_s: how long nobody may answer at all, as while the coordinator is started anew.
         closed: set by `close`; whoever pauses between two attempts waits on it.
     """
 
@@ -111,6 +112,7 @@ class Endpoints:
         self.access = access
         self._metadata = call_metadata(access.current_token())
         self.in_touch = False
+        self.patience_s = 0.0
         self.closed = threading.Event()
         self._clock = clock
         self._leader = ""
@@ -166,11 +168,11 @@ class Endpoints:
             stale_ok: when no leader answers, a standby may, with what the store holds.
 
         Raises:
-            CoordinatorUnreachable: nobody answers at any address.
+            CoordinatorUnreachable: nobody answers at any address, and patience ended.
             Unavailable: somebody does, but not for the cluster yet, and patience ended.
             ElasticError: the coordinator refused.
         """
-        give_up_ns = self._clock.monotonic_ns() + round(PATIENCE_S * 1e9)
+        asked_ns = self._clock.monotonic_ns()
         pause_s = PAUSE_S_MIN
         while True:
             failures: dict[str, Unavailable] = {}
@@ -191,10 +193,12 @@ class Endpoints:
             if stale_ok and any(isinstance(error, NotLeading) for error in not_yet):
                 with contextlib.suppress(Unavailable):
                     return self._ask_standby(tuple(asked), start, request, timeout_s)
-            if not not_yet or self._clock.monotonic_ns() >= give_up_ns:
+            untrusted = any(isinstance(error, CoordinatorUntrusted) for error in said)
+            patience_s = max(PATIENCE_S if not_yet else 0.0, 0.0 if untrusted else self.patience_s)
+            if self._clock.monotonic_ns() >= asked_ns + round(patience_s * 1e9):
                 raise with_reason(not_yet[-1], failures) if not_yet else self.unreachable(said[-1])
             if self.closed.wait(jittered(min(pause_s, TAKEOVER_PAUSE_S_MAX))):
-                raise not_yet[-1]
+                raise said[-1]
             pause_s = longer(pause_s)
 
     def _ask_standby(

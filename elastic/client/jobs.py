@@ -78,6 +78,10 @@ class Client:
         self._streams: weakref.WeakSet[Stream[Any]] = weakref.WeakSet()
         self._lock = threading.Lock()
 
+    def wait_for_answers(self, patience_s: float) -> None:
+        """Let each call wait so long while nobody answers, as when a coordinator is restarted."""
+        self._endpoints.patience_s = patience_s
+
     @property
     def address(self) -> str:
         """Return the address, or all of them with commas."""

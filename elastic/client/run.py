@@ -303,7 +303,7 @@ def _submit(client: Client, launch: Launch, size: Size, *, only: Node | None = N
     with attempt(plan, phase_of=client.phase_of) as begun:
         for line in begun.lines:
             click.echo(line, err=True)
-        spec = replace(spec, resume_from=begun.resume_from)
+        spec = replace(spec, resume_from=begun.resume_from, resumes=begun.resumes)
         try:
             client.submit(spec)
         except KeyboardInterrupt:

@@ -12,10 +12,11 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from elastic.client.jobs import Client
@@ -46,6 +47,8 @@ EXIT_CONFIG = 78
 """A setting is wrong: trying again changes nothing."""
 EXIT_TIMEOUT = 124
 EXIT_INTERRUPTED = 130
+RESTART_S = 10.0
+"""How long commands wait for a coordinator that does not answer, unless --timeout says it."""
 
 PIPED_WIDTH = 500
 """Columns of a table that nobody looks at: wide enough for programs that cut by lines."""
@@ -71,12 +74,15 @@ class Target:
         token_file: path of the join token, "" for none.
         tls: path of each TLS flag that was given, as `find_access` takes them.
         flags: what was said on the command line to name them, to be said again.
+        patience_s: how long a command waits for a coordinator that does not answer; see
+            `with_timeout`.
     """
 
     coord: str
     token_file: str
     flags: tuple[str, ...] = ()
     tls: dict[str, str] = field(default_factory=dict)
+    patience_s: float | None = None
 
     def connect(self) -> Client:
         """Return a client.
@@ -84,11 +90,39 @@ class Target:
         Raises:
             UsageError: an address, the token file or a TLS file is no good.
         """
-        return Client(self.coord, find_access(self.token_file, **self.tls))
+        client = Client(self.coord, find_access(self.token_file, **self.tls))
+        client.wait_for_answers(RESTART_S if self.patience_s is None else self.patience_s)
+        return client
 
     def command(self, *words: str) -> str:
         """Return an `elastic` command for this cluster, as one types it."""
         return shlex.join(("elastic", *self.flags, *words))
+
+
+def with_timeout(command: click.Command) -> click.Command:
+    """Have a command wait through a coordinator's restart for as long as its --timeout says.
+
+    Those that wait for something have the option already: it bounds both.
+    """
+    option = next((one for one in command.params if one.name == "timeout_s"), None)
+    if option is None:
+        option = click.Option(
+            ["--timeout", "timeout_s"],
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="SECONDS",
+            expose_value=False,
+            help=f"Longest wait for a coordinator that does not answer ({RESTART_S:g} s).",
+        )
+        command.params.append(option)
+
+    def take(context: click.Context, parameter: click.Parameter, value: float | None) -> Any:
+        # A default is for what the command waits for; an outage is waited out as everywhere.
+        if context.get_parameter_source("timeout_s") is ParameterSource.COMMANDLINE:
+            context.obj = replace(context.obj, patience_s=value)
+        return value
+
+    option.callback = take
+    return command
 
 
 def exit_code(error: ElasticError) -> int:

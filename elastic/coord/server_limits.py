@@ -8,7 +8,6 @@ submit, before anything of the job was read.
 from __future__ import annotations
 
 import logging
-import resource
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -19,6 +18,7 @@ import anyio
 from elastic.core.config import NS_PER_S
 from elastic.errors import Busy
 from elastic.runtime.clock import Clock
+from elastic.runtime.descriptors import raise_limit
 from elastic.runtime.rpc import CONNECTIONS_MAX
 
 log = logging.getLogger(__name__)
@@ -184,14 +184,8 @@ def raise_file_limit() -> int:
     The usual limit of 1,024 would let a thousand idle connections keep the coordinator from
     opening its own files. A hard limit that is too low for `CONNECTIONS_MAX` is told in the log.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = CONNECTIONS_MAX + OWN_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    if soft == resource.RLIM_INFINITY or soft >= CONNECTIONS_MAX + OWN_FILES:
+    soft = raise_limit(CONNECTIONS_MAX + OWN_FILES)
+    if soft >= CONNECTIONS_MAX + OWN_FILES:
         return CONNECTIONS_MAX
     connections = max(64, soft - OWN_FILES)
     log.warning(

@@ -82,6 +82,7 @@ class JobSpec:
         non_preemptible: it keeps its min also when a job of higher priority waits.
         own_steps: its code shares out its steps itself, as scripts for torchrun do, so that a group
             of any size can train it.
+        resumes: its run directory has a state to go on from, or `resume_from` is one.
     """
 
     job_id: JobId
@@ -108,6 +109,7 @@ class JobSpec:
     priority: int = 0
     non_preemptible: bool = False
     own_steps: bool = False
+    resumes: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -191,8 +193,8 @@ class CoordinatorConfig:
             stands still; a little longer than they wait for storage themselves.
         stop_grace_s: between asking a worker to end and killing it.
         restart_delay_s_max: longest back-off between replacements of a failing worker.
-        crash_loop_limit: losses in a row, without any report or healthy period in between,
-            after which the job fails.
+        crash_loop_limit: losses in a row, without a committed step, a report or a healthy period
+            in between, after which the job fails; kills and lost nodes are none.
         healthy_after_s: training this long without a loss ends a row of losses.
         node_faults_max: more hangs, crashes and failed starts of workers than this on one node
             within `fault_window_s`, and more than twice as many as on any other, keep new workers

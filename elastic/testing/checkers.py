@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
+from elastic.core.events.coordinator import JobRecord
 from elastic.core.world import Assignment, Generation, JobId, NodeId, WorkerId
 from elastic.errors import ElasticError
 from elastic.testing.crowd_checks import CrowdChecks
@@ -281,6 +282,15 @@ class Checkers:
             f"job {job_id} generation {generation} begins at step {step}, {reached} were done",
         )
         self.reached[job_id] = step
+
+    def ended_by_script(self, job_id: JobId, record: JobRecord) -> None:
+        """A record says that the job has failed."""
+        is_taken = 0 < record.spec.preemption_limit <= record.preemptions
+        self.require(
+            record.failure is not None or is_taken,
+            "strikes alone never end a job",
+            f"job {job_id}: {record.reason}",
+        )
 
     def charged(self, job_id: JobId, losses: int, preemptions: int) -> None:
         """A record became durable with these counts."""

@@ -27,6 +27,8 @@ class Disk:
             self._checkers.persisted(job_id, durable, record.generation, record.phase.value)
             if record.phase is JobPhase.SUCCEEDED:
                 self._checkers.succeeded(job_id, record.generation, record.metrics)
+            if record.phase is JobPhase.FAILED:
+                self._checkers.ended_by_script(job_id, record)
             self._checkers.charged(job_id, record.losses, record.preemptions)
             for checkpoint in record.checkpoints:
                 self._checkers.checkpoint_recorded(

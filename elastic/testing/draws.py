@@ -34,7 +34,6 @@ def draw_config(seed: int, timeline: Timeline, conditions: Conditions) -> Coordi
         node_grace_s=rng.choice([0.0, 0.5, 3.0]),
         form_timeout_s=rng.choice([5.0, 30.0]),
         boundary_timeout_s=rng.choice([2.0, 30.0]),
-        crash_loop_limit=1_000_000,
         healthy_after_s=5.0,
         node_faults_max=1 if seed % 6 == BROKEN_SEED else 2,
         fault_window_s=20.0,

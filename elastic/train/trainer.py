@@ -292,7 +292,7 @@ class TorchTrainer:
             plan = self._plan(name, spec.job_id, owner=owner, trainer=trainer)
             try:
                 with announced(plan, phase_of=client.phase_of) as begun:
-                    spec = replace(spec, resume_from=begun.resume_from)
+                    spec = replace(spec, resume_from=begun.resume_from, resumes=begun.resumes)
                     client.submit(spec)
                     return spec
             except NameTaken as error:

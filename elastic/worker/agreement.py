@@ -110,6 +110,9 @@ class Outcome:
     leaves: bool = False
 
 
+KEYS = ("votes", "closed", "parts", "outcome", "ways")
+
+
 class Agreement:
     """The votes of one group, seen by one of its members; used by one thread.
 
@@ -207,12 +210,28 @@ class Agreement:
         tally = Tally.of(self._store.add(_key(index, "votes"), number))
         is_vote = number & WORLD_SIZE_MAX  # Not the withdrawal of a promise to wait.
         if is_vote and tally.votes == voters:
+            if isinstance(index, str) and not tally.waiting:
+                self._store.delete_key(_key(index, "votes"))  # Nobody looks at it any more.
+                return tally
             self._store.set(_key(index, "closed"), str(tally.number()))
             if isinstance(index, int) and index > 0:
                 # All are here, so nobody looks at the report before any more.
-                for what in ("votes", "closed", "parts", "outcome", "ways"):
+                for what in KEYS:
                     self._store.delete_key(_key(index - 1, what))
         return tally
+
+    def forget(self, index: Index, waiting: int) -> None:
+        """Have nothing more to read of a report; the last who waited takes it out of the store.
+
+        Those with a number are taken out with the next one.
+
+        Args:
+            index: a closed report.
+            waiting: how many members waited for it.
+        """
+        if isinstance(index, str) and self._store.add(_key(index, "readers"), 1) == waiting:
+            for what in (*KEYS, "readers"):
+                self._store.delete_key(_key(index, what))
 
     def wait_closed(self, index: Index, *, patience_s: float | None = None) -> Tally:
         """Wait until everyone has voted on `index`.

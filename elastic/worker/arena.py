@@ -133,8 +133,10 @@ class Slot:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         else:
             self._fd = os.memfd_create("elastic-snapshot", os.MFD_CLOEXEC)
-        # Also without `close`: a writer may have it longer than whoever made it.
+        # Also without `close`: a writer may have it longer than whoever made it, and also longer
+        # than functions that are registered with atexit run: threads go on meanwhile.
         self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False
         self._map: mmap.mmap | None = None
         self._is_pinned = False
         # What was copied last, and the places that it was copied to.

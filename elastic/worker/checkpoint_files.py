@@ -20,7 +20,7 @@ import json
 import logging
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -160,9 +160,22 @@ def part_name(rank: int) -> str:
 
 
 def write_part(
-    files: Files, rank: int, slot: Slot, layout: Layout, pieces: Sequence[Piece]
+    files: Files,
+    rank: int,
+    slot: Slot,
+    layout: Layout,
+    pieces: Sequence[Piece],
+    moves: Callable[[int], None] = lambda num_bytes: None,
 ) -> Part:
     """Write a rank's share of a snapshot; it does not count before the note that says so.
+
+    Args:
+        files: of the checkpoint.
+        rank: whose share.
+        slot: where the snapshot lies.
+        layout: of the slot.
+        pieces: the share.
+        moves: called before each piece, with its size.
 
     Raises:
         StorageError: it cannot be written.
@@ -174,6 +187,7 @@ def write_part(
         for piece in pieces:
             offset, chunk = output.size, slot.chunk(layout, piece)
             finder = _Finder(output, chunk)
+            moves(chunk.nbytes)
             # Torch's own checksum takes seven times as long as all the rest, and nobody reads it.
             with serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 torch.save(chunk, finder)  # type: ignore[arg-type]

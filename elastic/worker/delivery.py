@@ -113,6 +113,8 @@ class Delivery:
         agreement.wait_closed(key)
         go_on()
         outcome = committer.conclude(agreement, self.turn)
+        if not self.turn.leaves:  # Else members without a part hear of it, too.
+            agreement.forget(key, self.members)
         if not outcome.error:
             self.brought.release()
         return outcome
@@ -139,6 +141,7 @@ class Delivery:
             gate = f"{self.turn.key}-uploaded"
             agreement.vote(gate, Vote(waits=True), voters=self.members)
             agreement.wait_closed(gate)
+            agreement.forget(gate, self.members)
         if problem:
             return Part(rank, name, error=problem)
         try:

@@ -5,9 +5,10 @@ changes of thread where one system call and one wake-up do. With a model of 16,0
 was most of a step. A mesh is made when a group meets; members who cannot reach each other agree to
 go without one.
 
-Rule: the main thread sends and receives, and only while it waits for something; any thread may cut
-a mesh, after which nothing waits in it. A message is taken in the order of its tag and sender,
-whether or not somebody waits for it already.
+Rule: the main thread sends and receives, and only while it waits for something; while it waits, be
+it for a message or for room, it reads from everybody, so that no ring of members can wait for room
+at each other. Any thread may cut a mesh, after which nothing waits in it. A message is taken in the
+order of its tag and sender, whether or not somebody waits for it already.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class _Peer:
         wanted: where messages of a tag go.
         arrived: tags whose wanted message is there.
         early: messages that nobody wanted yet.
+        broken: why nothing comes any more; an error for who waits for this member, nobody else.
     """
 
     rank: int
@@ -116,6 +118,7 @@ class _Peer:
     arrived: set[int] = field(default_factory=set)
     early: dict[int, deque[bytearray]] = field(default_factory=dict)
     early_target: bytearray | None = None
+    broken: RuntimeError | None = None
 
 
 class Mesh:
@@ -257,10 +260,7 @@ class Mesh:
         if not early:
             peer.wanted[tag] = data
             return
-        message = early.popleft()
-        _check_length(peer, tag, len(message), len(data))
-        data[:] = message
-        peer.arrived.add(tag)
+        _take(peer, tag, early.popleft(), data)
 
     def wait(self, rank: int, tag: int) -> None:
         """Wait for a message that is expected.
@@ -271,8 +271,11 @@ class Mesh:
         peer = self._peers[rank]
         deadline = time.monotonic() + self._timeout_s
         while tag not in peer.arrived:
-            if not self._read(peer):
-                self._wait_for(peer, deadline)
+            if self._read(peer):
+                continue
+            if peer.broken is not None:
+                raise peer.broken
+            self._wait_for(f"rank {rank}", deadline)
         peer.arrived.discard(tag)
 
     def flush(self) -> None:
@@ -283,19 +286,23 @@ class Mesh:
         """
         deadline = time.monotonic() + self._timeout_s
         while any(peer.unsent for peer in self._peers.values()):
-            self._wait_for(None, deadline)
+            self._wait_for("others to read", deadline)
 
     def _read(self, peer: _Peer) -> bool:
         """Read a part of a message; return whether there was anything."""
+        if peer.broken is not None:
+            return False
         target = peer.head if peer.target is None else peer.target
         try:
             count = peer.sock.recv_into(target[peer.taken :])
         except BlockingIOError:
             return False
         except OSError as error:
-            raise _broken(peer, error) from error
+            peer.broken = _broken(peer, error)
+            return False
         if not count:
-            raise _broken(peer, None)
+            peer.broken = _broken(peer, None)
+            return False
         peer.taken += count
         if peer.taken == len(target):
             peer.taken = 0
@@ -321,30 +328,33 @@ class Mesh:
     def _end(self, peer: _Peer) -> None:
         """A message is there."""
         peer.target = None
-        if peer.early_target is None:
+        message, peer.early_target = peer.early_target, None
+        if message is None:
             peer.arrived.add(peer.tag)
+        elif (wanted := peer.wanted.pop(peer.tag, None)) is not None:
+            # Expected since its header was read.
+            _take(peer, peer.tag, message, wanted)
         else:
-            peer.early.setdefault(peer.tag, deque()).append(peer.early_target)
-            peer.early_target = None
+            peer.early.setdefault(peer.tag, deque()).append(message)
 
-    def _wait_for(self, peer: _Peer | None, deadline: float) -> None:
-        """Sleep until this peer has sent something, or anybody takes what we could not send.
-
-        Others may send meanwhile: the kernel keeps it until we wait for them.
-        """
+    def _wait_for(self, what: str, deadline: float) -> None:
+        """Sleep until anybody has sent something or takes what we could not send, and do that."""
         poll = select.poll()
-        if peer is not None:
-            poll.register(peer.sock, select.POLLIN)
-        writers = {one.sock.fileno(): one for one in self._peers.values() if one.unsent}
-        for number, one in writers.items():
-            poll.register(number, select.POLLOUT | (select.POLLIN if one is peer else 0))
+        peers = {}
+        for peer in self._peers.values():
+            events = (0 if peer.broken else select.POLLIN) | (select.POLLOUT if peer.unsent else 0)
+            if events:
+                peers[peer.sock.fileno()] = peer
+                poll.register(peer.sock, events)
         ready = poll.poll(min(max(0.0, deadline - time.monotonic()), POLL_S_MAX) * 1e3)
         if not ready and time.monotonic() >= deadline:
-            who = f"rank {peer.rank}" if peer is not None else "others to read"
-            raise RuntimeError(f"mesh: timed out after {self._timeout_s:.0f} s waiting for {who}")
+            raise RuntimeError(f"mesh: timed out after {self._timeout_s:.0f} s waiting for {what}")
         for number, event in ready:
-            if number in writers and event & (select.POLLOUT | select.POLLHUP | select.POLLERR):
-                _send_rest(writers[number])
+            peer = peers[number]
+            if peer.unsent and event & ~select.POLLIN:
+                _send_rest(peer)
+            if event & ~select.POLLOUT:
+                self._read(peer)
 
     # ------------------------------------------------------------------------------ the end
 
@@ -382,6 +392,12 @@ def _send_rest(peer: _Peer) -> None:
         return
     except OSError as error:
         raise _broken(peer, error) from error
+
+
+def _take(peer: _Peer, tag: int, message: bytearray, into: memoryview) -> None:
+    _check_length(peer, tag, len(message), len(into))
+    into[:] = message
+    peer.arrived.add(tag)
 
 
 def _check_length(peer: _Peer, tag: int, size: int, expected: int) -> None:

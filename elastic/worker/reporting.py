@@ -348,10 +348,12 @@ class Reporter:
             )
         if not brought.way:
             outcome = self._committer.conclude(self._agreement, turn)
+            self._agreement.forget(turn.key, members)
             if not outcome.error:
                 brought.release()
             self._take(outcome)
             return
+        self._agreement.forget(turn.key, members)
         owns_files = brought.upload is None and brought.mode is not CheckpointUploadMode.NO_UPLOAD
         turn = replace(turn, key=_later(turn.key), owns_files=owns_files)
         delivery = Delivery(turn, name, brought, members)

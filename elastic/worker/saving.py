@@ -37,6 +37,7 @@ from elastic.worker.sharded_state import (
     spread_of,
     with_held,
 )
+from elastic.worker.snapshot import Snapshot, name_of
 from elastic.worker.transfer import (
     Trace,
     places_print,
@@ -44,7 +45,7 @@ from elastic.worker.transfer import (
     tensors_of,
     write_skeleton,
 )
-from elastic.worker.writing import Failure, Snapshot, Writer, name_of
+from elastic.worker.writing import Failure, Writer
 
 log = logging.getLogger(__name__)
 

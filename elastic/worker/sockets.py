@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
 import re
@@ -216,19 +217,37 @@ def _sockets() -> Iterator[Watched]:
 
 @contextlib.contextmanager
 def _duplicate(one: Watched) -> Iterator[socket.socket | None]:
-    """Yield our own handle on the socket, or None if it is gone or no internet socket."""
+    """Yield a handle on the socket, or None if it is gone or no internet socket.
+
+    One of our own, which its owner cannot close under us; the owner's, if this process may open no
+    more: to act on a number that may pass to another is less bad than not to cut a connection.
+    """
+    is_own = True
     try:
         descriptor = os.dup(one.descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            yield None
+            return
+        is_own, descriptor = False, one.descriptor
+    try:
+        status = os.fstat(descriptor)
     except OSError:
-        yield None
+        yield None  # closed in this moment, and not ours
         return
-    status = os.fstat(descriptor)
     if status.st_ino != one.inode or not stat.S_ISSOCK(status.st_mode):
-        os.close(descriptor)
+        if is_own:
+            os.close(descriptor)
         yield None
         return
-    with socket.socket(fileno=descriptor) as sock:
+    sock = socket.socket(fileno=descriptor)
+    try:
         yield sock if sock.family in (socket.AF_INET, socket.AF_INET6) else None
+    finally:
+        if is_own:
+            sock.close()
+        else:
+            sock.detach()
 
 
 def _is_listener(one: Watched) -> bool:

@@ -1,13 +1,14 @@
 """The thread that brings snapshots to storage, and makes checkpoints of them.
 
     each rank     waits for its node's copies, writes its part and the note of it
-    rank 0        waits for all notes, writes the rest, asks for consent, commits, prunes
+    rank 0        waits for all notes, writes the rest
+    its committer asks for consent, commits, prunes
 
 Members of a group that is over by then still finish: their parts are states of committed steps.
 What a lost member has not written makes the checkpoint come to nothing.
 
-Rule: a checkpoint is committed only with the coordinator's consent for a generation that is
-current, so that a side that was cut off cannot commit; and a marker is the last file written.
+Rule: a snapshot holds its memory until storage has taken it; storage that takes nothing for a while
+loses that hold, and what it has not taken is overtaken by newer ones. Nobody's consent holds any.
 """
 
 from __future__ import annotations
@@ -17,27 +18,22 @@ import logging
 import math
 import platform
 import queue
-import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from elastic import __version__
 from elastic.core.events.worker import StateSaved
-from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.retention import superfluous_automatic
-from elastic.core.policy.shares import Piece
-from elastic.core.world import FIRST_AUTOMATIC, JobId, RefusalCode
+from elastic.core.world import FIRST_AUTOMATIC, JobId
 from elastic.errors import StorageError
 from elastic.runtime.clock import Clock
-from elastic.runtime.snapshot_memory import Mark
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.arena import Layout, Slot
+from elastic.worker.arena import Slot
 from elastic.worker.checkpoint_files import (
     Manifest,
     read_parts,
@@ -46,8 +42,10 @@ from elastic.worker.checkpoint_files import (
     write_part,
     write_rest,
 )
-from elastic.worker.exchange import WAIT_SLICE_S, Answer
+from elastic.worker.consent import Committer, Line, Written
+from elastic.worker.exchange import WAIT_SLICE_S
 from elastic.worker.likeness import differing
+from elastic.worker.snapshot import GivenUp, Snapshot, looks
 from elastic.worker.transfer import read_skeleton, unpack
 
 log = logging.getLogger(__name__)
@@ -61,66 +59,14 @@ ORPHANED_S = 30.0
 the next snapshot waits, for a member may have failed to write, unless this one was wished for."""
 UNTOLD_S = 5.0
 """How often a member says again that it failed to write, if storage did not take that either."""
-CONSENT_S = 60.0
-"""How long a generation may take to form that can consent."""
 UNLIKE = (
     "different values in what train.register() was given, of which each rank writes some rows: "
     "register what is the same on all ranks, and leave out, or reduce first, what belongs to one"
 )
-LOOK_S_MIN, LOOK_S_MAX = 0.01, 0.5
-SLOW_S = 60.0
-PREFIX = "auto-"
-
-
-class Line(Protocol):
-    """The way to the coordinator."""
-
-    def post(self, item: StateSaved) -> None:
-        """Tell what happened."""
-        ...
-
-    def expect_answer(self, generation: int, index: int) -> Answer:
-        """Ask to be told what becomes of a report; called before it is posted."""
-        ...
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A state of the run in this node's memory, and what is to be done with it.
-
-    Attributes:
-        generation, rank, world_size: of the group that took it.
-        mark: of it.
-        slot, layout: where it lies.
-        pieces: what this rank writes of it.
-        skeleton: what is no tensor.
-        cursor: where in the run it was taken.
-        about: values for people.
-        aliases: other names of shared parameters, by model.
-        done: set once it is durable, or given up.
-        request: number of the newest wish for a checkpoint that it was taken after.
-        registered: samples of what the script has registered; see `likeness`.
-    """
-
-    generation: int
-    rank: int
-    world_size: int
-    mark: Mark
-    slot: Slot
-    layout: Layout
-    pieces: tuple[Piece, ...]
-    skeleton: bytes
-    cursor: Cursor
-    about: Mapping[str, Any]
-    aliases: tuple[Mapping[str, str], ...]
-    done: threading.Event
-    request: int = 0
-    registered: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """Return its name, the same on all members and never used twice in a job."""
-        return name_of(self.mark.steps, self.generation, self.mark.number)
+STALLED_S = 30.0
+"""Storage that has taken nothing for so long is away, and loses its hold on memory."""
+SLOWEST_BYTES_S = 10e6
+"""Storage that takes less has stalled."""
 
 
 @dataclass(frozen=True)
@@ -138,20 +84,10 @@ class Failure:
     reason: str
 
 
-def name_of(steps: int, generation: int, number: int) -> str:
-    """Return the name of a snapshot."""
-    return f"s{steps:09d}-g{generation:06d}-{number:06d}"
-
-
-class GivenUp(Exception):
-    """A checkpoint comes to nothing, and training goes on."""
-
-
 class Writer:
     """Writes one snapshot after the other.
 
     Attributes:
-        generation: of the group that this worker is in now.
         is_awaited: the training loop waits for room for a snapshot.
     """
 
@@ -167,22 +103,43 @@ class Writer:
             clock: for the time of day in files.
             num_to_keep: automatic checkpoints that are kept; -1 for a default of two.
         """
-        self.generation, self.is_awaited = 0, False
-        self._run, self._job_id = run, job_id
-        self._line, self._clock = line, clock
-        self._num_to_keep = num_to_keep
+        self.is_awaited = False
+        self._run, self._job_id, self._clock = run, job_id, clock
+        self._committer = Committer(
+            run,
+            job_id,
+            line=line,
+            num_to_keep=num_to_keep,
+            unfinished=lambda: list(self._outstanding),
+            ended=self._end,
+        )
         self._queue: queue.SimpleQueue[Snapshot | Failure | None] = queue.SimpleQueue()
+        # Not durable yet; of those: whose memory nobody has read yet, and which is being read.
         self._outstanding: list[Snapshot] = []
+        self._unread: list[Snapshot] = []
+        self._current: Snapshot | None = None
+        self._stalls_at = math.inf
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def generation(self) -> int:
+        """Return the number of the group that this worker is in now."""
+        return self._committer.generation
+
+    @generation.setter
+    def generation(self, number: int) -> None:
+        self._committer.generation = number
 
     # ------------------------------------------------------------------- any thread
 
     def put(self, snapshot: Snapshot) -> None:
-        """Have a snapshot written."""
+        """Have a snapshot written, in place of what lay there and nobody has read."""
         self._start()  # Which may fail: then nothing is outstanding.
         with self._changed:
             self._outstanding.append(snapshot)
+            self._unread = [one for one in self._unread if one.slot is not snapshot.slot]
+            self._unread.append(snapshot)
         self._queue.put(snapshot)
 
     def tell(self, failure: Failure) -> None:
@@ -191,19 +148,31 @@ class Writer:
         self._queue.put(failure)
 
     def _start(self) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._work, name="elastic-writer", daemon=True)
-            thread.start()
-            self._thread = thread
+        if not self._threads:
+            for name, work in (("writer", self._work), ("committer", self._committer.work)):
+                thread = threading.Thread(target=work, name=f"elastic-{name}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
 
     def reads(self, slot: Slot) -> bool:
-        """Return whether a snapshot in this slot is not durable yet, nor given up."""
-        return any(snapshot.slot is slot for snapshot in list(self._outstanding))
+        """Return whether a snapshot in this slot is still to be read by storage that takes it."""
+        return any(snapshot.slot is slot for snapshot in self._to_read())
 
     def is_wished_for(self) -> bool:
-        """Return whether one that this group was told to take is not durable yet, nor given up."""
+        """Return whether one that this group was told to take is still to be read; likewise."""
         group = self.generation
-        return any(one.request and one.generation == group for one in list(self._outstanding))
+        return any(one.request and one.generation == group for one in self._to_read())
+
+    def _to_read(self) -> list[Snapshot]:
+        """Return the snapshots that hold their memory."""
+        with self._changed:
+            if time.monotonic() > self._stalls_at:
+                return []
+            return [*self._unread, *([self._current] if self._current is not None else [])]
+
+    def _moves(self, num_bytes: int = 0) -> None:
+        """Storage has taken something, or is about to be given so many bytes."""
+        self._stalls_at = time.monotonic() + STALLED_S + num_bytes / SLOWEST_BYTES_S
 
     def finish(self, timeout_s: float) -> bool:
         """Wait until nothing is outstanding, in slices that an interrupt can end.
@@ -233,6 +202,7 @@ class Writer:
                 pass  # Storage has not taken it before: it is said again.
             else:
                 if item is None:
+                    self._committer.put(None)
                     return
                 untold = item if isinstance(item, Failure) else self._try(item)
                 until = time.monotonic() + PARTS_S
@@ -242,49 +212,60 @@ class Writer:
 
     def _try(self, snapshot: Snapshot) -> Failure | None:
         """Write a snapshot; return why that has come to nothing, if it has."""
-        began = time.monotonic()
+        began, written = time.monotonic(), None
+        with self._changed:
+            is_overtaken = snapshot not in self._unread
+            self._moves()
+            if not is_overtaken:
+                self._unread.remove(snapshot)
+                self._current = snapshot
         try:
-            self._write(snapshot)
+            if is_overtaken:
+                raise GivenUp("a newer one has taken its place, because storage took nothing")
+            written = self._write(snapshot)
         except (GivenUp, StorageError, ValueError, OSError) as error:
             log.warning(
                 "checkpoint_failed name=%s s=%.1f reason=%r: training goes on; the next one "
                 "is tried when it is due",
-                self._name(snapshot.name), time.monotonic() - began, str(error),
+                self._committer.name(snapshot.name), time.monotonic() - began, str(error),
             )  # fmt: skip
             return Failure(snapshot.rank, snapshot.name, str(error))
         except Exception as error:
-            log.exception("checkpoint_failed name=%s", self._name(snapshot.name))
+            log.exception("checkpoint_failed name=%s", self._committer.name(snapshot.name))
             return Failure(snapshot.rank, snapshot.name, str(error))
         finally:
             with self._changed:
-                self._outstanding.remove(snapshot)
-                self._changed.notify_all()
-            snapshot.done.set()
+                self._current, self._stalls_at = None, math.inf
+            if written is None:
+                self._end(snapshot)
+            else:
+                self._committer.put(written)
         return None
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _end(self, snapshot: Snapshot) -> None:
+        """It is durable, or given up."""
+        with self._changed:
+            self._outstanding.remove(snapshot)
+            self._changed.notify_all()
+        snapshot.done.set()
+
+    def _write(self, snapshot: Snapshot) -> Written | None:
+        """Write our part; as rank 0 all that a checkpoint needs."""
         began = time.monotonic()
-        files = self._run.checkpoint(self._name(snapshot.name))
+        files = self._run.checkpoint(self._committer.name(snapshot.name))
         self._wait_for_node(snapshot)
-        part = write_part(files, snapshot.rank, snapshot.slot, snapshot.layout, snapshot.pieces)
+        part = write_part(
+            files, snapshot.rank, snapshot.slot, snapshot.layout, snapshot.pieces, self._moves
+        )
         _check_unchanged(snapshot)
         part = replace(part, tensors=snapshot.mark.tensors, registered=snapshot.registered)
         write_note(files, snapshot.rank, part)
-        if snapshot.rank == 0:
-            path = self._complete(snapshot)
-            log.info(
-                "checkpoint_durable path=%s epoch=%d step=%d s=%.2f",
-                path, snapshot.cursor.epoch, snapshot.cursor.step, time.monotonic() - began,
-            )  # fmt: skip
-            self._prune(snapshot)
-
-    def _name(self, name: str) -> str:
-        """Return the name of a snapshot's checkpoint."""
-        return f"{PREFIX}{self._job_id}-{name}"
+        return self._complete(snapshot, began) if snapshot.rank == 0 else None
 
     def _wait_for_node(self, snapshot: Snapshot) -> None:
         """Wait until all workers of this node have copied their share."""
-        for _ in _looks(NODE_S):
+        for _ in looks(NODE_S):
+            self._moves()
             is_over = self.generation != snapshot.generation
             if snapshot.mark.is_with(snapshot.slot.whole()):
                 return
@@ -299,23 +280,24 @@ class Writer:
         """Leave a note in place of our part; return whether storage has taken that much."""
         if failure.rank:
             try:
-                files = self._run.checkpoint(self._name(failure.name))
+                files = self._run.checkpoint(self._committer.name(failure.name))
                 write_failure(files, failure.rank, failure.reason)
             except StorageError:
                 return False
         return True
 
-    def _complete(self, snapshot: Snapshot) -> str:
-        """Make a checkpoint of everyone's parts; returns its path."""
-        name = self._name(snapshot.name)
+    def _complete(self, snapshot: Snapshot, began: float) -> Written:
+        """Make a checkpoint of everyone's parts."""
+        name = self._committer.name(snapshot.name)
         files = self._run.checkpoint(name)
         written, doubtful_since = None, 0.0
-        for _ in _looks(PARTS_S):
+        for _ in looks(PARTS_S):
+            self._moves()
             written = read_parts(files, snapshot.world_size)
             if written is not None:
                 break
             is_over = self.generation != snapshot.generation
-            has_next = len(self._outstanding) > 1 or self.is_awaited
+            has_next = bool(self._unread) or self.is_awaited
             if is_over and has_next:
                 break  # The next one is of a group that lives.
             if is_over or (has_next and not snapshot.request):
@@ -350,15 +332,13 @@ class Writer:
             specs=snapshot.layout.specs,
             parts=tuple(parts),
         )
+        self._moves(snapshot.mark.num_bytes)
         rest = write_rest(files, manifest, snapshot.skeleton, _state_of(snapshot), snapshot.aliases)
         _check_unchanged(snapshot)  # Arrays outside of the parts were read from memory, too.
         about = {"epoch": cursor.epoch, "step": cursor.step, "steps": snapshot.mark.steps}
         metrics = json.dumps({**_in_json(snapshot.about), **about})
         index = FIRST_AUTOMATIC + snapshot.mark.number
         path = self._run.checkpoint_path(name)
-        self._get_consent(
-            lambda generation: StateSaved(generation, index, metrics, path, snapshot.request)
-        )
         marker = Marker(
             job_id=self._job_id,
             generation=snapshot.generation,
@@ -368,69 +348,11 @@ class Writer:
             metrics=metrics,
             files=tuple(sorted([*(part.file for part in parts), *notes, *rest])),
         )
-        return self._run.commit(name, marker)
 
-    def _get_consent(self, saved_in: Callable[[int], StateSaved]) -> None:
-        """Wait until the coordinator has recorded the checkpoint, in whatever generation we are.
+        def saved_in(generation: int) -> StateSaved:
+            return StateSaved(generation, index, metrics, path, snapshot.request)
 
-        Args:
-            saved_in: returns what it is to be told in a generation.
-
-        Raises:
-            GivenUp: it refuses.
-        """
-        reason = "no generation has formed since"
-        for _ in _looks(CONSENT_S):
-            saved = saved_in(self.generation)
-            answer = self._line.expect_answer(saved.generation, saved.index)
-            self._line.post(saved)
-            began = time.monotonic()
-            while not answer.wait(1.0):
-                if time.monotonic() - began > SLOW_S:
-                    began = time.monotonic()
-                    log.warning(
-                        "checkpoint_waits path=%s: the coordinator has not answered for %.0f s",
-                        saved.checkpoint, SLOW_S,
-                    )  # fmt: skip
-            if answer.accepted:
-                return
-            reason = answer.reason
-            if answer.code in (RefusalCode.JOB_ENDED, RefusalCode.JOB_UNKNOWN):
-                break
-        raise GivenUp(f"the coordinator refuses it: {reason}")
-
-    def _prune(self, newest: Snapshot) -> None:
-        """Delete automatic checkpoints that newer ones have made superfluous."""
-        try:
-            later = self._later_attempts()
-            names = [name for name, m in self._run.automatic() if m.job_id not in later]
-            for name in superfluous_automatic(names, self._num_to_keep):
-                # Whatever the order: it is what we have, and is whole.
-                if name != self._name(newest.name):
-                    self._run.remove(name)
-            self._sweep(set(names), newest.mark.steps, later)
-        except StorageError as error:
-            # The next one tries again; the room it takes up is no reason to stop training.
-            log.warning("prune_failed path=%s error=%r", self._run.path, str(error))
-
-    def _later_attempts(self) -> tuple[str, ...]:
-        """Return the jobs that go on with the run after us, who then are somebody left behind."""
-        jobs = self._run.jobs()
-        return jobs[jobs.index(self._job_id) + 1 :] if self._job_id in jobs else ()
-
-    def _sweep(self, committed: set[str], steps: int, later: Sequence[str]) -> None:
-        """Delete what is left of checkpoints that came to nothing, of this run and earlier ones.
-
-        One that another member still writes to is of more steps than we have committed now; the
-        newest of all may be of more than that, if it is damaged and the run went back.
-        """
-        being_written = {self._name(snapshot.name) for snapshot in list(self._outstanding)}
-        for name in set(self._run.names(PREFIX)) - committed - being_written:
-            is_theirs = name.startswith(tuple(f"{PREFIX}{job_id}-s" for job_id in later))
-            # What a script or a newer version has marked is somebody's, whether we can read it.
-            is_left = 0 <= _steps_in(name) < steps and not is_theirs
-            if is_left and not self._run.is_committed(name):
-                self._run.discard(name)
+        return Written(snapshot, saved_in, marker, began)
 
 
 def _in_json(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -444,12 +366,6 @@ def _check_unchanged(snapshot: Snapshot) -> None:
         raise GivenUp("its memory has changed while it was written: storage is too slow")
 
 
-def _steps_in(name: str) -> int:
-    """Return the steps that the name of an automatic checkpoint tells; -1 if it is none."""
-    found = re.search(r"-s(\d+)-g\d+-\d+$", name)
-    return int(found[1]) if found else -1
-
-
 def _state_of(snapshot: Snapshot) -> Any:
     """Return the objects of a snapshot; each tensor knows its number."""
     skeleton = read_skeleton(snapshot.skeleton)
@@ -457,14 +373,3 @@ def _state_of(snapshot: Snapshot) -> Any:
     for number, tensor in enumerate(tensors):
         tensor.elastic_number = number  # type: ignore[attr-defined]
     return unpack(skeleton, tensors)["objects"]
-
-
-def _looks(timeout_s: float) -> Any:
-    """Yield until the time is over, less and less often."""
-    deadline, pause_s = time.monotonic() + timeout_s, LOOK_S_MIN
-    while True:
-        yield
-        if time.monotonic() >= deadline:
-            return
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LOOK_S_MAX)

@@ -354,8 +354,9 @@ def test_counts_never_fall_and_a_job_ends_only_by_a_limit_that_it_names(
     for cause, raised in exits:
         decision = failure.judge_exit(job, history, cause, raised, config)
         after, fails = decision.value.history, decision.value.job_fails
-        is_free = cause.kind is ExitKind.STOPPED
-        is_users = not is_free and (raised is not None or failure.is_users_fault(cause))
+        is_ordered = cause.kind is ExitKind.STOPPED
+        is_users = not is_ordered and (raised is not None or failure.is_users_fault(cause))
+        is_free = is_ordered or (raised is None and failure.is_kill(cause))
         assert after.failures == history.failures + is_users
         assert after.losses == history.losses + (not is_free and not is_users)
         assert 0 <= decision.value.delay_ns <= ns(3)
@@ -374,7 +375,7 @@ def test_a_longer_row_of_losses_never_waits_shorter(losses: int, more: int) -> N
     job = JobSpec(job_id=JobId("j1"), name="a", entry=SCRIPT, min_workers=1, max_workers=1)
     delays = [
         failure.judge_exit(
-            job, failure.History(losses=row), ExitCause(ExitKind.LOST), None, config
+            job, failure.History(losses=row), ExitCause(ExitKind.HUNG), None, config
         ).value.delay_ns
         for row in (losses, losses + more)
     ]

@@ -275,14 +275,10 @@ def takes_probed_nodes_for_silent(patch: Patch) -> None:
 
 
 @bug
-def charges_what_was_announced(patch: Patch) -> None:
-    """A node that says that it will leave, and dies early, is a loss like any other."""
-    honest = failure.judge_exit
-
-    def judge_exit(*args: Any, announced: str = "") -> Any:
-        return honest(*args)
-
-    patch.setattr(failure, "judge_exit", judge_exit)
+def counts_kills_as_losses(patch: Patch) -> None:
+    """Whatever ends a worker from outside counts against its job, and steps do not help."""
+    patch.setattr(failure, "is_kill", lambda cause: False)
+    patch.setattr(reports, "forgive", lambda job: None)
 
 
 @bug

@@ -83,14 +83,21 @@ class Tied(nn.Module):
 class Run:
     """The state of a run after a few steps, and the members that hold it."""
 
-    def __init__(self, folder: Path | str, *, workers: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        workers: int = 1,
+        seed: int = 0,
+        coordinator: Coordinator | None = None,
+    ) -> None:
         torch.manual_seed(seed)
         self.model = Tied()
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.objects = TrainState()
         self.objects.models.append(self.model)
         self.objects.optimizers.append(self.optimizer)
-        self.coordinator = Coordinator()
+        self.coordinator = coordinator or Coordinator()
         self.directory = RunDirectory(str(folder))
         self.savers = []
         for rank in range(workers):

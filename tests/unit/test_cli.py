@@ -48,6 +48,12 @@ def options(script: Path | str, **changes: Any) -> Options:
     return replace(given, **changes, shared=shared)
 
 
+@pytest.fixture(autouse=True)
+def nobody_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give up at once where nobody answers."""
+    monkeypatch.setattr("elastic.client.terminal.RESTART_S", 0.0)
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A script in a folder of its own, seen from another folder."""

@@ -45,6 +45,12 @@ def elastic_run(*args: str, **env: str) -> Result:
     return CliRunner().invoke(main, ["run", *args], env={**unset, **env})
 
 
+@pytest.fixture(autouse=True)
+def nobody_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give up at once where nobody answers."""
+    monkeypatch.setattr("elastic.client.terminal.RESTART_S", 0.0)
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)

@@ -7,6 +7,8 @@ connection. A worker that was accepted is reported until the coordinator says to
 
 from __future__ import annotations
 
+from collections import Counter
+
 from elastic.core.config import AgentConfig, ns
 from elastic.core.copy_messages import NO_DOORS, CopyFailed, Doors
 from elastic.core.events.agent import (
@@ -257,6 +259,7 @@ class AgentMachine:
         books.connection.turn(books.now_ns)
         self._leave()
         self._assign_waiting()
+        self._spare_holders()
         books.processes.turn(
             books.now_ns,
             waiting=len(books.workers.waiting()),
@@ -266,6 +269,35 @@ class AgentMachine:
         books.copies.turn(books.now_ns, is_registered=books.connection.is_registered())
         books.tell_changes()
         self._finish()
+
+    def _spare_holders(self) -> None:
+        """Let stopped workers be that may be the last who have their job's newest state.
+
+        Those of a group whose members are all here, and all stopped: to kill them would lose steps
+        that somebody may go on with. And all while no coordinator hears of it, for nobody could
+        replace them.
+        """
+        books = self._books
+        is_heard, running = books.connection.is_registered(), set()
+        held = []
+        for worker in books.workers.all():
+            process = books.processes.get(worker.process_id)
+            if process is not None and worker.group_size:
+                held.append((worker, process))
+                if process.stopped_since_ns is None:
+                    running.add(worker.report.job_id)
+        members = Counter(worker.report.job_id for worker, _ in held)
+        for worker, process in held:
+            job_id = worker.report.job_id
+            is_last = members[job_id] >= worker.group_size and job_id not in running
+            is_spared = is_last or not is_heard
+            if process.stopped_since_ns is not None and is_spared is not process.is_spared:
+                if is_spared:
+                    why = "nobody else has its state" if is_last else "no coordinator hears of it"
+                    books.note(worker, "stopped_worker_kept", why=why)
+                else:  # Somebody runs again; this one may, too, in a moment.
+                    process.stopped_since_ns = books.now_ns
+            process.is_spared = is_spared
 
     def _leave(self) -> None:
         """Begin the end of a drain, when its time has come or when nobody is left to wait for."""

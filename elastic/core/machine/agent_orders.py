@@ -146,6 +146,7 @@ def _forward(
     if worker is None or worker.has_exited():
         return
     if isinstance(message, Announce):
+        worker.group_size = message.assignment.world_size
         books.spreading.announced(message.assignment, books.now_ns)
     elif isinstance(message, LeaveGroup) and not message.at_boundary:
         books.spreading.told_to_leave(message, books.now_ns)

@@ -44,6 +44,7 @@ class Process:
         end: why we end it, None as long as we do not; decides what its exit counts as.
         kill_at_ns: when it is killed if it still lives: too slow to warm up, or to stop.
         stopped_since_ns: since when the kernel shows it as stopped, None if it runs.
+        is_spared: it may stay stopped: nobody else has what it has in memory.
         silent_since_ns: since when a ping is unanswered, None if none is.
         num_pings, last_pong: numbers of the newest ping and of the newest answer.
     """
@@ -56,6 +57,7 @@ class Process:
     end: ExitCause | None = None
     kill_at_ns: int | None = None
     stopped_since_ns: int | None = None
+    is_spared: bool = False
     silent_since_ns: int | None = None
     num_pings: int = 0
     last_pong: int = 0
@@ -129,6 +131,8 @@ class Processes:
         """The kernel shows it as stopped, or as running again."""
         if not stopped:
             process.stopped_since_ns = None
+            if process.silent_since_ns is not None:
+                process.silent_since_ns = now_ns
         elif process.stopped_since_ns is None:
             process.stopped_since_ns = now_ns
 
@@ -221,9 +225,11 @@ class Processes:
         limits = []
         if process.kill_at_ns is not None:
             limits.append((process.kill_at_ns, Overdue.END))
-        if process.stopped_since_ns is not None:
+        if process.stopped_since_ns is not None and not process.is_spared:
             limits.append((process.stopped_since_ns + self._stopped_ns, Overdue.STOPPED))
-        if process.silent_since_ns is not None and process.phase is ProcessPhase.ASSIGNED:
+        is_kept = process.stopped_since_ns is not None and process.is_spared
+        is_asked = process.phase is ProcessPhase.ASSIGNED and not is_kept
+        if process.silent_since_ns is not None and is_asked:
             limits.append((process.silent_since_ns + self._hang_ns, Overdue.SILENT))
         return limits
 

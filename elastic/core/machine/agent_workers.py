@@ -44,6 +44,7 @@ class Worker:
             not to have another one.
         wanted_in: the newest generation that its process was told to be in, or that it is to wait
             for, which it may not have heard of yet.
+        group_size: members of the newest group that it was told of.
     """
 
     spec: JobSpec
@@ -55,6 +56,7 @@ class Worker:
     held: tuple[Announce | LeaveGroup, ...] = ()
     ended_itself: bool = False
     wanted_in: Generation = NO_GENERATION
+    group_size: int = 0
 
     @property
     def worker_id(self) -> WorkerId:

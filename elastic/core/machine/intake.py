@@ -430,7 +430,7 @@ def lose_worker(
     )
     judgement = decision.value
     is_users = judgement.history.failures > job.history.failures
-    if charges.is_charged_already(job, worker, judgement, cluster.now_ns):
+    if charges.is_charged_already(job, worker, judgement):
         return
     job.history = judgement.history
     if is_users:

@@ -90,7 +90,6 @@ class JobState:
         first_steps: wall clock at the end of each member's first step in this generation.
         finished: what the train function returned, of each member that finished; outlives it.
         failure_generation, loss_generation: the newest that was charged for a failure, a loss.
-        charged_ns: when it was last charged for a loss, None for never.
         save_request: of the newest wish for a checkpoint that did not come true yet, 0 for none.
         preemptions: how many nodes an announced drain took from its groups; a budget of its own.
         saved_before_ns: when a checkpoint was last wished for because its group needs who leaves.
@@ -142,7 +141,6 @@ class JobState:
     failed_worker: str = ""
     failure_generation: Generation = NO_GENERATION
     loss_generation: Generation = NO_GENERATION
-    charged_ns: int | None = None
     result: str = ""
     metrics: str = ""
     reported: tuple[Generation, int] = (NO_GENERATION, -1)

@@ -133,6 +133,8 @@ def take_progress(cluster: Cluster, progress: Progress) -> None:
     if job is None or progress.generation != job.generation:
         return
     job.workers[progress.worker_id].steps = progress.steps
+    if progress.steps and job.history.losses:
+        forgive(job)
     if progress.worker_id in job.first_steps or not progress.first_step_unix_ns:
         return
     job.first_steps[progress.worker_id] = progress.first_step_unix_ns

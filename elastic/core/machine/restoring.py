@@ -39,7 +39,6 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
         gives_way_to=record.leaves_for if leaves else "",
         failure_generation=charged if record.failures else NO_GENERATION,
         loss_generation=charged if record.losses else NO_GENERATION,
-        charged_ns=now_ns if record.losses else None,
         history=History(record.failures, record.losses),
         preemptions=record.preemptions,
         checkpoints=record.checkpoints,

@@ -1,15 +1,17 @@
 """What a lost worker costs: nothing, a back-off, or the job.
 
 Rule: what user code does (raises, exits with a code, crashes natively) is charged to
-`max_failures`; what happens to a machine (a kill, a lost node, a hang) is not, but a row of such
-losses without any progress ends the job instead of burning the cluster for ever. What happens on a
-node that was told to leave is neither, however the node then ends: that has a budget of its own
-(`policy.preemption`).
+`max_failures`. A kill from outside and a lost node cost nothing, however many there are: they are
+replaced at once. What may come again by itself (a hang, a worker that cannot be started, one that
+the kernel killed for its memory, a group that breaks) is a loss: a row of losses in which no
+generation has committed a step backs off, and ends the job instead of burning the cluster for ever.
+What happens on a node that was told to leave is neither, however the node then ends: that has a
+budget of its own (`policy.preemption`).
 
 A hang is charged as a loss although user code may be its cause: nobody can tell a deadlock from a
 dead link or a stuck driver, and a run with `max_failures=0` should outlive those. One that comes
 again in every group is ended by the limit on losses in a row, because a group that stands still
-makes no progress and is not taken for healthy either.
+commits no step and is not taken for healthy either.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from elastic.errors import StorageNotShared
 CRASH_SIGNALS = (
     signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS,
 )  # fmt: skip
+OUT_OF_MEMORY = "out of memory"
+"""In the detail of an exit: this SIGKILL was the kernel's answer to who wants too much."""
 FREE_LOSSES = 2
 """Losses in a row that are replaced without delay."""
 FIRST_DELAY_S = 0.5
@@ -85,9 +89,11 @@ def judge_exit(
         return Decision(Judgement(False, history), what)
     if failure is not None or is_users_fault(cause):
         return _judge_failure(spec, history, cause, failure)
+    what = describe(cause)
+    if is_kill(cause):
+        return Decision(Judgement(False, history), what)
     losses = history.losses + 1
     after = History(history.failures, losses, history.last)
-    what = describe(cause)
     if losses > config.crash_loop_limit:
         return Decision(
             Judgement(True, after),
@@ -123,6 +129,13 @@ def is_users_fault(cause: ExitCause) -> bool:
     if cause.kind is ExitKind.CODE:
         return True
     return cause.kind is ExitKind.SIGNAL and cause.code in [int(s) for s in CRASH_SIGNALS]
+
+
+def is_kill(cause: ExitCause) -> bool:
+    """Return whether somebody else ended the process: it says nothing about what it runs."""
+    if cause.kind is ExitKind.SIGNAL:
+        return not is_users_fault(cause) and OUT_OF_MEMORY not in cause.detail
+    return cause.kind is ExitKind.LOST
 
 
 def describe(cause: ExitCause) -> str:

@@ -395,7 +395,9 @@ def _decide_closed(
         if away:
             state += f", {away} on nodes that do not answer"
         return Decision(Plan(Act.WAIT), state)
-    if len(members) < spec.max_workers and starting and current.generation == 0:
+    # With a state to resume others join it at a boundary, which costs less than to wait for them.
+    is_new = current.generation == 0 and not (spec.resumes or spec.resume_from)
+    if len(members) < spec.max_workers and starting and is_new:
         until = min(c.since_ns for c in ready) + ns(config.start_patience_s)
         if now_ns < until:
             return Decision(

@@ -1,0 +1,68 @@
+"""A process that may open no more files cuts its connections all the same; limits are raised."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+
+from elastic.worker.sockets import Watched, end_reading
+from tests.patience import DEADLINE_S
+
+FULL = """
+import os, resource, socket
+from elastic.worker.sockets import Watched, any_hung_up, end_reading
+
+server = socket.create_server(("127.0.0.1", 0))
+ours = socket.create_connection(server.getsockname())
+theirs, _ = server.accept()
+one = Watched(ours.fileno(), os.fstat(ours.fileno()).st_ino)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        os.dup(0)
+except OSError:
+    pass
+assert not any_hung_up([one])
+end_reading([one])
+ours.settimeout(10)
+assert ours.recv(1) == b"", "whoever reads sees no end"
+os.fstat(ours.fileno())
+"""
+
+RAISED = """
+import resource, subprocess, sys
+from elastic.runtime.descriptors import raise_limit
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))
+assert raise_limit(100) == 100
+assert raise_limit(50) == 100
+assert raise_limit(10**6) == 200
+child = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+print(subprocess.check_output([sys.executable, "-c", child], text=True))
+"""
+
+
+def run(code: str) -> str:
+    """Run code in a process of its own, whose limits are its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=DEADLINE_S, capture_output=True, text=True
+    ).stdout
+
+
+def test_a_connection_is_cut_where_no_descriptor_is_left() -> None:
+    run(FULL)
+
+
+def test_a_socket_that_is_gone_is_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        number, inode = server.fileno(), os.fstat(server.fileno()).st_ino
+    assert end_reading([Watched(number, inode)]) == []
+
+
+def test_children_have_the_limit_that_was_raised() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert run(RAISED).strip() == "200"
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
