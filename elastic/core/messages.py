@@ -169,6 +169,10 @@ class Pulse:
         still_ns: how long it has not moved and not waited either, 0 if it moves or waits.
         epoch, step: where it is, for people.
         begun: what was begun in groups within its group; empty if that cannot be told.
+        longest_ns: the longest time that it stood still in this process and then moved on.
+        has_stepped: a step was committed in this process.
+        working_ns: how long it has worked since it last waited, 0 if that is not long.
+        work: what it does, for people; "" if it does not work for long.
     """
 
     worker_id: WorkerId
@@ -178,6 +182,10 @@ class Pulse:
     epoch: int = 0
     step: int = 0
     begun: tuple[Begun, ...] = ()
+    longest_ns: int = 0
+    has_stepped: bool = True
+    working_ns: int = 0
+    work: str = ""
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ _HOME = {
     "register": "loop",
     "report": "session",
     "stepped": "loop",
+    "working": "session",
 }
 _SUBMODULES = ("collective", "torch")
 
@@ -94,6 +95,7 @@ __all__ = [
     "register",
     "report",
     "stepped",
+    "working",
 ]
 
 

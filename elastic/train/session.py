@@ -84,6 +84,24 @@ def require_engine(what: str) -> StepEngine:
     return engine
 
 
+def working(what: str) -> contextlib.AbstractContextManager[None]:
+    """Name work of one rank that the others wait for, such as an evaluation on rank 0.
+
+        with train.working("evaluation"):
+            score = external_evaluation(model)
+
+    Work in Python is recognized without it. What shows no movement from outside, such as one long
+    call into native code or waiting for another program, would be taken for a hang after
+    `FailureConfig(hang_timeout_s=...)`; inside this block it never is, and `elastic status` shows
+    the name.
+
+    Args:
+        what: for people.
+    """
+    context = worker_context.current()
+    return context.activity.working(what) if context is not None else contextlib.nullcontext()
+
+
 def is_driver() -> bool:
     """Return whether this process watches a run, rather than being one of its workers.
 

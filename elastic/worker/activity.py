@@ -1,4 +1,4 @@
-"""What the control thread can see of the main thread: that it moves, or waits for its peers.
+"""What the control thread can see of the main thread: it works, or waits for its peers.
 
 Rule: the main thread writes, the control thread reads, and neither takes a lock: each field is one
 assignment, and a look that comes between two of them is put right by the next one.
@@ -17,6 +17,9 @@ FLOW_AFTER_NS = 5 * 10**9
 class Activity:
     """The signs of life of a training loop.
 
+    Only an exchange with peers is waiting. Everything else is work: reading a checkpoint, moving
+    state to a device, compiling, evaluating on one rank. Nobody is killed for work, however long.
+
     Code that trains says `activity.beats += 1` wherever it gets further (a batch was loaded, a
     gradient arrived, an optimizer stepped): some 50 ns each. It may be called by several threads:
     a beat that is lost between two of them is no loss.
@@ -26,16 +29,18 @@ class Activity:
             seen, and until then nobody judges its silence.
         waiting_since_ns: `time.monotonic_ns()` at which it began to wait for its peers, 0 if it
             does not.
+        work: what it does that may take long and shows no movement, "" for nothing of the kind.
+        has_stepped: a step was committed in this process. Before, compilers and devices start.
         epoch, step: where it is, for people.
         is_sharded: the model is, so that it also waits where it cannot say so.
     """
-
-    __slots__ = ("beats", "epoch", "is_sharded", "step", "waiting_since_ns")
 
     def __init__(self) -> None:
         """Begin unseen."""
         self.beats = 0
         self.waiting_since_ns = 0
+        self.work = ""
+        self.has_stepped = False
         self.epoch = 0
         self.step = 0
         self.is_sharded = False
@@ -61,6 +66,22 @@ class Activity:
             # First that it moves: between the two it must not look as if it stood still.
             self.beats += 1
             self.waiting_since_ns = 0
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Say that this block works, however long it takes and however still it looks.
+
+        Args:
+            what: for people, such as "reads a checkpoint".
+        """
+        outer, since_ns = self.work, self.waiting_since_ns
+        self.work, self.waiting_since_ns = what, 0
+        try:
+            yield
+        finally:
+            self.beats += bool(self.beats)  # At 0 nobody judges it.
+            self.work = outer
+            self.waiting_since_ns = time.monotonic_ns() if since_ns else 0
 
     def waiting_ns(self, now_ns: int) -> int:
         """Return how long it has waited for its peers by now, 0 if it does not."""

@@ -1,17 +1,24 @@
-"""Whether the main thread waits in a collective of a sharded model, as the control thread sees it.
+"""What the main thread does between two signs of life: it works, waits for peers, or stands still.
 
-`fully_shard` waits for the other ranks inside forward, backward and the optimizer, in code of
-torch's that tells nobody. From outside two things show it: torch counts the collectives that each
-group has begun, and the stack of a thread that waits in one ends inside torch.distributed.
+Code that knows nothing of us may take long: a script's evaluation, a compiler, a checkpoint written
+by hand. Whoever works is never accused. From outside it shows by its stack, which changes, or by
+where it is: asleep for a given time, or in a compiler.
 
-Rule: the main thread is asked for nothing, and its stack is read only if it has not moved since
-the look before. What cannot be told apart counts as a movement, so that nobody is accused of it.
+`fully_shard` waits for the other ranks inside forward, backward and the optimizer, and a script in
+collectives of its own, in code of torch's that reports nothing. Two things show it: torch counts
+the collectives that each group has begun, and the stack of a thread that waits in one ends inside
+torch.distributed.
+
+Rule: the main thread is asked for nothing. What cannot be told apart counts as work, so that nobody
+is accused of it.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import sys
+import sysconfig
 import threading
 from enum import Enum
 from types import FrameType
@@ -26,6 +33,12 @@ LATE_NS = 300_000_000
 
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 DISTRIBUTED = "distributed/"
+INSTALLED = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
+    "<frozen",
+)
+"""Where code is that is not the script's."""
 PLUMBING = ("_ops.py", "_library/", "_dynamo/", "utils/")
 """Files of torch through which a call goes on its way down."""
 COMPILING = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
@@ -47,41 +60,54 @@ WAITS_DEPTH = 8
 class Stance(Enum):
     """Where a thread is.
 
-    `CALLED` is a collective that the script calls by itself. It may let the others wait in one on
-    purpose, while one rank writes a file, for as long as torch's own timeout allows: that says
-    nothing of whoever they wait for. While torch is `COMPILING`, which may take minutes, it moves.
+    `CALLED` is a collective that the script calls by itself. With a sharded model it may be in one
+    of many groups, of which we know nothing: it counts as work. While torch is `COMPILING`, which
+    may take minutes, and while it is `ASLEEP` for a given time, it works.
     """
 
     ELSEWHERE = "elsewhere"
     SHARDING = "sharding"
     CALLED = "called"
     COMPILING = "compiling"
+    ASLEEP = "asleep"
+
+
+NAPS = {
+    "x86_64": ("35", "230"),
+    "aarch64": ("101", "115"),
+}.get(platform.machine(), ())
+"""Numbers of the system calls nanosleep and clock_nanosleep, in which `time.sleep` waits."""
 
 
 class CollectiveWatch:
-    """Looks at the main thread of a worker whose model is sharded."""
+    """Looks at the main thread of a worker."""
 
     def __init__(self) -> None:
         """Begin with nothing seen."""
         self._moves = 0
         self._place: tuple[int, ...] = ()
+        self._where = ""
         self._looked_ns = 0
         self._since_ns = 0
         self._has_moved = True
 
-    def look(self, beats: int, now_ns: int) -> tuple[int, int]:
+    def look(
+        self, beats: int, now_ns: int, is_sharded: bool = False, work: str = ""
+    ) -> tuple[int, int]:
         """Take one look, for as long as the loop itself does not say that it waits.
 
         Args:
             beats: how far the training loop says it is; not 0.
             now_ns: monotonic.
+            is_sharded: the model is.
+            work: what it says that it does, however still it may look.
 
         Returns:
             A number that differs from the last one's if the main thread has moved, and since when
             it has been seen in a collective, in nanoseconds until now; 0 if it is not in one.
         """
         try:
-            return self._look(beats, now_ns)
+            return self._look(beats, now_ns, is_sharded, bool(work))
         except Exception:
             # Who cannot be seen is not accused, and goes on training.
             self._move()
@@ -97,22 +123,28 @@ class CollectiveWatch:
         except Exception:
             return ()  # Whom it waits for cannot be told.
 
-    def _look(self, beats: int, now_ns: int) -> tuple[int, int]:
-        place = (beats, *c10d.issued())
+    def place(self) -> str:
+        """Return the innermost function of the script that the main thread is in, for people."""
+        return self._where
+
+    def _look(self, beats: int, now_ns: int, is_sharded: bool, works: bool) -> tuple[int, int]:
+        stack, self._where = seen_stack(threading.main_thread())
+        place = (beats, *c10d.issued(), *stack)
         self._has_moved = False
         is_late = now_ns - self._looked_ns > LATE_NS
         self._looked_ns = now_ns
         if is_late:
             self._since_ns = 0
-        if place != self._place:
+        if place != self._place or works:
             self._place = place
             self._move()
             return beats + self._moves, 0
         stance = stance_of(threading.main_thread())
-        if stance is Stance.SHARDING:
+        waits = stance is Stance.SHARDING or (stance is Stance.CALLED and not is_sharded)
+        if waits:
             self._since_ns = self._since_ns or now_ns
             return beats + self._moves, max(1, now_ns - self._since_ns)
-        if stance in (Stance.CALLED, Stance.COMPILING) or self._since_ns:
+        if stance is not Stance.ELSEWHERE or self._since_ns:
             self._move()
         return beats + self._moves, 0
 
@@ -127,7 +159,39 @@ def stance_of(thread: threading.Thread) -> Stance:
     # Nothing may keep the frame: it would keep the tensors in it.
     frame = _outside_of_waits(sys._current_frames().get(thread.ident or 0))
     found = _stance(frame)
+    if found is Stance.ELSEWHERE and is_asleep():
+        return Stance.ASLEEP
     return _elsewhere(frame) if found is Stance.ELSEWHERE else found
+
+
+def seen_stack(thread: threading.Thread) -> tuple[tuple[int, ...], str]:
+    """Return a print of a thread's stack, which differs once it has moved, and where it is.
+
+    Returns:
+        Which code runs and at which instruction, from the innermost frame outwards; and the
+        innermost function that is of no installed package, as "evaluate (train.py:12)".
+    """
+    found: list[int] = []
+    where = ""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        code = frame.f_code
+        found += (id(code), frame.f_lasti)
+        if not where and not code.co_filename.startswith(INSTALLED):
+            name = os.path.basename(code.co_filename)
+            where = f"{code.co_name} ({name}:{frame.f_lineno})"
+        frame = frame.f_back
+    return tuple(found), where
+
+
+def is_asleep() -> bool:
+    """Return whether the main thread sleeps for a time that it has given itself."""
+    try:
+        # Not `native_id`: after a fork it is still that of the process before.
+        with open(f"/proc/self/task/{os.getpid()}/syscall") as file:
+            return file.read().split(" ", 1)[0] in NAPS
+    except OSError:
+        return False  # Some containers do not show it.
 
 
 def _outside_of_waits(frame: FrameType | None) -> FrameType | None:

@@ -127,6 +127,7 @@ class WorkerContext:
     def note_step(self) -> None:
         """Count one iteration of the training loop that is over."""
         self.step_counter.note()
+        self.activity.has_stepped = True
 
     def at_boundary(self) -> bool:
         """Return whether a planned change waits for a boundary.

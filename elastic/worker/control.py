@@ -122,11 +122,13 @@ class ControlThread:
         now_ns = self._clock.monotonic_ns()
         waiting_ns, beats = seen.waiting_ns(now_ns), seen.beats
         begun: tuple[Begun, ...] = ()
-        if seen.is_sharded and beats and not waiting_ns:
-            beats, waiting_ns = self._collectives.look(beats, now_ns)
-            begun = self._collectives.begun()
+        work = ""
+        if beats and not waiting_ns:
+            beats, waiting_ns = self._collectives.look(beats, now_ns, seen.is_sharded, seen.work)
+            begun = self._collectives.begun() if seen.is_sharded else ()
+            work = seen.work or self._collectives.place()
         waiting_ns = self._flow.waiting_ns(waiting_ns, now_ns)
-        return Looked(beats, waiting_ns, seen.epoch, seen.step, begun)
+        return Looked(beats, waiting_ns, seen.epoch, seen.step, begun, seen.has_stepped, work)
 
     def _hear(self) -> None:
         try:

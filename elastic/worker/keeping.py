@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from enum import Enum
 from functools import partial
@@ -65,6 +66,10 @@ class Keeper:
         self._objects = objects
         self._saver: Saver | None = None
         self._place: WorkerContext | None = None
+        # What was read last and no step has followed yet. A group may break while its members
+        # read, and they must not begin again: reading may take longer than the time between kills.
+        self._read: Found | None = None
+        self._read_shards: dict[tuple[str, int, int], State] = {}
         self._options: Mapping[str, Any] = {}
         self._data: Mapping[str, Any] = {}
 
@@ -115,6 +120,8 @@ class Keeper:
         """Count a step, and decide from everyone's rows whether it is saved."""
         self.steps += 1
         self._steps_here += 1
+        self._read = None
+        self._read_shards.clear()
         self.rests = any(row.rests for row in rows)
         self._is_stored = self.rests or any(row.saves for row in rows)
         has_room = self.rests or not any(row.busy for row in rows)  # Who rests waits for room.
@@ -248,7 +255,8 @@ class Keeper:
         Raises:
             UsageError: it is the state of other objects; nothing was changed then.
         """
-        self._objects.put(state["objects"])
+        with self._working("moves the state that it received to its device"):
+            self._objects.put(state["objects"])
         self._logbook.load_state(state["logged"])
         self._streams.receive([state["streams"]])
         self.steps, self._data = state["steps"], state["data"]
@@ -311,6 +319,10 @@ class Keeper:
                 f"prepare_data_loader(global_batch_size=...), or begin a new run"
             )
 
+    def _working(self, what: str) -> AbstractContextManager[None]:
+        """Enter what takes this member's own time, although others wait for it meanwhile."""
+        return self._place.activity.working(what) if self._place is not None else nullcontext()
+
     def _request(self) -> int:
         place = self._place
         return place.link.save_wish(place.generation) if place is not None else 0
@@ -353,34 +365,42 @@ class Keeper:
         problems: list[str] = []
 
         def listed() -> list[Candidate] | None:
-            return _attempt(lambda: _candidates(run), place.run_path, problems) if run else []
+            with self._working(f"lists the checkpoints in {place.run_path}"):
+                return _attempt(lambda: _candidates(run), place.run_path, problems) if run else []
 
         known = listed() if place.world_rank == 0 else []
         # Whatever fails on one member alone is no reason to keep the others waiting in a row.
         mine = UNKNOWN if known is None else max((steps for steps, _, _ in known), default=-1)
         held = saver.held()
         copies = PeerCopies.of(place)
-        rows = tell_rows(group, [float(mine), float(held), float(copies.newest())])
+        kept = int(self._read[1]["steps"]) if self._read is not None else UNKNOWN
+        rows = tell_rows(group, [float(mine), float(held), float(copies.newest()), float(kept)])
         newest, best_held = int(rows[0][0]), int(max(row[1] for row in rows))
-        best_copy = int(max(row[2] for row in rows))
+        best_copy, best_kept = (int(max(row[i] for row in rows)) for i in (2, 3))
         fetches = [int(row[2]) for row in rows].index(best_copy) == place.world_rank
 
         def from_memory() -> Found | None:
             if held < best_held:
                 return None
-            return _attempt(lambda: saver.read_held(held), "this node's memory", problems)
+            with self._working("reads a snapshot in this node's memory"):
+                return _attempt(lambda: saver.read_held(held), "this node's memory", problems)
 
         def from_copy() -> Found | None:
-            return _attempt(copies.read, "another node's memory", problems) if fetches else None
+            with self._working("reads a snapshot in another node's memory"):
+                return _attempt(copies.read, "another node's memory", problems) if fetches else None
 
         def from_storage(above: int, most: int) -> Found | None:
             wanted = [one for one in known or listed() or () if above < one[0] <= most]
-            return _read_newest(run, wanted, problems) if run else None
+            with self._working(f"reads a checkpoint of {place.run_path}"):
+                self._read = _read_newest(run, wanted, problems) if run else None
+            return self._read
 
         # What is newest first; if they are equal, what is nearest.
         levels = [(best_held, from_memory), (best_copy, from_copy)]
         levels.sort(key=lambda level: -level[0])
+        is_kept = best_kept >= max(newest, best_held, best_copy, 0)
         sources: list[tuple[bool, Callable[[], Found | None]]] = []
+        sources.append((is_kept, lambda: self._read if kept == best_kept else None))
         most = newest
         for steps, read in levels:
             sources.append((newest > steps, partial(from_storage, steps, most)))
@@ -406,14 +426,20 @@ class Keeper:
         def listed() -> Sequence[Candidate] | None:
             if run is None:
                 return []
-            return _attempt(lambda: _candidates(run), path, restorer.problems)
+            with self._working(f"lists the checkpoints in {path}"):
+                return _attempt(lambda: _candidates(run), path, restorer.problems)
 
         def read(name: str, marker: Marker | None) -> State:
             check(run is not None, "a checkpoint without a run directory")
             there = cast("RunDirectory", run)
             if marker is None and (marker := there.marker(name)) is None:
                 raise ValueError("others list it, and it is not there for this worker")
-            return read_checkpoint(there, name, marker, ours=ours, rank=rank)
+            ours_of_it = name, rank, group.size()
+            if ours_of_it not in self._read_shards:
+                with self._working(f"reads its part of checkpoint {name} of {path}"):
+                    state = read_checkpoint(there, name, marker, ours=ours, rank=rank)
+                self._read_shards = {ours_of_it: state}
+            return self._read_shards[ours_of_it]
 
         copies = PeerCopies.of(place) if place is not None else None
         restorer = Restorer(group, saver, ours, listed=listed, read=read, copies=copies)

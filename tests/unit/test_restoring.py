@@ -13,6 +13,7 @@ import pytest
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import StorageError
 from elastic.worker import keeping
+from elastic.worker.activity import Activity
 from elastic.worker.keeping import Keeper
 from elastic.worker.logbook import Logbook
 from elastic.worker.saving import Saver, Seat
@@ -34,6 +35,7 @@ def keeper_of(run: Run, rank: int, saver: Saver) -> Keeper:
         copies_dealt=True,
         copies_fingerprints=(),
         worker_id=f"n{rank}/1",
+        activity=Activity(),
     )
     return keeper
 

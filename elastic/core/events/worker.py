@@ -194,6 +194,8 @@ class Looked:
         waiting_ns: how long it has waited for its peers, 0 if it does not.
         epoch, step: where it is, for people.
         begun: what was begun in groups within its group, if it can be told.
+        has_stepped: a step was committed in this process.
+        work: what it does, for people; "" if it was not asked, as nobody waits for long.
     """
 
     beats: int
@@ -201,6 +203,8 @@ class Looked:
     epoch: int = 0
     step: int = 0
     begun: tuple[Begun, ...] = ()
+    has_stepped: bool = True
+    work: str = ""
 
 
 WorkerEvent = (

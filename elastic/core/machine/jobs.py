@@ -97,6 +97,7 @@ class JobState:
         stuck: why the newest group will never go on, "" if it may.
         told_over: the newest group that heard of its end before the next one was worked out.
         hung: members that are about to be killed as hung, and since when their stacks are written.
+        works: what a member does that the others have waited for, for long; for people.
         seated: the places of a group, worked out once.
         bounds: (min, max) workers that a user set after the submission, None for those of the spec.
         paused: a user wants it to hold no workers.
@@ -151,6 +152,7 @@ class JobState:
     stuck: str = ""
     told_over: Generation = NO_GENERATION
     hung: dict[WorkerId, int] = field(default_factory=dict)
+    works: str = ""
     seated: tuple[Group, tuple[Place, ...]] | None = None
     save_request: int = 0
     preemptions: int = 0
@@ -347,6 +349,8 @@ class JobState:
         if self.has_ended() and self.workers:
             reason = f"{reason} ({self.phase.value}, {len(self.workers)} workers are ending)"
             record = replace(record, phase=JobPhase.STOPPING)
+        elif self.works and self.is_open:
+            reason = f"{reason}; {self.works}" if reason else self.works
         workers = tuple(
             WorkerView(w.report, w.node_id, self.rank_of(worker_id), w.since_ns, w.steps)
             for worker_id, w in sorted(self.workers.items())

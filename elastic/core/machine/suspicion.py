@@ -56,6 +56,10 @@ def take_pulse(cluster: Cluster, state: NodeState, pulse: Pulse) -> None:
         epoch=pulse.epoch,
         step=pulse.step,
         begun=pulse.begun,
+        longest_ns=pulse.longest_ns,
+        has_stepped=pulse.has_stepped,
+        working_since_ns=now_ns - pulse.working_ns if pulse.working_ns > 0 else None,
+        work=pulse.work,
     )
     if pulse.generation < job.generation:
         # Others wait for it in forming the next group, and do not say so.
@@ -83,6 +87,7 @@ def look(cluster: Cluster) -> None:
             del cluster.looks[job_id]
             if job is not None:
                 job.hung.clear()
+                job.works = ""
 
 
 def silent(cluster: Cluster) -> list[tuple[NodeState, str]]:
@@ -181,6 +186,9 @@ def _judge(cluster: Cluster, job: JobState) -> None:
         members.append(Watched(worker_id, trains, worker.sight if worker else None))
     timeout_ns = ns(job.spec.hang_timeout_s)
     decision = hang.judge(job.generation, members, cluster.now_ns, timeout_ns)
+    waiting = sum(1 for m in members if m.sight and m.sight.waits(job.generation, cluster.now_ns))
+    works = decision.value.works
+    job.works = f"{works}; {waiting} of {len(members)} wait for it" if works else ""
     # Also before somebody is accused: who waits out of sight, over a link that is cut, stands. And
     # while a group forms: who has reached all others trains, and waits for those two that do not.
     since_ns = job.links.nowhere_ns if _is_forming(job) else decision.value.since_ns

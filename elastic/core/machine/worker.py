@@ -356,9 +356,18 @@ class WorkerMachine:
         found = self._pulses.look(event, self._now_ns)
         if found is not None and self._assign is not None:
             pulse = Pulse(
-                self._assign.worker_id, self._generation(), *found, event.epoch, event.step,
-                begun=event.begun if any(found) else (),
-            )  # fmt: skip
+                self._assign.worker_id,
+                self._generation(),
+                waiting_ns=found.waiting_ns,
+                still_ns=found.still_ns,
+                epoch=event.epoch,
+                step=event.step,
+                begun=event.begun if found.waiting_ns or found.still_ns else (),
+                longest_ns=found.longest_ns,
+                has_stepped=event.has_stepped,
+                working_ns=found.working_ns,
+                work=event.work if found.working_ns else "",
+            )
             self._out.append(SendPipe(pulse))
 
     # ------------------------------------------------------------ moves

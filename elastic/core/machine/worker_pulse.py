@@ -1,10 +1,13 @@
 """When a worker has something to say of its main thread.
 
-Rule: a main thread that moves is not mentioned. One that waits for its peers, or stands still, is
-mentioned again and again until it moves, and then once more.
+Rule: a main thread that moves is not mentioned. One that waits for its peers, stands still, or has
+worked for long while its peers may wait for it, is mentioned again and again until that is over,
+and then once more.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from elastic.core.config import NS_PER_S
 from elastic.core.events.worker import Looked
@@ -16,6 +19,18 @@ STILL_NS = NS_PER_S
 """Standing still is worth a word after this."""
 WAITING_AGAIN_NS = NS_PER_S // 2
 STILL_AGAIN_NS = NS_PER_S
+WORKING_NS, WORKING_AGAIN_NS = 10 * NS_PER_S, 5 * NS_PER_S
+"""Work without a step is worth a word after this, for people."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is to be reported of a main thread; fields as of `Pulse`."""
+
+    waiting_ns: int = 0
+    still_ns: int = 0
+    longest_ns: int = 0
+    working_ns: int = 0
 
 
 class PulseWatch:
@@ -30,7 +45,10 @@ class PulseWatch:
         self.look_at_ns = 0
         self._beats = -1
         self._moved_ns = 0
-        self._told = (False, False)
+        self._longest_ns = 0
+        self._worked_ns = 0
+        self._step = (0, 0)
+        self._told = (False, False, False)
         self._told_ns = 0
         self._long_ns = WAITING_NS
 
@@ -38,16 +56,11 @@ class PulseWatch:
         """Another generation trains: what was said in the one before is forgotten."""
         self.look_at_ns = now_ns + LOOK_NS
         self._long_ns = waiting_is_long_after_ns(world_size)
-        self._beats, self._moved_ns = -1, now_ns
-        self._told = (False, False)
+        self._beats, self._moved_ns, self._worked_ns = -1, now_ns, now_ns
+        self._told = (False, False, False)
 
-    def look(self, seen: Looked, now_ns: int) -> tuple[int, int] | None:
-        """Take one look.
-
-        Returns:
-            What to say: how long it has waited, and how long it has stood still, in nanoseconds;
-            None for nothing.
-        """
+    def look(self, seen: Looked, now_ns: int) -> Seen | None:
+        """Take one look; return what to report, None for nothing."""
         late_ns = now_ns - self.look_at_ns
         if late_ns > LATE_NS:
             # The process was stopped, or code that holds the interpreter's lock ran: nobody could
@@ -55,15 +68,26 @@ class PulseWatch:
             self._moved_ns += late_ns
         self.look_at_ns = now_ns + LOOK_NS
         if seen.beats != self._beats:
+            if self._beats > 0 and seen.has_stepped and not self._told[0]:
+                self._longest_ns = max(self._longest_ns, now_ns - self._moved_ns)
             self._beats, self._moved_ns = seen.beats, now_ns
+        step = (seen.epoch, seen.step)
+        if step != self._step or seen.waiting_ns:
+            self._step, self._worked_ns = step, now_ns
         waits = seen.waiting_ns >= self._long_ns
-        still_ns = now_ns - self._moved_ns
+        still_ns, working_ns = now_ns - self._moved_ns, now_ns - self._worked_ns
         # Before the training loop is seen, user code loads data and builds models in its own time.
         stands = seen.beats > 0 and not seen.waiting_ns and still_ns >= STILL_NS
-        found = (waits, stands)
-        again_ns = WAITING_AGAIN_NS if waits else STILL_AGAIN_NS
+        works = seen.beats > 0 and not stands and working_ns >= WORKING_NS
+        found = (waits, stands, works)
+        again_ns = WAITING_AGAIN_NS if waits else STILL_AGAIN_NS if stands else WORKING_AGAIN_NS
         is_due = any(found) and now_ns - self._told_ns >= again_ns
         if found == self._told and not is_due:
             return None
         self._told, self._told_ns = found, now_ns
-        return (seen.waiting_ns if waits else 0, still_ns if stands else 0)
+        return Seen(
+            waiting_ns=seen.waiting_ns if waits else 0,
+            still_ns=still_ns if stands else 0,
+            longest_ns=self._longest_ns,
+            working_ns=working_ns if works else 0,
+        )

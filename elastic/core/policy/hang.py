@@ -24,10 +24,17 @@ from elastic.core.world import Begun, Generation, WorkerId
 
 FRESH_NS = 3 * NS_PER_S
 """What was not said again for so long is not believed; a worker repeats it every second."""
+WORK_FRESH_NS = 15 * NS_PER_S
+"""The same of work, which it repeats every five seconds."""
 STUCK_TIMES = 2
 """All wait, or all stand, for so many times as long as one may stand still. Where bytes still come
 in, a worker counts its wait from the last of them (`worker.activity.Flow`): a slow network is no
 cut one."""
+FIRST_TIMES = 10
+"""A process that has committed no step yet may stand still for so many times as long: compilers,
+devices and libraries start in it, some in native code that shows nothing."""
+LONGEST_TIMES = 3
+"""Who has stood still and gone on before may do so again, and for so many times as long."""
 STANDING_MAX = 256
 """When more stand still, they are not told from each other."""
 
@@ -43,6 +50,10 @@ class Sight:
         still_since_ns: since when it has neither moved nor waited, None if it moves or waits.
         epoch, step: where it is.
         begun: what it has begun in groups within its group.
+        longest_ns: for how long it has stood still, in this process, before it went on.
+        has_stepped: it has committed a step in this process.
+        working_since_ns: since when it works without a step, None if not for long.
+        work: what it does, for people.
     """
 
     generation: Generation
@@ -52,16 +63,26 @@ class Sight:
     epoch: int = 0
     step: int = 0
     begun: tuple[Begun, ...] = ()
+    longest_ns: int = 0
+    has_stepped: bool = True
+    working_since_ns: int | None = None
+    work: str = ""
+
+    def limit_ns(self, timeout_ns: int) -> int:
+        """Return how long it may stand still."""
+        times = 1 if self.has_stepped else FIRST_TIMES
+        return max(times * timeout_ns, LONGEST_TIMES * self.longest_ns)
 
     def waits(self, generation: Generation, now_ns: int) -> bool:
         """Return whether it waits for its peers in this group now."""
-        return self.waiting_since_ns is not None and self._holds(generation, now_ns)
+        return self.waiting_since_ns is not None and self.is_fresh(generation, now_ns)
 
     def stands(self, generation: Generation, now_ns: int) -> bool:
         """Return whether it stands still in this group now, and not because it waits."""
-        return self.still_since_ns is not None and self._holds(generation, now_ns)
+        return self.still_since_ns is not None and self.is_fresh(generation, now_ns)
 
-    def _holds(self, generation: Generation, now_ns: int) -> bool:
+    def is_fresh(self, generation: Generation, now_ns: int) -> bool:
+        """Return whether it was said of this group, and a moment ago."""
         return self.generation == generation and now_ns - self.said_ns <= FRESH_NS
 
 
@@ -86,11 +107,14 @@ class Hang:
     Attributes:
         since_ns: 0 while somebody moves, or may.
         is_stuck: nobody is to blame: all wait for each other, and none will ever go on.
+        works: what a member does that the others wait for, for people; "" for nothing that takes
+            long.
     """
 
     culprits: tuple[WorkerId, ...] = ()
     since_ns: int = 0
     is_stuck: bool = False
+    works: str = ""
 
 
 def judge(
@@ -110,16 +134,22 @@ def judge(
     """
     waiting: dict[WorkerId, int] = {}
     standing: dict[WorkerId, int] = {}
+    limits: dict[WorkerId, int] = {}
+    moves = works = ""
     for member in members:
         sight = member.sight
         if not member.trains or sight is None:
             return Decision(Hang(), f"{member.worker_id} says nothing of itself")
+        limits[member.worker_id] = sight.limit_ns(timeout_ns)
         if sight.waits(generation, now_ns):
             waiting[member.worker_id] = sight.waiting_since_ns or 0
         elif sight.stands(generation, now_ns):
             standing[member.worker_id] = sight.still_since_ns or 0
         else:
-            return Decision(Hang(), f"{member.worker_id} moves")
+            moves = member.worker_id
+            works = works or _what_it_does(member.worker_id, sight, generation, now_ns)
+    if moves:
+        return Decision(Hang(works=works), works or f"{moves} moves")
     if waiting and not standing:
         return _judge_all(max(waiting.values()), now_ns, timeout_ns)
     queue = Queue({m.worker_id: m.sight.begun for m in members if m.sight is not None})
@@ -127,11 +157,20 @@ def judge(
     if not waiting and not hidden:
         return Decision(Hang(), "nobody waits")
     since_ns = max(*waiting.values(), *standing.values())
-    if not timeout_ns or now_ns - since_ns < timeout_ns * (STUCK_TIMES if hidden else 1):
+    limit_ns = max(limits[worker_id] for worker_id in standing)
+    if not timeout_ns or now_ns - since_ns < limit_ns * (STUCK_TIMES if hidden else 1):
         return Decision(Hang(since_ns=since_ns), f"waiting for {', '.join(standing)}")
     waiters = [*waiting] or hidden
     names = _at_the_end(waiters, [*standing], queue)
     return Decision(Hang(names, since_ns), f"{len(waiters)} members wait for {', '.join(names)}")
+
+
+def _what_it_does(worker_id: WorkerId, sight: Sight, generation: Generation, now_ns: int) -> str:
+    since_ns, is_old = sight.working_since_ns, now_ns - sight.said_ns > WORK_FRESH_NS
+    if since_ns is None or sight.generation != generation or is_old:
+        return ""
+    seconds = (now_ns - since_ns) / NS_PER_S
+    return f"{worker_id} works for {seconds:.0f} s now: {sight.work or 'computes'}"
 
 
 def _judge_all(since_ns: int, now_ns: int, timeout_ns: int) -> Decision[Hang]:

@@ -213,7 +213,7 @@ class Progress(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., first_step_unix_ns: _Optional[int] = ...) -> None: ...
 
 class Pulse(_message.Message):
-    __slots__ = ("worker_id", "generation", "waiting_ns", "still_ns", "epoch", "step", "begun")
+    __slots__ = ("worker_id", "generation", "waiting_ns", "still_ns", "epoch", "step", "begun", "longest_ns", "has_stepped", "working_ns", "work")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WAITING_NS_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,10 @@ class Pulse(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_NS_FIELD_NUMBER: _ClassVar[int]
+    HAS_STEPPED_FIELD_NUMBER: _ClassVar[int]
+    WORKING_NS_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     generation: int
     waiting_ns: int
@@ -228,7 +232,11 @@ class Pulse(_message.Message):
     epoch: int
     step: int
     begun: _containers.RepeatedCompositeFieldContainer[Begun]
-    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., waiting_ns: _Optional[int] = ..., still_ns: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ...) -> None: ...
+    longest_ns: int
+    has_stepped: bool
+    working_ns: int
+    work: str
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., waiting_ns: _Optional[int] = ..., still_ns: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., longest_ns: _Optional[int] = ..., has_stepped: bool = ..., working_ns: _Optional[int] = ..., work: _Optional[str] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("name", "ranks", "count")
