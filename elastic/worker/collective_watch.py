@@ -1,20 +1,21 @@
 """What the main thread does between two signs of life: it works, waits for peers, or stands still.
 
 Code that knows nothing of us may take long: a script's evaluation, a compiler, a checkpoint written
-by hand. Whoever works is never accused. From outside it shows by its stack, which changes, or by
-where it is: asleep for a given time, or in a compiler.
+by hand. Whoever works is never accused. From outside it shows by the interpreter, which runs
+bytecode of the main thread, or by where that is: asleep for a given time, or in a compiler.
 
 `fully_shard` waits for the other ranks inside forward, backward and the optimizer, and a script in
 collectives of its own, in code of torch's that reports nothing. Two things show it: torch counts
 the collectives that each group has begun, and the stack of a thread that waits in one ends inside
 torch.distributed.
 
-Rule: the main thread is asked for nothing. What cannot be told apart counts as work, so that nobody
+Rule: nothing here makes the main thread wait or ends a system call of its. What cannot be told apart counts as work, so that nobody
 is accused of it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
@@ -79,11 +80,36 @@ NAPS = {
 """Numbers of the system calls nanosleep and clock_nanosleep, in which `time.sleep` waits."""
 
 
+class BytecodeProbe:
+    """Finds out whether the main thread runs bytecode, by a call that the interpreter does there.
+
+    Its stack alone does not show it: a loop around one long call is seen in that call each time.
+    A pending call runs between two instructions of the main thread, and interrupts nothing.
+    """
+
+    def __init__(self) -> None:
+        """Ask for nothing yet."""
+        self._has_run = True
+        self._call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._run)
+
+    def has_run(self) -> bool:
+        """Return whether the main thread has run bytecode since the last time, and ask again."""
+        if not self._has_run:
+            return False
+        self._has_run = ctypes.pythonapi.Py_AddPendingCall(self._call, None) != 0
+        return True
+
+    def _run(self, _: object) -> int:
+        self._has_run = True
+        return 0
+
+
 class CollectiveWatch:
     """Looks at the main thread of a worker."""
 
     def __init__(self) -> None:
         """Begin with nothing seen."""
+        self._probe = BytecodeProbe()
         self._moves = 0
         self._place: tuple[int, ...] = ()
         self._where = ""
@@ -140,11 +166,12 @@ class CollectiveWatch:
             self._move()
             return beats + self._moves, 0
         stance = stance_of(threading.main_thread())
+        runs = self._probe.has_run()
         waits = stance is Stance.SHARDING or (stance is Stance.CALLED and not is_sharded)
         if waits:
             self._since_ns = self._since_ns or now_ns
             return beats + self._moves, max(1, now_ns - self._since_ns)
-        if stance is not Stance.ELSEWHERE or self._since_ns:
+        if runs or stance is not Stance.ELSEWHERE or self._since_ns:
             self._move()
         return beats + self._moves, 0
 

@@ -45,9 +45,13 @@ class Coordinator:
         answer.ready.set()
 
 
-def writer_of(directory: RunDirectory, coordinator: Coordinator) -> Writer:
+def writer_of(
+    directory: RunDirectory, coordinator: Coordinator, job: str = "j1", num_to_keep: int = -1
+) -> Writer:
     """Return a writer whose thread ends with the test."""
-    writer = Writer(directory, JobId("j1"), line=coordinator, clock=SystemClock())
+    writer = Writer(
+        directory, JobId(job), line=coordinator, clock=SystemClock(), num_to_keep=num_to_keep
+    )
     WRITERS.append(writer)
     return writer
 
@@ -90,6 +94,8 @@ class Run:
         workers: int = 1,
         seed: int = 0,
         coordinator: Coordinator | None = None,
+        job: str = "j1",
+        num_to_keep: int = -1,
     ) -> None:
         torch.manual_seed(seed)
         self.model = Tied()
@@ -101,7 +107,7 @@ class Run:
         self.directory = RunDirectory(str(folder))
         self.savers = []
         for rank in range(workers):
-            writer = writer_of(self.directory, self.coordinator)
+            writer = writer_of(self.directory, self.coordinator, job, num_to_keep)
             saver = Saver((), writer)
             saver.enter(Seat(1, rank, workers))
             self.savers.append(saver)

@@ -19,6 +19,7 @@ from elastic.runtime import copy_wire
 from elastic.runtime.copy_wire import PUSH, Request, calling
 from elastic.runtime.snapshot_memory import HEADER, Mark, set_sent, whole
 from elastic.worker import keeping
+from elastic.worker.activity import Activity
 from elastic.worker.keeping import Keeper
 from elastic.worker.logbook import Logbook
 from elastic.worker.rows import StepRow
@@ -86,7 +87,7 @@ def restored(
         keeper._place = SimpleNamespace(  # type: ignore[assignment]
             world_rank=rank, run_path=run.directory.path, job_id="j1", copies=copies[rank],
             copies_key=KEY, copies_dealt=True, copies_fingerprints=(), worker_id=f"n{rank}/1",
-            tls=(),
+            tls=(), activity=Activity(),
         )  # fmt: skip
         found[rank] = keeper.restore(rank, Cursor())  # type: ignore[call-overload]
 

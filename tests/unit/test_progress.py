@@ -30,7 +30,7 @@ LOOKS = 12
 def seen_while(code: str) -> bool:
     """Return whether the main thread of a process that runs this code is seen to work.
 
-    It is looked at ten times a second, as by the control thread, once the code has printed a line.
+    It is looked at as by the control thread, but more often, once the code has set `begun`.
     """
     script = textwrap.dedent(
         """
@@ -43,7 +43,7 @@ def seen_while(code: str) -> bool:
             for _ in range({looks}):
                 moves.append(watch.look(1, time.monotonic_ns())[0])
                 time.sleep(0.05)
-            print(len(set(moves[2:])), flush=True)
+            print(len(set(moves[4:])), flush=True)
             os._exit(0)
 
         begun = threading.Event()
@@ -69,7 +69,7 @@ def seen_while(code: str) -> bool:
             def evaluate():
                 begun.set()
                 while True:
-                    sum(range(1000)); len(str(2 ** 1000))
+                    sum(range(100_000))
             evaluate()
             """,
             True,
@@ -85,6 +85,18 @@ def seen_while(code: str) -> bool:
             """,
             False,
             id="native",
+        ),
+        pytest.param(
+            """
+            import ctypes
+            begun.set()
+            lib, lock = ctypes.CDLL(None), ctypes.c_int()
+            lib.pthread_spin_init(ctypes.byref(lock), 0)
+            while True:
+                lib.pthread_spin_lock(ctypes.byref(lock))  # The second time without end.
+            """,
+            False,
+            id="native loop",
         ),
     ],
 )

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from elastic.core.policy.cursor import Cursor
-from elastic.core.world import JobId
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunRecord, write_run
 from elastic.worker import keeping, writing
@@ -74,8 +73,7 @@ def test_attempts_have_an_order_of_their_own(tmp_path: Path) -> None:
     first.save()
     record = RunRecord(name="r", jobs=("j1", "j2"), started_unix_ns=1)
     write_run(first.directory.files, record)
-    second = Run(tmp_path)
-    second.savers[0]._writer._job_id = JobId("j2")  # type: ignore[union-attr]
+    second = Run(tmp_path, job="j2")
     second.steps = 2
     set_clock(second, SetClock())
     second.save()
@@ -90,8 +88,7 @@ def test_a_new_one_is_never_what_is_deleted(tmp_path: Path) -> None:
     first.save()
     first.save()
     write_run(first.directory.files, RunRecord(name="r", jobs=("j1",), started_unix_ns=1))
-    second = Run(tmp_path)
-    second.savers[0]._writer._job_id = JobId("j2")  # type: ignore[union-attr]
+    second = Run(tmp_path, job="j2")
     second.steps = 2
     second.save()
     assert 3 in steps_of(tmp_path)
@@ -132,11 +129,8 @@ def test_averages_that_are_no_numbers_are_told_as_json(tmp_path: Path) -> None:
 
 def test_an_attempt_that_was_given_up_leaves_the_next_one_alone(tmp_path: Path) -> None:
     """It was cut off from everything, and wakes up while its successor writes."""
-    old, new = Run(tmp_path), Run(tmp_path)
+    old, new = Run(tmp_path), Run(tmp_path, job="j2", num_to_keep=4)
     write_run(old.directory.files, RunRecord(name="r", jobs=("j1", "j2"), started_unix_ns=1))
-    writer = new.savers[0]._writer
-    assert writer is not None
-    writer._job_id, writer._num_to_keep = JobId("j2"), 4
     for _ in range(3):
         new.save()
     begun = new.folder("auto-j2-s000000004-g000001-000004")
