@@ -9,8 +9,8 @@ collectives of its own, in code of torch's that reports nothing. Two things show
 the collectives that each group has begun, and the stack of a thread that waits in one ends inside
 torch.distributed.
 
-Rule: nothing here makes the main thread wait or ends a system call of its. What cannot be told apart counts as work, so that nobody
-is accused of it.
+Rule: nothing here makes the main thread wait, or interrupts a system call of its. What cannot be
+told apart counts as work, so that nobody is accused of it.
 """
 
 from __future__ import annotations
