@@ -89,6 +89,8 @@ class SimProcess:
         self.is_stopped = False
         self.is_hung = False
         self.slow_until_ns = 0
+        self.starts_until_ns = 0
+        self.has_stepped = True
         self.beats = 0
         self.held_step = 0
         self.waiting_since_ns = 0
@@ -114,7 +116,17 @@ class SimProcess:
 
     def is_slow(self) -> bool:
         """Return whether its step takes longer than the others'."""
-        return self.timeline.now_ns < self.slow_until_ns
+        return self.timeline.now_ns < max(self.slow_until_ns, self.starts_until_ns)
+
+    def start(self, duration_ns: int) -> None:
+        """Its first step takes so long, and shows no movement; once in its life."""
+        if not self.starts_until_ns:
+            self.starts_until_ns = self.timeline.now_ns + duration_ns
+            self.has_stepped = False
+
+    def is_starting(self) -> bool:
+        """Return whether its first step is under way, and shows no movement."""
+        return self.timeline.now_ns < self.starts_until_ns
 
     def is_in(self, generation: Generation) -> bool:
         """Return whether its main thread is in the train function in this generation."""
@@ -123,7 +135,7 @@ class SimProcess:
 
     def linger(self) -> None:
         """Its group makes no step: it waits for the others, or the others for it."""
-        if not self.moves():
+        if not self.moves() or self.is_starting():
             pass
         elif self.is_slow():
             self.beats += 1
@@ -136,13 +148,14 @@ class SimProcess:
     def go_on(self) -> None:
         """Its group makes a step again."""
         self.beats += 1
-        self.waiting_since_ns, self.spot = 0, parts.OPEN
+        self.waiting_since_ns, self.spot, self.has_stepped = 0, parts.OPEN, True
         self._look()
 
     def _look(self) -> None:
         since_ns = self.waiting_since_ns
         waiting_ns = self.timeline.now_ns - since_ns + 1 if since_ns else 0
-        self.tell_machine(Looked(self.beats, waiting_ns, begun=self.spot.begun))
+        seen = Looked(self.beats, waiting_ns, begun=self.spot.begun, has_stepped=self.has_stepped)
+        self.tell_machine(seen)
 
     def receive(self, message: PipeToWorker) -> None:
         """The agent wrote to the pipe."""

@@ -42,6 +42,7 @@ from elastic.core.messages import (
     Release,
 )
 from elastic.core.policy.dialects import SINCE_MINORS
+from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import JobId, Node, NodeId
 from elastic.errors import ElasticError
 from elastic.testing import crowd, draws, holders
@@ -80,6 +81,10 @@ TELLING_SEED = 5
 many jobs: without a checkpoint there is no boundary at which one gives way to another."""
 OLD_SEED = 6
 """Of sixteen seeds, all of sharded runs, the one in which some agents are of the version before."""
+STARTING_SEED = 12
+"""Of thirteen seeds, the one in which first steps take several times as long as a worker may
+stand still, and rank 0 works alone after its reports. Not among many jobs: their waits are
+bounded."""
 SLACK_NS = 3 * S
 """The coordinator may hear of what happened so much later, when its disk is slow."""
 
@@ -182,6 +187,11 @@ class Simulation:
         parts = (self.agents, self.coordinators, self.plane.copying)
         seen = holders.Cluster(*parts, self.network.conditions, self.disk)
         return holders.Holders(self.timeline, self.checkers, seen)
+
+    @property
+    def is_starting_slowly(self) -> bool:
+        """Return whether this is a run of slow first steps."""
+        return self.seed % 13 == STARTING_SEED and not crowd.has_crowd(self.seed)
 
     @property
     def coordinator(self) -> CoordinatorHost:
@@ -292,11 +302,16 @@ class Simulation:
         self.faults.heal()
         self._finish_upgrade()
         self.crowd.heal()
-        steps_ns = sum(one.steps * one.step_ns for one in self.plane.scripts.values())
+        steps_ns = sum(
+            one.steps * one.step_ns + 4 * one.starts_ns + 3 * one.works_ns
+            for one in self.plane.scripts.values()
+        )
         limit = max(LIVENESS_NS, WAITING_NS + steps_ns)
         until = self.timeline.now_ns + limit
         self.timeline.after(1 * S, self._keep_alive)
-        longest = draws.HANG_TIMEOUTS_S[-1] + self.coordinator.config.form_timeout_s
+        longest = draws.HANG_TIMEOUTS_S[-1]
+        longest *= FIRST_TIMES if self.is_starting_slowly else 1
+        longest += self.coordinator.config.form_timeout_s
         self.timeline.after(round(longest * S) + HUNG_SLACK_NS, self._check_hung)
         if not self.timeline.run_until(until, self._is_done):
             raise CheckFailed(
@@ -349,6 +364,10 @@ class Simulation:
         script = replace(script, in_parts=self.seed % 3 == PARTS_SEED)
         if self.seed % 9 == TELLING_SEED and not crowd.has_crowd(self.seed):
             script = replace(script, tell_every=script.steps // 2 + 1, report_every=script.steps)
+        if self.is_starting_slowly:
+            longest_ns = round(spec.hang_timeout_s * S)
+            script = replace(script, starts_ns=4 * longest_ns, works_ns=2 * longest_ns)
+            script = replace(script, report_every=max(script.report_every, script.steps // 2))
         self.plane.scripts[spec.job_id] = script
         self.checkers.specs[spec.job_id] = spec
         self.timeline.after(at_ns, self._submit, spec)

@@ -157,6 +157,8 @@ class DataPlane:
             process.tell_machine(StepsCut(script.micro_batches))
         if script.in_place:
             process.tell_machine(LoopMoved(inside=True))
+        if script.starts_ns:
+            process.start(script.starts_ns)
         if group.is_over:
             process.break_out(assignment.generation)
         else:
@@ -175,7 +177,7 @@ class DataPlane:
             return
         members = group.members.values()
         if self.is_held(group, members) or any(p.is_slow() for p in members):
-            # Somebody stopped, hangs, is slow or unheard: the others wait, and time passes.
+            # Somebody stopped, hangs, starts, is slow or unheard: the others wait, time passes.
             self.timeline.after(20 * MS, self._end_step, group)
             if self.scripts[group.job_id].in_parts:
                 parts.stall(group.members, group.step)
@@ -255,6 +257,9 @@ class DataPlane:
     def _report(self, group: SimGroup) -> None:
         """A report with a checkpoint: rank 0 tells, all agree whether to leave here."""
         self._tell(group, f"checkpoint-{group.step}")
+        works_ns = self.scripts[group.job_id].works_ns
+        if works_ns:
+            group.members[0].slow_until_ns = self.timeline.now_ns + works_ns
         if self._is_left(group):
             self._leave(group)
         else:

@@ -261,6 +261,12 @@ def kills_slow_movers(patch: Patch) -> None:
 
 
 @bug
+def kills_who_takes_long_over_the_first_step(patch: Patch) -> None:
+    """A process that has committed no step yet is given no more time than others."""
+    patch.setattr(hang, "FIRST_TIMES", 1)
+
+
+@bug
 def takes_probed_nodes_for_silent(patch: Patch) -> None:
     """An answer to a probe is not looked at."""
     honest = suspicion.heard
