@@ -37,6 +37,9 @@ class Script:
         saved_from_ns: storage takes nothing of it before.
         save_ns: its slowest members need so long to save what they leave behind.
         evaluates_ns: rank 0 returns so much later than the others.
+        leaves_at: the step in which the last rank returns, while the others wait for it; -1 for
+            never.
+        leaves: how often it does so before it is "fixed".
     """
 
     steps: int
@@ -53,6 +56,8 @@ class Script:
     save_ns: int = 0
     evaluates_ns: int = 0
     tell_every: int = 0
+    leaves_at: int = -1
+    leaves: int = 0
 
 
 class Holder(Protocol):

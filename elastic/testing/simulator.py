@@ -78,6 +78,8 @@ PATIENT_SEED, PATIENCE = 3, 4
 TELLING_SEED = 5
 """Of nine seeds, the one whose scripts report what nobody stores, once, in the middle. Not among
 many jobs: without a checkpoint there is no boundary at which one gives way to another."""
+LEFT_SEED = 12
+"""Of thirteen seeds, one in which a member leaves while the others wait for it."""
 OLD_SEED = 6
 """Of sixteen seeds, all of sharded runs, the one in which some agents are of the version before."""
 SLACK_NS = 3 * S
@@ -349,6 +351,9 @@ class Simulation:
         script = replace(script, in_parts=self.seed % 3 == PARTS_SEED)
         if self.seed % 9 == TELLING_SEED and not crowd.has_crowd(self.seed):
             script = replace(script, tell_every=script.steps // 2 + 1, report_every=script.steps)
+        if self.seed % 13 == LEFT_SEED and not self.checkers.is_gentle:
+            # Once only, or each time at the same place: then trying again would not help.
+            script = replace(script, leaves_at=10, leaves=1_000 if self.seed % 2 else 1)
         self.plane.scripts[spec.job_id] = script
         self.checkers.specs[spec.job_id] = spec
         self.timeline.after(at_ns, self._submit, spec)
@@ -385,6 +390,8 @@ class Simulation:
         """In the liveness phase a drained agent is started again by its operator."""
         for agent in self.agents:
             agent.start()
+        for job_id in self.plane.scripts:
+            self.checkers.waits_in_vain(job_id, self.plane.waits_in_vain_ns(job_id) / S)
         self.plane.copying.check_copied(
             [j for j, s in self.plane.scripts.items() if s.copies_every]
         )
