@@ -52,6 +52,7 @@ RULED = {
     "change_planned": "a change is planned: {reason}",
     "checkpoint_refused": "checkpoint {path} does not count: {reason}",
     "gives_back": "{workers} will be given back to another job",
+    "left_early": "{reason}",
     "notes_dropped": "{number} events were too many to be told",
 }
 

@@ -199,6 +199,7 @@ class WorkerReport:
         exit: how it ended; set exactly when phase is EXITED.
         failure: the exception that user code raised, if it did.
         result: JSON of what the train function returned, set when FINISHED.
+        left: how and where it left the train function, for people; set when FINISHED.
         in_place: its training loop goes on when the group changes.
         copies_every: a copy of the run's state is to lie on another node after each so many steps;
             0 for none.
@@ -220,6 +221,7 @@ class WorkerReport:
     copies_every: int = 0
     copies_sharded: bool = False
     micro_batches: int = 0
+    left: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from elastic.core.events.worker import (
     FormGroup,
     GroupFailed,
     InterruptTrain,
+    LetGo,
     Looked,
     PipeClosed,
     ResolveReport,
@@ -141,6 +142,10 @@ class SimProcess:
             self.beats += 1
         elif not self.waiting_since_ns and not self.spot.is_hidden:
             self.waiting_since_ns = self.timeline.now_ns
+        self.take_time()
+
+    def take_time(self) -> None:
+        """Let the control thread do what is due."""
         due_ns = self.machine.next_deadline_ns()
         if self.can_run() and due_ns is not None and due_ns <= self.timeline.now_ns:
             self._look()
@@ -238,6 +243,8 @@ class SimProcess:
             self.plane.enter(self, effect.assignment)
         elif isinstance(effect, AbortGroup):
             self._abort(effect.generation)
+        elif isinstance(effect, LetGo):
+            self.plane.let_go(self, effect.generation)
         elif isinstance(effect, InterruptTrain):
             event = TrainLeft(effect.generation, at_boundary=False)
             self._later(self.answer_main, event)

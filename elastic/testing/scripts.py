@@ -40,6 +40,9 @@ class Script:
         starts_ns: a process needs so long for its first step, and shows no movement meanwhile, as
             compilers and devices that start in native code do not.
         works_ns: rank 0 works so long after each report with a checkpoint; the others wait.
+        leaves_at: the step in which the last rank returns, while the others wait for it; -1 for
+            never.
+        leaves: how often it does so before it is "fixed".
     """
 
     steps: int
@@ -58,6 +61,8 @@ class Script:
     starts_ns: int = 0
     works_ns: int = 0
     tell_every: int = 0
+    leaves_at: int = -1
+    leaves: int = 0
 
 
 class Holder(Protocol):

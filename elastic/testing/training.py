@@ -56,6 +56,7 @@ class SimGroup:
     first_step: int = 0
     step_running: bool = False
     is_stalled: bool = False
+    left_ns: int = 0
 
 
 class DataPlane:
@@ -68,6 +69,7 @@ class DataPlane:
         self.groups: dict[tuple[JobId, Generation], SimGroup] = {}
         self.scripts: dict[JobId, Script] = {}
         self.raised: dict[JobId, int] = {}
+        self.left: dict[JobId, int] = {}
         self.saves_served: dict[JobId, int] = {}
         self.copying = Copying(timeline, checkers, self._trained)
         self.copying.is_wanted = lambda job_id: bool(self.scripts[job_id].copies_every)
@@ -205,7 +207,9 @@ class DataPlane:
         self._save_if_wished(group)
         if script.in_place:
             self.loops.stepped(group.members.values(), group.step)
-        if group.step == script.raise_at and self.raised.get(group.job_id, 0) < script.raises:
+        if group.step == script.leaves_at and self.left.get(group.job_id, 0) < script.leaves:
+            self._leave_early(group)
+        elif group.step == script.raise_at and self.raised.get(group.job_id, 0) < script.raises:
             self.raised[group.job_id] = self.raised.get(group.job_id, 0) + 1
             self._raise(group)
         elif group.step >= script.steps:
@@ -238,6 +242,45 @@ class DataPlane:
         failure = Failure("ValueError", "bad batch", position=f"step {group.step}")
         event = TrainRaised(group.generation, failure, group_broken=False)
         group.members[0].answer_main(event)
+
+    def _leave_early(self, group: SimGroup) -> None:
+        """The last rank returns, and the others wait for it from here on."""
+        self.left[group.job_id] = self.left.get(group.job_id, 0) + 1
+        if group.world_size == 1:
+            self._next_step(group)
+            return
+        group.left_ns = self.timeline.now_ns
+        self._return(group, group.world_size - 1)
+        self._await_who_left(group)
+
+    def _await_who_left(self, group: SimGroup) -> None:
+        """Nobody makes a step any more, until the group is over."""
+        if group.is_over:
+            return
+        for process in group.members.values():
+            if process.is_in(group.generation):
+                process.linger()
+            else:
+                process.take_time()
+        self.timeline.after(20 * MS, self._await_who_left, group)
+
+    def let_go(self, process: SimProcess, generation: Generation) -> None:
+        """A process that has returned closes its connections: its neighbours notice."""
+        group = self.groups.get((process.job_id, generation))
+        if group is not None and not group.is_over:
+            self.lost(process)
+
+    def waits_in_vain_ns(self, job_id: JobId) -> int:
+        """Return for how long a group has waited for a member that has left, 0 if none does."""
+        group = max(
+            (g for (j, _), g in self.groups.items() if j == job_id),
+            key=lambda g: g.generation,
+            default=None,
+        )
+        if group is None or not group.left_ns:
+            return 0
+        waits = any(p.is_in(group.generation) and p.moves() for p in group.members.values())
+        return self.timeline.now_ns - group.left_ns if waits else 0
 
     def _finish(self, group: SimGroup) -> None:
         group.is_over = True

@@ -24,6 +24,7 @@ from elastic.core.events.worker import (
     ExitWorker,
     FormGroup,
     InterruptTrain,
+    LetGo,
     Looked,
     PipeClosed,
     ResolveReport,
@@ -162,7 +163,7 @@ class ControlThread:
     def _perform(self, effect: WorkerEffect) -> None:
         if isinstance(effect, SendPipe):
             self._send(effect.message)
-        elif isinstance(effect, (Setup, FormGroup, EnterTrain)):
+        elif isinstance(effect, (Setup, FormGroup, EnterTrain, LetGo)):
             self._exchange.give_order(effect)
         elif isinstance(effect, AbortGroup):
             self._exchange.set_aborted(effect.generation)

@@ -130,8 +130,9 @@ def _run_afresh(run: Callable[[], None], folders: list[str]) -> None:
         try:
             run()
         except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
+            if end.code in (None, 0):
+                watched.end()
+            raise
         watched.end()
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from elastic.core.events.worker import (
     EnterTrain,
     FormGroup,
+    LetGo,
     ResolveReport,
     Setup,
     TellPreemption,
@@ -25,7 +26,7 @@ from elastic.core.messages import Progress
 from elastic.core.world import NO_GENERATION, Generation, RefusalCode
 from elastic.worker.activity import Activity
 
-Order = Setup | FormGroup | EnterTrain
+Order = Setup | FormGroup | EnterTrain | LetGo
 """What the main thread can be told to do; it does one at a time."""
 
 WAIT_SLICE_S = 0.02

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from elastic.core.world import Failure
 from elastic.errors import GroupError, ProgramFailed
+from elastic.worker.collective_watch import INSTALLED
 from elastic.worker.numbers import plain_number
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,18 @@ def failure_of(error: BaseException, position: str = "") -> Failure:
         traceback=_sendable("".join(lines))[-TRACEBACK_CHARS_MAX:],
         position=position,
     )
+
+
+def where_raised(error: BaseException) -> str:
+    """Return the innermost place of user code that an exception came from, "" for none.
+
+    Returns:
+        As "leave (train.py:12)".
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(INSTALLED):
+            return f"{frame.name} ({os.path.basename(frame.filename)}:{frame.lineno})"
+    return ""
 
 
 def _text(error: BaseException) -> str:

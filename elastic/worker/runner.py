@@ -2,7 +2,7 @@
 
 Rule: user code runs only inside `_call`, and nothing of a call that ended early outlives it: its
 frames are let go and its group is dropped before the answer is posted. The group of a call that
-returned stays: other members may still be using it.
+returned stays until the order to let go of it: the other members return within moments, as a rule.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from elastic.core.events.worker import (
     FormGroup,
     GroupFailed,
     GroupFormed,
+    LetGo,
     LoopMoved,
     Setup,
     SetupFailed,
@@ -107,6 +108,7 @@ class Runner:
         self._engine: StepEngine | None = None
         self._carry: Carry | None = None
         self._is_ahead = False
+        self._exited = ""
         self._put_back: Callable[[], None] = lambda: None
 
     def run(self) -> NoReturn:
@@ -120,6 +122,8 @@ class Runner:
                 self._exchange.post(event)
             elif isinstance(order, FormGroup):
                 self._exchange.post(self._form(order.assignment))
+            elif isinstance(order, LetGo):
+                self._drop()
             else:
                 self._exchange.post(self._train(order.assignment))
 
@@ -215,12 +219,13 @@ class Runner:
     def _call(self, assign: Assign, assignment: Assignment | None) -> TrainEvent:
         """Call user code and say how it ended."""
         self._place = _place_of(assign, assignment)
-        self._reporter = None
+        self._reporter, self._exited = None, ""
         try:
             result = self._call_again(assign, assignment)
             if self._reporter is not None:
                 self._reporter.finish()
-            return TrainReturned(self._place.generation, outcome.result_json(result))
+            generation, left = self._place.generation, self._how_it_left()
+            return TrainReturned(generation, outcome.result_json(result), left)
         except BaseException as error:
             event = self._ended_early(self._place.generation, error)
             event = self._recovered_by(event)
@@ -272,12 +277,26 @@ class Runner:
 
     def _run(self, call: entry.Call) -> Any:
         """Call user code, and wait for its last checkpoint; both end when the group is over."""
-        result = call.run()
+        try:
+            result = call.run()
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+            result, self._exited = None, outcome.where_raised(end) or "its end"
         if self._saver is not None:
             self._saver.finish()
         if self._validator is not None:
             self._validator.finish(lambda: self._is_over(self._place.generation))
         return result
+
+    def _how_it_left(self) -> str:
+        """Say where user code has returned, for those who still train."""
+        engine, where = self._engine, ""
+        if engine is not None and engine.data is not None:
+            where = f" in epoch {engine.cursor.epoch}, step {engine.cursor.step}"
+        if self._exited:
+            return f"left{where} at {self._exited} (exit 0)"
+        return f"left{where} (returned)"
 
     def _enter(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
         """Let user code find itself in the group that stands; None while there is none."""
@@ -320,8 +339,6 @@ class Runner:
             log.info("train_left generation=%d at_boundary=%s", generation, at_boundary)
             return TrainLeft(generation, at_boundary)
         exit_code = outcome.exit_code_of(error) if isinstance(error, SystemExit) else None
-        if exit_code == 0:
-            return TrainReturned(generation, outcome.NO_RESULT)
         place = place_of_failure(reporter, self._assigned().spec.entry.kind, generation)
         failure = outcome.failure_of(error, place)
         is_broken = (

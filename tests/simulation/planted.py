@@ -12,6 +12,7 @@ from elastic.core.machine import (
     agent_connection,
     announcing,
     coordinator,
+    early,
     health,
     intake,
     jobs,
@@ -20,6 +21,7 @@ from elastic.core.machine import (
     reports,
     settle,
     suspicion,
+    worker,
 )
 from elastic.core.messages import WorkerUpdate
 from elastic.core.policy import (
@@ -119,6 +121,18 @@ def forms_groups_above_max(patch: Patch) -> None:
 
     patch.setattr(queueing, "claim_of", claim_of)
     patch.setattr(settle, "_stop_surplus", lambda cluster, job: None)
+
+
+@bug
+def holds_on_to_a_group_that_it_has_finished_in(patch: Patch) -> None:
+    """Who has returned never closes its connections."""
+    patch.setattr(worker.WorkerMachine, "_let_go", lambda self: None)
+
+
+@bug
+def takes_a_group_that_was_left_for_one_that_broke(patch: Patch) -> None:
+    """Nobody is charged for it but bad luck."""
+    patch.setattr(early, "has_left", lambda job: False)
 
 
 @bug

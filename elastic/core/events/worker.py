@@ -97,10 +97,16 @@ class StepsCut:
 
 @dataclass(frozen=True)
 class TrainReturned:
-    """The train function returned; `result` is JSON."""
+    """The train function returned.
+
+    Attributes:
+        result: JSON.
+        left: how and where, for people: "left in epoch 0, step 5 (exit 0)".
+    """
 
     generation: Generation
     result: str
+    left: str = ""
 
 
 @dataclass(frozen=True)
@@ -268,6 +274,17 @@ class AbortGroup:
 
 
 @dataclass(frozen=True)
+class LetGo:
+    """Close the connections to a group that this worker has finished in; the main thread.
+
+    Who waits for it in that group can then never be helped, and finds out: as if it had ended its
+    process.
+    """
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
 class InterruptTrain:
     """Make the main thread leave the group that it trains in.
 
@@ -346,6 +363,7 @@ WorkerEffect = (
     | FormGroup
     | EnterTrain
     | AbortGroup
+    | LetGo
     | InterruptTrain
     | WishBoundary
     | WishSave

@@ -210,6 +210,7 @@ class Workers:
             copies_every=said.copies_every,
             copies_sharded=said.copies_sharded,
             micro_batches=said.micro_batches,
+            left=said.left,
         )
         if worker.report != known:
             self.tell(worker, at_ns=tell_at_ns)
@@ -225,7 +226,12 @@ class Workers:
         is_training = worker.report.phase is WorkerPhase.TRAINING
         if not (_is_end_of_script(worker, cause) and is_training and is_in_place):
             return False
-        worker.report = replace(worker.report, phase=WorkerPhase.FINISHED, result=NO_RESULT)
+        worker.report = replace(
+            worker.report,
+            phase=WorkerPhase.FINISHED,
+            result=NO_RESULT,
+            left="ended its process (exit 0)",
+        )
         worker.process_id, worker.held, worker.ended_itself = None, (), True
         self.tell(worker)
         return True

@@ -15,6 +15,7 @@ from elastic.core.events.coordinator import Persist
 from elastic.core.machine import (
     announcing,
     copies,
+    early,
     invariants,
     lateness,
     leaving,
@@ -152,7 +153,17 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
     if plan.shows:
         lateness.show_all(cluster, job, decision.reason)
     if plan.act is Act.FORM:
-        if plan.cause == "broken" and _fails_by_break(cluster, job):
+        if plan.cause == "broken" and early.has_left(job):
+            verdict = early.judge(cluster, job)
+            wake(job, verdict.wake_ns)
+            if verdict.value is early.Verdict.WAIT:
+                _holds(job, verdict.reason)
+                return False
+            if verdict.value is early.Verdict.FAIL:
+                end_job(cluster, job, JobPhase.FAILED, verdict.reason)
+                return False
+            decision = replace(decision, reason=verdict.reason)
+        elif plan.cause == "broken" and _fails_by_break(cluster, job):
             return False
         if leaving.exhausts_budget(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)

@@ -7,6 +7,7 @@ the main thread says of a group that it was told to leave is fallout, never news
 
 from __future__ import annotations
 
+from elastic.core.config import NS_PER_S
 from elastic.core.events.worker import (
     AbortGroup,
     AgentTold,
@@ -17,6 +18,7 @@ from elastic.core.events.worker import (
     GroupFailed,
     GroupFormed,
     InterruptTrain,
+    LetGo,
     Looked,
     LoopMoved,
     PipeClosed,
@@ -74,6 +76,9 @@ EXIT_FAILED = 1
 EXIT_AGENT_GONE = 70
 NO_RESULT = "null"
 """What counts as the result of a train function that ended with `sys.exit(0)`."""
+LET_GO_NS = 2 * NS_PER_S
+"""Who has finished stays connected for so long: the others finish within moments, as a rule, and
+what they say of their ends goes through the group."""
 
 
 class WorkerMachine:
@@ -107,7 +112,9 @@ class WorkerMachine:
         self._has_wished = False
         self._reports = ReportBook()
         self._failure: Failure | None = None
-        self._result = ""
+        self._result, self._left = "", ""
+        # When to let go of the group that the train function has returned in, None if not.
+        self._let_go_ns: int | None = None
         self._pulses = PulseWatch()
         self._loop = Loop()
 
@@ -140,9 +147,10 @@ class WorkerMachine:
     def next_deadline_ns(self) -> int | None:
         """Return when to step with `Looked`: a worker that trains is looked at again and again.
 
-        None otherwise: for all else it waits for its agent and its main thread, never for time.
+        None otherwise, but for one that has just finished: for all else it waits for its agent and
+        its main thread, never for time.
         """
-        return self._pulses.look_at_ns if self._main is MainPhase.TRAINING else None
+        return self._pulses.look_at_ns if self._main is MainPhase.TRAINING else self._let_go_ns
 
     def _take(self, event: WorkerEvent) -> None:
         if isinstance(event, AgentTold):
@@ -169,6 +177,8 @@ class WorkerMachine:
             self._found_out(event)
         elif isinstance(event, Looked) and self._main is MainPhase.TRAINING:
             self._looked(event)
+        elif isinstance(event, Looked):
+            self._let_go()
 
     # ------------------------------------------------------------ what the agent tells
 
@@ -311,7 +321,7 @@ class WorkerMachine:
         if isinstance(event, TrainLeft):
             self._settle(WorkerPhase.READY)
         elif isinstance(event, TrainReturned):
-            self._finished(event.result)
+            self._finished(event.result, event.left)
         elif self._is_ordered_out():
             # Nobody can tell an error of the user's from one that the abort caused. The group
             # is over in any case; a real fault comes again in the next one.
@@ -321,14 +331,15 @@ class WorkerMachine:
             self._note_fallout(event)
             self._settle(WorkerPhase.BROKEN)
         elif event.exit_code == EXIT_DONE:
-            self._finished(NO_RESULT)
+            self._finished(NO_RESULT, "left (exit 0)")
         else:
             self._fail(event.failure, event.exit_code or EXIT_FAILED)
 
-    def _finished(self, result: str) -> None:
+    def _finished(self, result: str, left: str) -> None:
         """The train function is through, unless a newer group wants it to run again."""
         if self._next is None:
-            self._result = result
+            self._result, self._left = result, left
+            self._let_go_ns = self._now_ns + LET_GO_NS
             self._set_main(MainPhase.IDLE)
             self._become(WorkerPhase.FINISHED)
             if self._stop is not None:
@@ -336,6 +347,12 @@ class WorkerMachine:
         else:
             self._note("finish_superseded", generation=self._generation())
             self._settle(WorkerPhase.READY)
+
+    def _let_go(self) -> None:
+        """Let those who still wait for us in the group in which we have finished find out."""
+        if self._let_go_ns is not None and self._now_ns >= self._let_go_ns:
+            self._let_go_ns = None
+            self._out.append(LetGo(self._generation()))
 
     def _reported(self, event: UserReported) -> None:
         assign = self._assign
@@ -377,7 +394,7 @@ class WorkerMachine:
         self._out += self._reports.turn_over(self._generation())
         self._current, self._next = self._next, None
         self._is_cut = self._has_wished = False
-        self._result = ""
+        self._result, self._left, self._let_go_ns = "", "", None
         self._become(WorkerPhase.FORMING)
         if self._must_leave_now():
             self._become(WorkerPhase.READY)
@@ -490,6 +507,7 @@ class WorkerMachine:
             copies_every=self._loop.copies.every_n_steps,
             copies_sharded=self._loop.copies.is_sharded,
             micro_batches=self._loop.micro_batches,
+            left=self._left,
         )
         self._out.append(SendPipe(WorkerUpdate(report)))
 

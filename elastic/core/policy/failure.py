@@ -124,6 +124,15 @@ def judge_break(history: History, config: CoordinatorConfig) -> Decision[Judgeme
     )
 
 
+def judge_left(spec: JobSpec, history: History, failure: Failure) -> Decision[Judgement]:
+    """Decide what it means that a member has left for good while others waited for it.
+
+    It is a fault of user code, as if it had raised: twice in a row at the same place, and trying
+    again would not help.
+    """
+    return _judge_failure(spec, history, ExitCause(ExitKind.CODE), failure)
+
+
 def is_users_fault(cause: ExitCause) -> bool:
     """Return whether an exit is charged to user code: any code, or a native crash."""
     if cause.kind is ExitKind.CODE:

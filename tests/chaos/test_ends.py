@@ -1,0 +1,51 @@
+"""Ranks end at different moments: some have left the others behind, some are only first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic.core.config import JobSpec
+from elastic.core.world import ENDED, Entry, EntryKind, JobId, JobPhase
+from elastic.testing.local_cluster import LocalCluster
+
+SCRIPT = Path(__file__).with_name("ends_script.py")
+
+
+def job_of(way: str, directory: Path, *, own_steps: bool = True) -> JobSpec:
+    return JobSpec(
+        job_id=JobId(""),
+        name=f"{directory.name}-{way}"[:100],
+        entry=Entry(EntryKind.SCRIPT, str(SCRIPT), args=(way,), working_dir=str(directory)),
+        min_workers=3,
+        max_workers=3,
+        run_path=str(directory / way),
+        own_steps=own_steps,
+    )
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("leaves", "rank 1 left at plain (ends_script.py:31) (exit 0); ranks 0 and 2 still train"),
+        ("epochs", "rank 1 left in epoch 0, step 5 (returned); ranks 0 and 2 still train"),
+    ],
+)
+def test_a_job_whose_member_has_left_ends_and_says_who_and_where(
+    cluster: LocalCluster, tmp_path: Path, way: str, said: str
+) -> None:
+    job_id = cluster.submit(job_of(way, tmp_path, own_steps=way == "leaves"))
+    view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    assert view.record.phase is JobPhase.FAILED
+    assert view.record.failures == 1
+    assert view.record.failure is not None
+    assert view.record.failure.message == said
+
+
+def test_a_rank_that_has_more_to_do_than_the_others_ends_in_its_own_time(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    job_id = cluster.submit(job_of("later", tmp_path))
+    view = cluster.wait(job_id, lambda v: v.record.phase in ENDED, "the end")
+    assert view.record.phase is JobPhase.SUCCEEDED, view.reason
