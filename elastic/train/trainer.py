@@ -12,9 +12,10 @@ import datetime
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic.client.attempts import TRAINER_FILE, Plan, note_end
@@ -288,7 +289,7 @@ class TorchTrainer:
         owner = Owner.this_process() if cluster.is_embedded else None
         trainer = self._pickled()
         for name in self._names():
-            spec = replace(self._spec(name), job_id=new_job_id())
+            spec = replace(self._spec(name, cluster.env), job_id=new_job_id())
             plan = self._plan(name, spec.job_id, owner=owner, trainer=trainer)
             try:
                 with announced(plan, phase_of=client.phase_of) as begun:
@@ -420,8 +421,13 @@ class TorchTrainer:
             "validation": self.validation_config.plan() if self.validation_config else None,
         }
 
-    def _spec(self, name: str) -> JobSpec:
-        """Return the job; the client gives it an id."""
+    def _spec(self, name: str, env: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
+        """Return the job; the client gives it an id.
+
+        Args:
+            name: of the run.
+            env: of all workers of this script; those of the run win.
+        """
         from elastic.worker.entry import pack
 
         scaling, torch_config = self.scaling_config, self.torch_config
@@ -433,7 +439,7 @@ class TorchTrainer:
             payload=pack(function, self.train_loop_config, self._options()),
             working_dir=os.getcwd(),
             python_path=_python_path(),
-            env=sorted_pairs(self.run_config.worker_env or {}),
+            env=sorted_pairs({**env, **(self.run_config.worker_env or {})}),
         )
         return JobSpec(
             job_id=JobId(""),
