@@ -134,8 +134,8 @@ class Reporter:
         late = self._settle_upload(must_end=brought is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
-        self._keep_metrics(index, metrics)
         name = name or self._default_name(index)
+        self._keep_metrics(index, metrics, checkpoint=name if brought is not None else "")
         self._begin_part(index, name, brought)
         wishes = self._link.wish(self._place.generation) is not None
         waits = wishes or brought is not None
@@ -184,8 +184,9 @@ class Reporter:
         late = self._settle_upload(must_end=brought is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
-        self._keep_metrics(index, metrics, where)
         name = name or f"checkpoint-{self._place.job_id}-g{self._place.generation:06d}-{where}"
+        named = name if brought is not None else ""
+        self._keep_metrics(index, metrics, where, checkpoint=named)
         try:
             if self._is_over():
                 raise GroupError("it is over already")
@@ -289,7 +290,9 @@ class Reporter:
 
     # ------------------------------------------------------------ this member's share
 
-    def _keep_metrics(self, index: int, metrics: str, where: str = "") -> None:
+    def _keep_metrics(
+        self, index: int, metrics: str, where: str = "", *, checkpoint: str = ""
+    ) -> None:
         """Write the line, or let it wait for storage, which is told once until it goes well."""
         if self._run is None:
             return
@@ -298,8 +301,11 @@ class Reporter:
             "rank": self._place.rank,
             "index": index,
             "unix_ns": self._clock.unix_ns(),
+            "world_size": self._place.world_size,
             "metrics": json.loads(metrics),
         }
+        if checkpoint:
+            record["checkpoint"] = checkpoint
         if where:
             record["at"] = where  # A run that goes back tells this place again.
         try:
