@@ -25,7 +25,7 @@ from elastic.train.metrics import checked, from_json, to_json
 from elastic.train.uploading import UploadFunction, bring
 from elastic.worker import context as worker_context
 from elastic.worker.context import WorkerContext
-from elastic.worker.delivery import CheckpointUploadMode
+from elastic.worker.delivery import NO_PART, CheckpointUploadMode
 from elastic.worker.exchange import WAIT_SLICE_S
 
 if TYPE_CHECKING:
@@ -116,9 +116,13 @@ def is_driver() -> bool:
     return torchrun_rank() in (None, 0)
 
 
+UNSAID: Any = object()
+"""In place of a checkpoint that a report does not speak of."""
+
+
 def report(
     metrics: Mapping[str, Any],
-    checkpoint: Checkpoint | None = None,
+    checkpoint: Checkpoint | None = UNSAID,
     *,
     checkpoint_dir_name: str | None = None,
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
@@ -128,18 +132,19 @@ def report(
 ) -> None:
     """Keep metrics, and a checkpoint if one is given.
 
-    Without a checkpoint this is no barrier and costs microseconds: the metrics of every report
-    are kept in the run directory. With one, all ranks must call it: their files are merged into
-    one directory, which counts once all of them are written; and it is a boundary, at which the
-    group may change (the train function is then entered anew and `get_checkpoint` gives this
-    one).
+    Without a word of a checkpoint this is no barrier and costs microseconds: the metrics of every
+    report are kept in the run directory. With `checkpoint=`, be it None, all ranks must call it and
+    wait for each other: the files of those that have some are merged into one directory, which
+    counts once all of them are written; then all go on, and see the same checkpoints. It is a
+    boundary, at which the group may change (the train function is then entered anew and
+    `get_checkpoint` gives this one).
 
     Args:
         metrics: names to numbers, strings, or anything JSON can say; 0-dimensional tensors and
             NumPy scalars are turned into numbers. NaN and infinite numbers are kept; the files in
             the run directory say them as text, such as "nan".
-        checkpoint: this rank's files, None if this rank has none. With SYNC they are copied: the
-            directory may be deleted afterwards.
+        checkpoint: this rank's files; None if this rank has none, and others may. With SYNC they
+            are copied: the directory may be deleted afterwards.
         checkpoint_dir_name: name of its directory; by default one that is never used twice.
         checkpoint_upload_mode: SYNC returns when the checkpoint counts. ASYNC returns when all
             ranks are here and copies in the background, one checkpoint at a time: a second one
@@ -171,8 +176,8 @@ def report(
         metrics = {**engine.logbook.take_averages(), **checked(metrics)}
     text = to_json(metrics)
     wish = _wished(context, checkpoint, validation)
-    if checkpoint is None:
-        context.report(text, None, name=checkpoint_dir_name)
+    if checkpoint is None or checkpoint is UNSAID:
+        context.report(text, NO_PART if checkpoint is None else None, name=checkpoint_dir_name)
         return
     brought = bring(
         checkpoint,
@@ -198,7 +203,7 @@ def _wished(
         return ""
     from elastic.train.validation import wish_of
 
-    if checkpoint is None:
+    if checkpoint is None or checkpoint is UNSAID:
         raise UsageError(
             "train.report: validation without a checkpoint: there is nothing to validate; pass "
             "checkpoint=..., or leave validation out"
