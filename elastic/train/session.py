@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.streams import Data
 from elastic.errors import UsageError
+from elastic.storage.files import Files
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.train.checkpoint import (
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TRIAL = "trial"
+"""Folder in the run directory for the script's own files."""
 VALIDATION_LOOK_S = 0.5
 """How often a rank that waits for validations asks storage."""
 
@@ -307,7 +313,8 @@ def _counting(context: WorkerContext, run: RunDirectory) -> list[tuple[str, Mark
     newest = context.newest_checkpoint
     name = newest.rpartition("/")[2]
     ours = name if newest == run.checkpoint_path(name) else ""
-    return run.counting(context.job_id, context.generation, ours)
+    found = run.counting(context.job_id, context.generation, ours)
+    return context.the_reporter().kept(found)
 
 
 def _pass_time(context: WorkerContext, seconds: float) -> None:
@@ -398,12 +405,58 @@ class TrainContext:
         return engine.cursor if engine is not None else Cursor()
 
     def get_trial_dir(self) -> str:
-        """Return the run directory as an fsspec path."""
-        return self.worker.run_path
+        """Return a directory of this machine for the script's own files, and make it.
 
-    def get_storage(self) -> str:
-        """Return the run directory as an fsspec path."""
-        return self.worker.run_path
+        It is RUN/trial where the run directory is on a file system, and otherwise a temporary one.
+        Of its files only those count for the run that are reported as a checkpoint.
+        """
+        files = Files(self.worker.run_path) if self.worker.run_path else None
+        if files is not None and files.is_local:
+            path = Path(files.root) / TRIAL
+        else:
+            path = Path(tempfile.gettempdir()) / f"elastic-trial-{os.getuid()}" / self.worker.job_id
+        path.mkdir(parents=True, exist_ok=True)
+        return str(path)
+
+    def get_storage(self) -> Storage:
+        """Return the run directory: an fsspec path that knows where checkpoints are."""
+        return Storage(self.worker.run_path)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return the trainer's `metadata`."""
+        return dict(require_engine("train.get_context").metadata)
+
+    def get_trial_name(self) -> str:
+        """Return the run's name: a run is Ray's trial."""
+        return self.worker.job_name
+
+    def get_trial_id(self) -> str:
+        """Return the id of this attempt: that of its job."""
+        return self.worker.job_id
+
+    def get_trial_resources(self) -> dict[str, float]:
+        """Return what this worker has of its node, as far as it knows."""
+        return {"CPU": 1.0, "GPU": float(self.worker.num_devices)}
+
+
+class Storage(str):
+    """The run directory as an fsspec path, with Ray's names for what is in it."""
+
+    __slots__ = ()
+
+    @property
+    def experiment_fs_path(self) -> str:
+        """Return the run directory."""
+        return str(self)
+
+    @property
+    def storage_filesystem(self) -> Any:
+        """Return the fsspec file system that the run directory is in."""
+        return Files(str(self)).fs
+
+    def build_checkpoint_path_from_name(self, checkpoint_name: str) -> str:
+        """Return where a checkpoint of this name lies: to write it for NO_UPLOAD, say."""
+        return RunDirectory(str(self)).checkpoint_path(checkpoint_name)
 
 
 def get_context() -> TrainContext:

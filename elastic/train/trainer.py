@@ -206,16 +206,15 @@ class TorchTrainer:
         runs the script, each worker trains here, and the command line's options count: a line says
         which of the script's do not.
 
-        A name whose run did not succeed is resumed: from its newest reported checkpoint, with a
-        line that says so.
+        A name that is there is resumed, with a line that says so: the train function begins with
+        its newest reported checkpoint; after a success it finds nothing left to do.
 
         Raises:
             TrainingFailed: the job ended without success, and `.result` is what it left behind.
                 `WorkerGroupError`: a worker's code failed; carries the first one's error and
                 traceback. `ControllerError`: for another reason.
             UsageError: the run cannot work like this; nothing was started.
-            NameTaken: a run of this name has succeeded or still runs, or its directory holds
-                something else.
+            NameTaken: a run of this name still runs, or its directory holds something else.
             StorageError: the run directory cannot be made.
             CoordinatorUnreachable: the cluster does not answer.
         """
@@ -347,6 +346,7 @@ class TorchTrainer:
             owner=owner,
             trainer=trainer,
             may_resume=self.run_config.name is not None,
+            may_repeat=self.run_config.name is not None,
         )
 
     def _pickled(self) -> bytes:

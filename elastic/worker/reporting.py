@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from elastic.core.world import EntryKind
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import Clock
+from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.agreement import Agreement, Index, Outcome, Part, Tally, Vote
 from elastic.worker.committing import Committer, Link, Place, Round
@@ -211,6 +212,12 @@ class Reporter:
                 log.warning("checkpoint_given_up name=%s: the group changed: %s", name, error)
         if late:
             raise late
+
+    def kept(self, found: Sequence[tuple[str, Marker]]) -> list[tuple[str, Marker]]:
+        """Return those of some checkpoints that are to be kept; others may not be gone yet."""
+        pruner = self._committer.pruner
+        kept = pruner.kept(found) if pruner is not None else {name for name, _ in found}
+        return [pair for pair in found if pair[0] in kept]
 
     def is_uploading(self) -> bool:
         """Return whether a checkpoint of ours is being uploaded in the background."""

@@ -287,6 +287,7 @@ def test_the_best_checkpoint_has_the_best_number(scores: Any, mode: str, best: s
 
 def test_without_a_number_there_is_no_best_checkpoint() -> None:
     assert result("nan").get_best_checkpoint("score") is None
-    assert result(1).get_best_checkpoint("loss") is None
+    with pytest.raises(UsageError, match="no checkpoint has this metric; expected one of score"):
+        result(1).get_best_checkpoint("loss")
     with pytest.raises(UsageError, match="mode='low'"):
         result(1).get_best_checkpoint("score", "low")
