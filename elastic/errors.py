@@ -25,6 +25,8 @@
     ├── StorageError          a run directory or checkpoint cannot be written or read
     │   └── DamagedCheckpoint a file of it is missing, torn or changed
     ├── TrainingFailed        the job ended without success; carries the first failure
+    │   ├── WorkerGroupError  a worker's code failed; says which rank's, with which error
+    │   └── ControllerError   it was ended for another reason: lost workers, a budget, a user
     ├── ProgramFailed         a worker's program failed, and wrote down why
     ├── GroupError            a torch.distributed group could not form or was broken
     └── InvariantViolation    a bug of ours; carries the story that led to it
@@ -35,7 +37,8 @@ Messages say who did what with which values, what was expected, and what to do.
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 FOR_NOW = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN,
@@ -208,6 +211,48 @@ class TrainingFailed(ElasticError):
         where = f"; first failure in worker {worker}" if worker else ""
         story = f"\n\n{traceback.rstrip()}" if traceback else ""
         super().__init__(f"{reason}{where}{story}")
+
+
+class WorkerGroupError(TrainingFailed):
+    """The code of a worker failed, and was not to be tried again.
+
+    Attributes:
+        worker_failures: what it raised, by rank: of the attempt that ended the run the first.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        worker_failures: Mapping[int, BaseException],
+        *,
+        worker: str = "",
+        traceback: str = "",
+    ) -> None:
+        """Keep the errors; see `TrainingFailed`."""
+        super().__init__(reason, worker=worker, traceback=traceback)
+        self.worker_failures = dict(worker_failures)
+
+    def __reduce__(self) -> Any:
+        """Be pickled as what it was made of."""
+        parts = {"worker": self.worker, "traceback": self.traceback}
+        return _made_again, (type(self), (self.reason, self.worker_failures), parts)
+
+
+class ControllerError(TrainingFailed):
+    """The job was ended for a reason that no worker's code gave.
+
+    Attributes:
+        controller_failure: the reason, as an exception.
+    """
+
+    def __init__(self, reason: str) -> None:
+        """Keep the reason."""
+        super().__init__(reason)
+        self.controller_failure = RuntimeError(reason)
+
+
+def _made_again(kind: Any, args: tuple[Any, ...], parts: dict[str, Any]) -> Any:
+    return kind(*args, **parts)
 
 
 class ProgramFailed(ElasticError):

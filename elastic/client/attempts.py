@@ -57,6 +57,7 @@ class Plan:
         owner: the process without which it cannot run, None if there is a cluster for it.
         trainer: pickled; stored for `TorchTrainer.restore`, b"" for nothing.
         may_resume: the name was chosen by somebody: a run of that name that is there goes on.
+        may_repeat: also one that has succeeded, where it has nothing left to do.
     """
 
     run_path: str
@@ -66,6 +67,7 @@ class Plan:
     owner: Owner | None = None
     trainer: bytes = b""
     may_resume: bool = True
+    may_repeat: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def attempt(plan: Plan, *, phase_of: PhaseOf = lambda job_id: None) -> Iterator[
         phase_of: asks the coordinator for a job.
 
     Raises:
-        NameTaken: the run has succeeded, or is still running, or the directory is not a run's.
+        NameTaken: the run has succeeded and may not be repeated, or is still running, or the
+            directory is not a run's.
         StorageError: the directory cannot be read or written.
         ConfigError: there is no such kind of storage.
     """
@@ -102,7 +105,7 @@ def attempt(plan: Plan, *, phase_of: PhaseOf = lambda job_id: None) -> Iterator[
     if before is not None:
         if not plan.may_resume:
             raise NameTaken(f"{plan.run_path} is another run's directory: choose another name")
-        _check_over(files, before, phase_of)
+        before = _check_over(files, before, phase_of, may_repeat=plan.may_repeat)
         begun = _resumed(plan, before)
     else:
         begun = Attempt(plan.resume_from, bool(plan.resume_from))
@@ -248,8 +251,10 @@ def _is_a_runs(fs: Any, root: str) -> bool:
     return "run.json" in names or all(map(LEFT_BY_A_KILL.fullmatch, names))
 
 
-def _check_over(files: Files, record: RunRecord, phase_of: PhaseOf) -> None:
-    """Refuse a run that goes on, or has nothing left to do."""
+def _check_over(
+    files: Files, record: RunRecord, phase_of: PhaseOf, *, may_repeat: bool
+) -> RunRecord:
+    """Refuse a run that goes on, or has nothing left to do; return its record as it is now."""
     if record.phase is RunPhase.RUNNING and record.jobs:
         job_id = record.jobs[-1]
         phase = phase_of(job_id)
@@ -267,12 +272,13 @@ def _check_over(files: Files, record: RunRecord, phase_of: PhaseOf) -> None:
                 f"run {record.name} is running in {files.path}: process {record.owner.pid} on this "
                 f"machine ({record.owner.host}) trains it; end that first, or choose another name"
             )
-    if record.phase is RunPhase.SUCCEEDED:
+    if record.phase is RunPhase.SUCCEEDED and not may_repeat:
         raise NameTaken(
             f"run {record.name} has succeeded: run directory {files.path} exists already, and "
             f"train.Result.from_path reads it; choose another name (--name, RunConfig(name=...)) "
             f"or storage path, or remove it"
         )
+    return record
 
 
 def _resumed(plan: Plan, record: RunRecord) -> Attempt:
@@ -283,7 +289,10 @@ def _resumed(plan: Plan, record: RunRecord) -> Attempt:
     another = "use another name to begin anew"
     if found is not None:
         name, marker = found
-        lines.append(f"resumes run {record.name} from {name} ({place_of(marker)}); {another}")
+        run_name = record.name
+        if record.phase is RunPhase.SUCCEEDED:
+            run_name += ", which has succeeded,"
+        lines.append(f"resumes run {run_name} from {name} ({place_of(marker)}); {another}")
         return Attempt(run.checkpoint_path(name), True, tuple(lines))
     automatic = [name for name, _ in run.automatic()]
     begins = record.resume_from or plan.resume_from

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from elastic.client.attempts import Plan, attempt, note_end
+from elastic.client.daemons import stop_machine
 from elastic.client.job_options import job_options, take_job_options
 from elastic.client.jobs import Client, new_job_id
 from elastic.client.polling import wait_until
@@ -179,14 +180,23 @@ def _exit_as(view: JobView) -> None:
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", default="")
 @click.option("--reason", default="", help="Shown with the job.")
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Until its workers ended.")
+@click.option("--force", is_flag=True, help="Without JOB: kill at once.")
 @timeout_option
 @click.pass_obj
 @reporting_errors
-def stop(target: Target, job: str, reason: str, wait: bool, timeout_s: float | None) -> None:
-    """Stop JOB (id or name) and its workers; exit 0 once that is done."""
+def stop(
+    target: Target, job: str, reason: str, *, wait: bool, force: bool, timeout_s: float | None
+) -> None:
+    """Stop JOB (id or name) and its workers; exit 0 once that is done.
+
+    Without JOB: end what 'elastic start' has started on this machine, as 'ray stop' does.
+    """
+    if not job:
+        stop_machine(force=force)
+        return
     with target.connect() as client:
         client.call_timeout_s = timeout_s
         job_id = client.get(job).record.spec.job_id

@@ -11,7 +11,8 @@ import click
 from click.core import ParameterSource
 
 from elastic import __version__
-from elastic.client import asking, changing, checkpoints, run, steering
+from elastic.client import asking, changing, checkpoints, daemons, run, steering
+from elastic.client.started import find_started
 from elastic.client.terminal import Target, with_timeout
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
@@ -55,6 +56,12 @@ def main(context: click.Context, coord: str, token_file: str, **tls: str) -> Non
     for name, value in (("coord", coord), ("token_file", token_file), *tls.items()):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             flags += ["--" + name.replace("_", "-"), value]
+    if not any((flags, token_file, *tls.values())) and (
+        context.get_parameter_source("coord") is ParameterSource.DEFAULT
+    ):
+        started = find_started()
+        if started is not None:
+            coord, token_file = started.address, started.token_file
     named = {"tls_dir": "folder", "tls_cert": "cert", "tls_key": "key", "tls_ca": "ca"}
     paths = {named[name]: value for name, value in tls.items()}
     context.obj = Target(coord, token_file, tuple(flags), paths)
@@ -78,6 +85,7 @@ for command in (
     asking.version,
 ):
     main.add_command(with_timeout(command))
+main.add_command(daemons.start)
 main.add_command(run.run)
 main.add_command(checkpoints.verify)
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,7 +54,9 @@ class Cluster:
         directory: their files; deleted in the end.
         tether_fd: our end of the pipe whose closing ends them.
         num_workers: slots of the embedded agent, 0 if it counted them itself.
-        by_itself: nobody called `init`: it was started for `TorchTrainer.fit`.
+        by_itself: nobody said how large it is to be: where a run needs more, another takes its
+            place.
+        env: of all workers of what this script submits.
     """
 
     address: str
@@ -63,6 +66,7 @@ class Cluster:
     tether_fd: int = -1
     num_workers: int = 0
     by_itself: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_embedded(self) -> bool:
@@ -84,11 +88,14 @@ class Cluster:
                 )
 
 
-def start_cluster(num_workers: int | None) -> Cluster:
+def start_cluster(
+    num_workers: int | None, *, resources: Mapping[str, float] | None = None
+) -> Cluster:
     """Start a coordinator, then an agent, tied to this process by a pipe.
 
     Args:
         num_workers: workers that the agent may run at once, None to let it count.
+        resources: what the node offers, in place of what the agent finds; GPUs at most those.
 
     Raises:
         Unavailable: a part did not come up; its log is shown.
@@ -110,9 +117,11 @@ def start_cluster(num_workers: int | None) -> Cluster:
         )  # fmt: skip
         cluster.address = _wait_ready(cluster, ready)
         workers = "auto" if num_workers is None else str(num_workers)
+        amounts = ",".join(f"{name}={amount:g}" for name, amount in (resources or {}).items())
         _spawn(
             cluster, theirs, "agent", "elastic.agent.cli", "--coord", cluster.address,
-            "--workers", workers, "--token-file", str(token_file), "--node-id", "local",
+            "--workers", workers, "--resources", amounts or "auto",
+            "--token-file", str(token_file), "--node-id", "local",
             "--run-dir", str(directory), "--log-dir", str(directory / "logs"),
         )  # fmt: skip
         _wait_node(cluster)
@@ -135,12 +144,17 @@ def _pipe() -> tuple[int, int]:
     return first, second
 
 
+def child_environment() -> dict[str, str]:
+    """Return the environment of a daemon that is started here."""
+    return {name: value for name, value in os.environ.items() if name not in NOT_FOR_US}
+
+
 def _spawn(cluster: Cluster, tether_fd: int, name: str, module: str, *args: str) -> None:
     directory = cluster.directory or Path()
     with (directory / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *args, "--tether-fd", str(tether_fd)],
-            env={name: value for name, value in os.environ.items() if name not in NOT_FOR_US},
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

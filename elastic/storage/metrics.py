@@ -151,6 +151,43 @@ def read_metrics(files: Files, rank: int) -> list[dict[str, Any]]:
     return [row for name in names for row in _rows(files, name)]
 
 
+class MetricsReader:
+    """What a rank reports, as it comes."""
+
+    def __init__(self, files: Files, rank: int) -> None:
+        """Begin before its first line.
+
+        Args:
+            files: the run directory.
+            rank: whose metrics.
+        """
+        self._files, self._rank = files, rank
+        self._seen = 0
+        """Bytes of the file, rows on an object store."""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return what has come since the last call; a line that is being written comes later.
+
+        Raises:
+            StorageError: it is there and cannot be read.
+        """
+        if not self._files.is_local:
+            rows = read_metrics(self._files, self._rank)[self._seen :]
+            self._seen += len(rows)
+            return rows
+        try:
+            with open(f"{self._files.root}/{log_name(self._rank)}", "rb") as file:
+                file.seek(self._seen)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError(f"metrics of rank {self._rank} cannot be read: {error}") from error
+        whole = data[: data.rfind(b"\n") + 1]
+        self._seen += len(whole)
+        return _rows_in(whole)
+
+
 def has_metrics(files: Files) -> bool:
     """Return whether rank 0 has reported anything.
 
@@ -162,13 +199,17 @@ def has_metrics(files: Files) -> bool:
 
 def _rows(files: Files, name: str) -> list[dict[str, Any]]:
     try:
-        text = files.read(name).decode(errors="replace")
+        data = files.read(name)
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return []
         raise
+    return _rows_in(data)
+
+
+def _rows_in(data: bytes) -> list[dict[str, Any]]:
     rows = []
-    for line in text.split("\n"):
+    for line in data.decode(errors="replace").split("\n"):
         try:
             row = json.loads(line)
         except ValueError:

@@ -20,7 +20,7 @@ import errno
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,12 @@ class RunDirectory:
         try:
             if not source.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, "it is not a directory", str(source))
+            if target.is_local and Path(target.root).resolve().is_relative_to(source.resolve()):
+                raise StorageError(
+                    "the run's checkpoints lie in it, and it would be copied into itself: write "
+                    "what is to be kept into a directory of its own, such as one in "
+                    "train.get_context().get_trial_dir()"
+                )
             files = []
             for path in sorted(_files_below(source)):
                 current = str(path)
@@ -254,19 +260,40 @@ class RunDirectory:
         return [path.split("/")[1] for path in found]
 
     def recorded(self, job_id: str) -> list[tuple[str, Marker]]:
-        """Return name and marker of a job's reported checkpoints that are recorded, in that order.
+        """Return name and marker of reported checkpoints that are recorded, in that order.
 
-        Those of earlier attempts of the same run count as recorded: nobody is left to do it.
+        Of a job those that are noted as recorded, and those that its generations committed before
+        them; those of earlier attempts of the same run, because nobody is left to do it.
 
         Raises:
             StorageError: the directory cannot be listed.
         """
         known, jobs = self._noted(), self.jobs()
         earlier = set(jobs[: jobs.index(job_id)]) if job_id in jobs else set()
+        found = self.reported()
+        reached = _reached(found, job_id, known)
         return [
             (name, marker)
-            for name, marker in self.reported()
-            if (marker.job_id == job_id and name in known) or marker.job_id in earlier
+            for name, marker in found
+            if marker.job_id in earlier
+            or (marker.job_id == job_id and marker.index <= reached.get(marker.generation, -1))
+        ]
+
+    def lost(self, job_id: str) -> list[str]:
+        """Return the names of a job's checkpoints that can never be recorded.
+
+        Their generation committed them when it was over already; of a later one something is.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        found = [(name, marker) for name, marker in self.reported() if marker.job_id == job_id]
+        reached = _reached(found, job_id, self._noted())
+        present = max(reached, default=0)
+        return [
+            name
+            for name, marker in found
+            if marker.generation < present and marker.index > reached.get(marker.generation, -1)
         ]
 
     def counting(self, job_id: str, generation: int, newest: str) -> list[tuple[str, Marker]]:
@@ -284,13 +311,8 @@ class RunDirectory:
         Raises:
             StorageError: the directory cannot be listed.
         """
-        known, found = self._noted(), self.reported()
-        reached = {generation: math.inf}
-        for name, marker in found:
-            if marker.job_id == job_id and (name in known or name == newest):
-                reached[marker.generation] = max(
-                    marker.index, reached.get(marker.generation, marker.index)
-                )
+        found = self.reported()
+        reached = _reached(found, job_id, {*self._noted(), newest}) | {generation: math.inf}
         return [
             (name, marker)
             for name, marker in found
@@ -350,10 +372,14 @@ class RunDirectory:
     def records(self) -> tuple[CheckpointRecord, ...]:
         """Return the checkpoints that count, of all attempts, in the order of commits.
 
+        Without those that can never be recorded.
+
         Raises:
             StorageError: the directory cannot be listed.
         """
-        return tuple(self.record(name, marker) for name, marker in self.committed())
+        found = self.committed()
+        lost = {name for job in {m.job_id for _, m in found} for name in self.lost(job)}
+        return tuple(self.record(name, marker) for name, marker in found if name not in lost)
 
     def record(self, name: str, marker: Marker) -> CheckpointRecord:
         """Return a checkpoint as the coordinator knows it."""
@@ -426,6 +452,19 @@ class RunDirectory:
             if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
                 return None  # Not committed, or pruned by another member since we listed it.
             raise
+
+
+def _reached(
+    found: Sequence[tuple[str, Marker]], job_id: str, known: Collection[str]
+) -> dict[int, float]:
+    """Return, of each generation of a job, the index of the last checkpoint that is known."""
+    reached: dict[int, float] = {}
+    for name, marker in found:
+        if marker.job_id == job_id and name in known:
+            reached[marker.generation] = max(
+                marker.index, reached.get(marker.generation, marker.index)
+            )
+    return reached
 
 
 def _files_below(folder: Path, above: tuple[os.stat_result, ...] = ()) -> Iterator[Path]:

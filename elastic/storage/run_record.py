@@ -49,7 +49,12 @@ class Owner:
     @classmethod
     def this_process(cls) -> Owner:
         """Return the process that asks."""
-        return cls(socket.gethostname(), os.getpid(), _began(os.getpid()))
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Owner:
+        """Return a process of this machine."""
+        return cls(socket.gethostname(), pid, _began(pid))
 
     def is_other_and_alive(self) -> bool:
         """Return whether it is known to live; False for this process, and on other hosts."""

@@ -10,18 +10,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic.errors import ControllerError, WorkerGroupError
+    from elastic.errors import TrainingFailed as TrainingFailedError
+    from elastic.train.callbacks import TrainRunContext, UserCallback
     from elastic.train.checkpoint import (
         Checkpoint,
         ReportedCheckpoint,
         ReportedCheckpointStatus,
     )
     from elastic.train.config import (
+        BackendConfig,
         CheckpointConfig,
         FailureConfig,
+        LoggingConfig,
         PeerReplication,
         RunConfig,
         ScalingConfig,
+        SyncConfig,
     )
+    from elastic.train.failures import UserExceptionWithTraceback
     from elastic.train.loop import epochs, get_logged, log, register, stepped
     from elastic.train.preemption import PreemptionInfo, get_preemption_info
     from elastic.train.result import Result
@@ -38,6 +45,12 @@ if TYPE_CHECKING:
     from elastic.train.validation import ValidationConfig, ValidationTaskConfig
 
 _HOME = {
+    "BackendConfig": "config",
+    "LoggingConfig": "config",
+    "SyncConfig": "config",
+    "TrainRunContext": "callbacks",
+    "UserCallback": "callbacks",
+    "UserExceptionWithTraceback": "failures",
     "Checkpoint": "checkpoint",
     "CheckpointConfig": "config",
     "CheckpointConsistencyMode": "session",
@@ -66,14 +79,23 @@ _HOME = {
     "stepped": "loop",
     "working": "session",
 }
+_ERRORS = {
+    "ControllerError": "ControllerError",
+    "TrainingFailedError": "TrainingFailed",
+    "WorkerGroupError": "WorkerGroupError",
+}
+"""Ray's names for what the runtime raises."""
 _SUBMODULES = ("collective", "torch")
 
 __all__ = [
+    "BackendConfig",
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointConsistencyMode",
     "CheckpointUploadMode",
+    "ControllerError",
     "FailureConfig",
+    "LoggingConfig",
     "PeerReplication",
     "PreemptionInfo",
     "ReportedCheckpoint",
@@ -81,9 +103,15 @@ __all__ = [
     "Result",
     "RunConfig",
     "ScalingConfig",
+    "SyncConfig",
     "TrainContext",
+    "TrainRunContext",
+    "TrainingFailedError",
+    "UserCallback",
+    "UserExceptionWithTraceback",
     "ValidationConfig",
     "ValidationTaskConfig",
+    "WorkerGroupError",
     "epochs",
     "get_all_reported_checkpoints",
     "get_checkpoint",
@@ -103,6 +131,8 @@ def __getattr__(name: str) -> Any:
     """Load a name from its module on first use."""
     if name in _HOME:
         return getattr(importlib.import_module(f"elastic.train.{_HOME[name]}"), name)
+    if name in _ERRORS:
+        return getattr(importlib.import_module("elastic.errors"), _ERRORS[name])
     if name in _SUBMODULES:
         return importlib.import_module(f"elastic.train.{name}")
     raise AttributeError(f"module 'elastic.train' has no attribute {name!r}")

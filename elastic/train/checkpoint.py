@@ -26,6 +26,7 @@ from elastic.storage.files import Files
 from elastic.storage.marker import METADATA, OURS
 from elastic.storage.soundness import read_marker, verify
 from elastic.train.dict_checkpoint import read_dict, write_dict
+from elastic.train.filesystems import as_fsspec
 
 ReportedCheckpointStatus = CheckpointStatus
 """Ray Train's name for it."""
@@ -39,20 +40,20 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: str | Path, filesystem: fsspec.AbstractFileSystem | None = None
+        self, path: str | Path, filesystem: fsspec.AbstractFileSystem | Any | None = None
     ) -> None:
         """Point at a directory; nothing is read.
 
         Args:
             path: local path or fsspec URL; with `filesystem`, a path inside it.
-            filesystem: found from the URL if not given.
+            filesystem: of fsspec or pyarrow; found from the URL if not given.
         """
         if filesystem is None:
             filesystem, found = url_to_fs(str(path))
             self.path = str(found)
         else:
-            self.path = str(path)
-        self.filesystem = filesystem
+            filesystem, self.path = as_fsspec(filesystem, str(path))
+        self.filesystem: fsspec.AbstractFileSystem = filesystem
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Checkpoint:

@@ -11,15 +11,20 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elastic.client.embedded import Cluster, start_cluster, stop_cluster
+from elastic.client.started import find_started
 from elastic.core.config import JobSpec
 from elastic.core.policy.placement import explain_misfit
 from elastic.core.world import Node
 from elastic.errors import ConfigError, Unavailable, UsageError
 from elastic.runtime.access import Access, find_access
+from elastic.train.cluster_options import check_rest, offered, slots, worker_env
+from elastic.train.expecting import is_whole
 
 _cluster: Cluster | None = None
 
@@ -35,61 +40,149 @@ def _forget_in_fork() -> None:
 os.register_at_fork(after_in_child=_forget_in_fork)
 
 
+@dataclass(frozen=True)
+class ClusterContext:
+    """What `init` returns; as a context manager it shuts down at its end.
+
+    Attributes:
+        address: "host:port" of the coordinator, "" in a worker.
+    """
+
+    address: str
+
+    @property
+    def address_info(self) -> dict[str, str]:
+        """Return the addresses by Ray's names."""
+        return {"address": self.address, "gcs_address": self.address}
+
+    @property
+    def dashboard_url(self) -> str:
+        """Return "": `elastic status` and the coordinator's metrics show what goes on."""
+        return ""
+
+    def __getitem__(self, name: str) -> str:
+        """Return an address by Ray's name."""
+        return self.address_info[name]
+
+    def disconnect(self) -> None:
+        """Do as `shutdown`."""
+        shutdown()
+
+    def __enter__(self) -> ClusterContext:
+        """Return the context."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Shut down."""
+        shutdown()
+
+
 def init(
     address: str | None = None,
     *,
+    num_cpus: int | None = None,
+    num_gpus: int | None = None,
+    resources: Mapping[str, float] | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
+    ignore_reinit_error: bool = False,
     token_file: str | Path | None = None,
     tls_dir: str | Path | None = None,
     num_workers: int | None = None,
-) -> None:
+    **rest: Any,
+) -> ClusterContext:
     """Connect to a cluster, or start one for this script.
 
     A script that a worker runs (`elastic submit`) is in its cluster already: there it does nothing.
 
     Args:
-        address: "host:port" of a coordinator, or several with commas. None takes the environment
-            variable ELASTIC_COORD, and without it starts a coordinator and an agent.
+        address: "host:port" of a coordinator, or several with commas; "auto" for one that is
+            there: that of the environment variable ELASTIC_COORD, or what `elastic start` has
+            started on this machine; "local" for a new one. None takes one that is there, else
+            starts a coordinator and an agent.
+        num_cpus: CPUs that the started agent offers, and workers that it runs at once, if not
+            `num_workers`; by default one for each processor. Not for a cluster that is there, as
+            are the next two.
+        num_gpus: GPUs that it offers, of those that are there.
+        resources: others that it offers, by name.
+        runtime_env: {"env_vars": {...}} for all workers of this script's runs.
+        ignore_reinit_error: a second call does nothing.
         token_file: file with the join token; None takes ELASTIC_TOKEN_FILE, if set.
         tls_dir: folder with ca.crt, and tls.crt and tls.key if this script has a certificate;
             None takes ELASTIC_TLS_DIR, and ELASTIC_TLS_CERT, _KEY and _CA for single files.
-        num_workers: workers that the started agent may run at once; by default one per GPU, or
-            one per CPU core. Not for a named cluster.
+        num_workers: workers that the started agent may run at once, in place of `num_cpus`.
+        rest: what `ray.init` has beside these and says nothing here (logging, the dashboard, the
+            object store) is passed over.
 
     Raises:
-        UsageError: called twice without `shutdown`, or arguments that contradict each other.
+        UsageError: called twice without `shutdown`, or arguments that contradict each other, or
+            a `runtime_env` that asks for more than variables.
         CoordinatorUnreachable: nobody answers at the address.
         NotAuthorized: the token or certificate is missing or wrong.
         Unavailable: the embedded cluster did not come up; its log is shown.
     """
     global _cluster
+    check_rest(rest)
+    env = worker_env(runtime_env)
+    amounts = offered(num_cpus, num_gpus, resources)
+    if num_workers is not None and (not is_whole(num_workers) or num_workers < 1):
+        raise ConfigError(f"elastic.init(num_workers={num_workers}): expected >= 1")
     if _is_worker():
-        return
+        return ClusterContext("")
     if _cluster is not None:
+        if ignore_reinit_error:
+            return ClusterContext(_cluster.address)
         raise UsageError(
             f"elastic.init was called already (coordinator {_cluster.address}): call "
-            f"elastic.shutdown() first"
+            f"elastic.shutdown() first, or pass ignore_reinit_error=True"
         )
-    address = address or os.environ.get("ELASTIC_COORD") or None
-    if address is not None:
-        if num_workers is not None:
+    address, access = _there(address, token_file, tls_dir)
+    if address:
+        asked = {"num_workers": num_workers, **amounts}
+        if any(value is not None for value in asked.values()):
             raise UsageError(
-                f"elastic.init(num_workers={num_workers}) is for a cluster of this script's own; "
-                f"the agents of {address} have their own --workers"
+                f"elastic.init: {', '.join(name for name in asked if asked[name] is not None)} are "
+                f"for a cluster of this script's own; the agents of {address} have their own "
+                f"(address='local' starts one)"
             )
-        access = _find_access(token_file, tls_dir)
         _check_reachable(address, access)
-        _cluster = Cluster(address, access)
-        return
+        _cluster = Cluster(address, access, env=env)
+        return ClusterContext(address)
     if token_file is not None or tls_dir is not None:
         name, value = ("token_file", token_file) if token_file else ("tls_dir", tls_dir)
         raise UsageError(
             f"elastic.init({name}={str(value)!r}) without an address: a cluster of this "
             f"script's own has its own token; pass address=... or set ELASTIC_COORD"
         )
-    if num_workers is not None and num_workers < 1:
-        raise ConfigError(f"elastic.init(num_workers={num_workers}): expected >= 1")
-    _cluster = start_cluster(num_workers)
+    _cluster = start_cluster(slots(num_workers, amounts), resources=amounts)
+    _cluster.env = env
+    _cluster.by_itself = num_workers is None and num_cpus is None
     atexit.register(shutdown)
+    return ClusterContext(_cluster.address)
+
+
+def _there(
+    address: str | None, token_file: str | Path | None, tls_dir: str | Path | None
+) -> tuple[str, Access]:
+    """Return address and access of a cluster that is there, "" for a new one.
+
+    Raises:
+        UsageError: one is asked for, and none is known.
+    """
+    if address == "local":
+        return "", Access()
+    named = os.environ.get("ELASTIC_COORD", "") if address in (None, "auto") else address
+    if named:
+        return named, _find_access(token_file, tls_dir)
+    started = find_started()
+    if started is not None:
+        is_said = token_file or os.environ.get("ELASTIC_TOKEN_FILE")
+        return started.address, _find_access(token_file if is_said else started.token_file, tls_dir)
+    if address == "auto":
+        raise UsageError(
+            "elastic.init('auto'): no cluster is there: ELASTIC_COORD is not set, and 'elastic "
+            "start --head' has started none on this machine"
+        )
+    return "", Access()
 
 
 def _find_access(token_file: str | Path | None, tls_dir: str | Path | None) -> Access:
@@ -125,19 +218,22 @@ def require_cluster(min_workers: int, max_workers: int) -> Cluster:
         UsageError: this script has started a cluster in which the job would wait for ever.
         Unavailable: the cluster did not come up, or is gone.
     """
+    env: Mapping[str, str] = {}
     if _cluster is not None and 0 < _cluster.num_workers < min_workers:
-        if not _cluster.by_itself:
+        if not _cluster.by_itself or _runs_something(_cluster):
             raise UsageError(
-                f"the run needs {min_workers} workers and elastic.init(num_workers="
-                f"{_cluster.num_workers}) started a cluster with room for fewer: ask init for "
-                f"more, or the run for less"
+                f"the run needs {min_workers} workers and elastic.init started a cluster with "
+                f"room for {_cluster.num_workers}: ask init for more (num_cpus=), or the run for "
+                f"less"
             )
+        env = _cluster.env
         shutdown()
     if _cluster is None:
-        count = max(max_workers, os.cpu_count() or 1)
-        init(num_workers=None if os.environ.get("ELASTIC_COORD") else count)
+        room = max(max_workers, len(os.sched_getaffinity(0)))
+        is_there = bool(_there(None, None, None)[0])
+        init(num_workers=None if is_there else room)
         if _cluster is not None:
-            _cluster.by_itself = True
+            _cluster.by_itself, _cluster.env = True, env
     if _cluster is None:
         raise UsageError("this process is a worker: only the script that started it has a cluster")
     for process in _cluster.processes:
@@ -147,6 +243,14 @@ def require_cluster(min_workers: int, max_workers: int) -> Cluster:
                 f"{process.returncode}): call elastic.shutdown(), then elastic.init()"
             )
     return _cluster
+
+
+def _runs_something(cluster: Cluster) -> bool:
+    """Return whether a job runs or waits there, which another cluster would end."""
+    from elastic.client.jobs import Client
+
+    with Client(cluster.address, cluster.access) as client:
+        return bool(client.list(include_ended=False))
 
 
 def check_fits(spec: JobSpec, nodes: Sequence[Node]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from elastic.core.config import PRIORITY_MAX, check_name
 from elastic.core.world import Resources, Strategy
 from elastic.errors import ConfigError
+from elastic.train.cluster_options import worker_env
 from elastic.train.expecting import (
     expect,
     expect_bool,
@@ -28,11 +29,13 @@ from elastic.train.expecting import (
     take_int,
     take_seconds,
 )
+from elastic.train.filesystems import url_in
 
 RECOVERIES = ("auto", "in_place", "reenter", "restart")
 NumWorkers = int | tuple[int, int]
 STEPS_MAX = 2**31 - 1
 AMOUNTS = "a dict of numbers, such as {'CPU': 2, 'GPU': 1}, or None"
+STOPS = "a dict of numbers by metric, such as {'accuracy': 0.9}, a function, or None"
 LABELS = "a dict of str, such as {'zone': 'a'}, or None"
 
 
@@ -43,13 +46,15 @@ class ScalingConfig:
     Attributes:
         num_workers: a number, or (min, max) for an elastic run; 0 runs the train function in this
             process, with the same reports and checkpoints; what it raises ends the run.
-        use_gpu: one GPU for each worker, unless `resources_per_worker` says otherwise.
-        resources_per_worker: such as {"CPU": 2, "GPU": 1}; by default one GPU with `use_gpu`,
-            otherwise nothing but a slot.
+        use_gpu: one GPU for each worker, unless `resources_per_worker` says another number.
+        resources_per_worker: such as {"CPU": 2, "GPU": 0.5}, GPUs with `use_gpu` only; by default
+            nothing but a slot.
         placement_strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
         accelerator_type: only nodes with this one, such as "H100".
-        label_selector: only nodes that carry all of these labels.
+        label_selector: only nodes that carry all of these labels; the same for all workers.
         workers_per_replica: a group is made of whole replicas of this many workers.
+        trainer_resources, elastic_resize_monitor_interval_s: of Ray, without effect: nothing runs
+            beside the workers, and a node that comes is used at once.
     """
 
     num_workers: NumWorkers = 1
@@ -57,12 +62,17 @@ class ScalingConfig:
     resources_per_worker: Mapping[str, float] | None = None
     placement_strategy: str = "PACK"
     accelerator_type: str | None = None
-    label_selector: Mapping[str, str] | None = None
+    label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
     workers_per_replica: int = 1
+    trainer_resources: Mapping[str, float] | None = None
+    elastic_resize_monitor_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         self._check_number()
+        self._take_one_selector()
+        expect_names(self, "trainer_resources", AMOUNTS)
+        take_seconds(self, "elastic_resize_monitor_interval_s", "seconds, 0 or more", zero=True)
         expect_bool(self, "use_gpu")
         amounts = expect_names(self, "resources_per_worker", AMOUNTS)
         if not all(is_number(amount) for amount in amounts.values()):
@@ -80,11 +90,14 @@ class ScalingConfig:
             self.max_workers % self.workers_per_replica
         ):
             refuse(self, "workers_per_replica", what)
-        if not self.resources().amount("GPU") and self.use_gpu:
+        asked = amounts.get("GPU")
+        if asked is not None and bool(asked) != self.use_gpu:
+            change = "leave GPU out or say how many" if self.use_gpu else "pass use_gpu=True"
             raise ConfigError(
-                f"ScalingConfig: use_gpu=True, but resources_per_worker="
-                f"{dict(self.resources_per_worker or {})} has no GPU: add 'GPU': 1"
+                f"ScalingConfig: use_gpu={self.use_gpu}, but resources_per_worker="
+                f"{dict(amounts)}: {change}"
             )
+        self.resources()
 
     def _check_number(self) -> None:
         number = self.num_workers
@@ -96,6 +109,37 @@ class ScalingConfig:
             refuse(self, "num_workers", "1 <= min <= max, or 0 to train in this process")
         plain = (low, high) if isinstance(number, tuple) else low
         object.__setattr__(self, "num_workers", plain)
+
+    def _take_one_selector(self) -> None:
+        """Take what Ray calls for one selector for each worker, if all are the same."""
+        given = self.label_selector
+        if not isinstance(given, (list, tuple)):
+            return
+        if not given or any(each != given[0] for each in given):
+            refuse(self, "label_selector", f"{LABELS}, the same for all workers")
+        object.__setattr__(self, "label_selector", given[0])
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return the labels that a node must carry."""
+        selector = self.label_selector
+        return dict(selector) if isinstance(selector, Mapping) else {}
+
+    @property
+    def num_cpus_per_worker(self) -> float:
+        """Return the CPUs of a worker; its slot counts as one."""
+        return self.resources().amount("CPU") or 1.0
+
+    @property
+    def num_gpus_per_worker(self) -> float:
+        """Return the GPUs of a worker."""
+        return self.resources().amount("GPU")
+
+    @property
+    def total_resources(self) -> dict[str, float]:
+        """Return what the largest group takes, by name; a worker's slot counts as a CPU."""
+        each = {"CPU": self.num_cpus_per_worker, **self.resources().as_dict()}
+        return {name: amount * self.max_workers for name, amount in each.items()}
 
     @property
     def min_workers(self) -> int:
@@ -114,9 +158,9 @@ class ScalingConfig:
 
     def resources(self) -> Resources:
         """Return what each worker takes from its node; a slot is taken in any case."""
-        if self.resources_per_worker is not None:
-            return Resources.of({k: float(v) for k, v in self.resources_per_worker.items()})
-        return Resources.of({"GPU": 1}) if self.use_gpu else Resources()
+        default = {"GPU": 1.0} if self.use_gpu else {}
+        asked = {name: float(amount) for name, amount in (self.resources_per_worker or {}).items()}
+        return Resources.of({**default, **asked})
 
 
 @dataclass(frozen=True)
@@ -136,17 +180,37 @@ class FailureConfig:
             in the same process. "restart": a new process takes its place.
         hang_timeout_s: a worker that has not moved for so long, while all others wait for it, is
             killed and replaced, after the stacks of all were written to their logs; 0 for never.
+        fail_fast: True or "raise": the first failure ends the run; not together with max_failures.
+        max_preemption_failures: Ray's name for `max_preemptions`.
+        controller_failure_limit, preemption_grace_s, relax_collectives_on_preemption: of Ray,
+            without effect: a coordinator that fails ends nothing, and a drain has a deadline.
     """
 
     max_failures: int = 0
     recovery: str = "auto"
     hang_timeout_s: float = 30.0
     max_preemptions: int = -1
+    fail_fast: bool | str = False
+    max_preemption_failures: int | None = None
+    controller_failure_limit: int = -1
+    preemption_grace_s: float = 0.0
+    relax_collectives_on_preemption: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for budget in ("max_failures", "max_preemptions"):
+        if self.max_preemption_failures is not None:
+            if self.max_preemptions not in (-1, self.max_preemption_failures):
+                refuse(self, "max_preemption_failures", "it, or max_preemptions, but not both")
+            object.__setattr__(self, "max_preemptions", self.max_preemption_failures)
+            object.__setattr__(self, "max_preemption_failures", None)
+        for budget in ("max_failures", "max_preemptions", "controller_failure_limit"):
             take_int(self, budget, "an int, -1 (for ever) or more", low=-1)
+        if self.fail_fast not in (True, False, "raise"):
+            refuse(self, "fail_fast", "True, False or 'raise'")
+        if self.fail_fast and self.max_failures:
+            refuse(self, "fail_fast", f"False with max_failures={self.max_failures}")
+        take_seconds(self, "preemption_grace_s", "seconds, 0 or more", zero=True)
+        expect_bool(self, "relax_collectives_on_preemption")
         take_seconds(self, "hang_timeout_s", "seconds, or 0 for never", zero=True)
         if self.recovery not in RECOVERIES:
             refuse(self, "recovery", f"one of {', '.join(RECOVERIES)}")
@@ -189,6 +253,8 @@ class CheckpointConfig:
         num_to_keep: None for all reported ones, and the newest two automatic ones.
         checkpoint_score_attribute: metric that ranks them; None ranks by age.
         checkpoint_score_order: "max" or "min" is best.
+        checkpoint_frequency, checkpoint_at_end: of Ray's trainers that loop by themselves, which
+            are not here; 0 and None or False only.
     """
 
     num_to_keep: int | None = None
@@ -198,9 +264,14 @@ class CheckpointConfig:
     every_s: float | None = 600.0
     async_save: bool = True
     peer_replication: PeerReplication | None = None
+    checkpoint_frequency: int | None = None
+    checkpoint_at_end: bool | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        for name in ("checkpoint_frequency", "checkpoint_at_end"):
+            if getattr(self, name):
+                refuse(self, name, "a train function that reports checkpoints, or every_n_steps")
         take_int(self, "num_to_keep", "None (all) or an int >= 1", low=1, none=True)
         take_int(self, "every_n_steps", "None (never) or an int >= 1", low=1, none=True)
         take_seconds(self, "every_s", "None (never) or seconds > 0", none=True)
@@ -214,20 +285,68 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class SyncConfig:
+    """Of Ray, and accepted without effect: workers write into the run directory themselves."""
+
+    sync_period: float = 300.0
+    sync_timeout: float = 1800.0
+    sync_artifacts: bool = False
+    sync_artifacts_on_checkpoint: bool = True
+    upload_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a place of its own."""
+        if self.upload_dir is not None:
+            refuse(self, "upload_dir", "None, and the place as RunConfig(storage_path=...)")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What workers and the driver log of the runtime's own doings.
+
+    Attributes:
+        log_level: "DEBUG", "INFO", "WARNING", "ERROR" or "CRITICAL".
+    """
+
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no level."""
+        levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+        level = self.log_level.upper() if isinstance(self.log_level, str) else ""
+        if level not in levels:
+            refuse(self, "log_level", f"one of {', '.join(levels)}")
+        object.__setattr__(self, "log_level", level)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Name, place and policies of a run.
 
     Attributes:
         name: names the job and its directory; by default made from the script and the time. A
-            name whose run did not succeed resumes it, with a line that says so (Ray: silently);
-            one whose run succeeded, or still runs, is refused.
+            name that is there goes on from its newest checkpoint, with a line that says so (Ray:
+            silently): after success too, where the train function finds nothing left to do. One
+            that still runs is refused.
         storage_path: parent of the run directory, a path or any fsspec URL; default
             "~/elastic_results".
+        storage_filesystem: of fsspec or pyarrow, in which `storage_path` is a path. Workers open
+            it by its URL: what it was told beyond that, such as keys, they find in their
+            environment or not at all.
         failure_config, checkpoint_config: see there; None for the default ones.
-        callbacks: called in the driver: a list of objects with `after_report(metrics)` and
-            `after_event(name, fields)`, either of them.
+        callbacks: called in the driver: a list of `UserCallback`s, or of objects with
+            `after_report(metrics)`, for what rank 0 reports, and `after_event(name, fields)`,
+            either of them.
+        stop: ends the run, as a success, soon after rank 0's report meets it: {"accuracy": 0.9}
+            once a metric is that or more ("training_iteration": the number of reports), or a
+            function of the metrics.
+        log_to_file: True: what the workers printed is in RUN/stdout at the end; or a name in place
+            of stdout; of a pair the first, because both streams of a worker are one here.
+        logging_config: see there; None for warnings only.
+        verbose, sync_config: of Ray, without effect.
         worker_env: environment variables for the workers; with num_workers=0 this process has
             them while the train function runs.
+        worker_runtime_env: the same in Ray's words: {"env_vars": {...}}.
         priority: on a cluster with several jobs, those with a greater one go first; -1000 to 1000.
         project: label that the cluster divides by, and may have limits for.
         preemptible: False: the job keeps its min also when one of higher priority waits.
@@ -235,10 +354,17 @@ class RunConfig:
 
     name: str | None = None
     storage_path: str | Path | None = None
+    storage_filesystem: Any = None
     failure_config: FailureConfig = field(default_factory=FailureConfig)
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: Sequence[Any] = ()
+    stop: Mapping[str, float] | Callable[..., bool] | None = None
+    log_to_file: bool | str | tuple[str, str] = False
+    logging_config: LoggingConfig | None = None
+    verbose: int | None = None
+    sync_config: SyncConfig = field(default_factory=SyncConfig)
     worker_env: Mapping[str, str] | None = None
+    worker_runtime_env: Mapping[str, Any] | None = None
     priority: int = 0
     project: str = ""
     preemptible: bool = True
@@ -251,27 +377,68 @@ class RunConfig:
         expect(self, "storage_path", (str, os.PathLike), "a str, a Path or None", none=True)
         if isinstance(self.storage_path, str) and not self.storage_path.strip():
             raise ConfigError("RunConfig: storage_path='': expected a path or an URL, or None")
-        take_default(self, "failure_config", FailureConfig)
-        take_default(self, "checkpoint_config", CheckpointConfig)
+        for name, kind in (
+            ("failure_config", FailureConfig),
+            ("checkpoint_config", CheckpointConfig),
+            ("sync_config", SyncConfig),
+        ):
+            take_default(self, name, kind)
+        expect(self, "logging_config", LoggingConfig, "a LoggingConfig, or None", none=True)
+        self._check_stop()
+        take_int(self, "verbose", "an int, or None", low=0, none=True)
+        log_names = self.log_names
+        if not all(isinstance(name, str) and name and "/" not in name for name in log_names):
+            refuse(self, "log_to_file", "True, the name of a file in the run directory, or a pair")
         take_callbacks(self, "callbacks")
         expect_environment(self, "worker_env")
         what = f"an int, -{PRIORITY_MAX} to {PRIORITY_MAX}"
         take_int(self, "priority", what, low=-PRIORITY_MAX, high=PRIORITY_MAX)
         expect(self, "project", str, "a str")
         expect_bool(self, "preemptible")
+        if self.worker_runtime_env is not None:
+            env = {**worker_env(self.worker_runtime_env), **(self.worker_env or {})}
+            object.__setattr__(self, "worker_env", env)
+            object.__setattr__(self, "worker_runtime_env", None)
+        if self.storage_filesystem is not None:
+            if not self.storage_path:
+                refuse(self, "storage_path", "a path in storage_filesystem")
+            url = url_in(self.storage_filesystem, str(self.storage_path or ""))
+            object.__setattr__(self, "storage_path", url)
+            object.__setattr__(self, "storage_filesystem", None)
         if isinstance(self.storage_path, Path) and re.match(r"\w+:/", str(self.storage_path)):
             raise ConfigError(
                 f"RunConfig: storage_path={self.storage_path!r}: pathlib takes a slash out of a "
                 f"URL; pass it as a str"
             )
 
+    def _check_stop(self) -> None:
+        if self.stop is None or callable(self.stop):
+            return
+        bounds = expect_names(self, "stop", STOPS)
+        if not all(is_number(bound) for bound in bounds.values()):
+            refuse(self, "stop", STOPS)
+
+    @property
+    def log_names(self) -> tuple[str, ...]:
+        """Return the names of the files that the workers' output goes to, () for none."""
+        given = self.log_to_file
+        if isinstance(given, bool):
+            return ("stdout",) if given else ()
+        return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
 
 @dataclass(frozen=True)
-class TorchConfig:
+class BackendConfig:
+    """What a trainer sets up on its workers before the train function runs; here: nothing."""
+
+
+@dataclass(frozen=True)
+class TorchConfig(BackendConfig):
     """How torch.distributed is set up.
 
     Attributes:
         backend: "gloo", "nccl", or None: nccl with GPUs, else gloo.
+        init_method: "env" or "tcp", of Ray, without effect: groups form in their own way.
         timeout_s: torch.distributed's own timeout in seconds; a backstop, not the detector.
         consistency: of a loop over `train.epochs()`. "bitwise": gradients are added in an order
             that does not depend on the number of workers, so that the weights have the same
@@ -281,9 +448,12 @@ class TorchConfig:
     backend: str | None = None
     timeout_s: float = 1800.0
     consistency: str = "bitwise"
+    init_method: str = "env"
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        if self.init_method not in ("env", "tcp"):
+            refuse(self, "init_method", "env or tcp")
         if self.backend not in (None, "gloo", "nccl"):
             refuse(self, "backend", "gloo or nccl")
         if self.consistency not in ("bitwise", "samples"):

@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from elastic.errors import ConfigError
+from elastic.train.callbacks import UserCallback
 
 CALLBACK_METHODS = {"after_report": ("metrics",), "after_event": ("name", "fields")}
 """What is called of a callback, each with what it is called with."""
@@ -180,10 +181,11 @@ def take_callbacks(config: object, field: str) -> None:
     if not isinstance(callbacks, (list, tuple)):
         refuse(config, field, "a list of callbacks, also of a single one: [callback]")
     for number, callback in enumerate(callbacks):
-        if not _can_be_told(callback):
+        if not (isinstance(callback, UserCallback) or _can_be_told(callback)):
             raise ConfigError(
-                f"{type(config).__name__}: {field}[{number}]={callback!r}: expected an object with "
-                f"after_report(metrics) and/or after_event(name, fields)"
+                f"{type(config).__name__}: {field}[{number}]={callback!r}: expected a "
+                f"train.UserCallback, or an object with after_report(metrics) and/or "
+                f"after_event(name, fields)"
             )
     _put(config, field, tuple(callbacks))
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from elastic.errors import TrainingFailed
+from elastic.errors import WorkerGroupError
 from elastic.train.beginning import say
 from elastic.train.config import FailureConfig
 from elastic.train.result import committed_in, result_of
@@ -54,13 +54,20 @@ def say_unused(failures: FailureConfig) -> None:
         )
 
 
-def failed_here(run: LocalRun, error: BaseException) -> TrainingFailed:
+def as_raised(error: BaseException) -> Exception:
+    """Return what a train function raised; how it exited as a RuntimeError."""
+    return error if isinstance(error, Exception) else RuntimeError(f"exit code {error}")
+
+
+def failed_here(run: LocalRun, error: BaseException) -> WorkerGroupError:
     """Return what a failed run in this process raises."""
+    from elastic.worker.local import torchrun_rank
     from elastic.worker.outcome import failure_of
 
     failure = failure_of(error)
-    failed = TrainingFailed(
+    failed = WorkerGroupError(
         f"run {run.job_name} failed: {failure.error_type}: {failure.message}",
+        {torchrun_rank() or 0: as_raised(error)},
         traceback=failure.traceback,
     )
     failed.result = result_of(run.run_path, committed_in(run.run_path), "", failed)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.policy import retention
 from elastic.core.world import CheckpointRecord, CheckpointStatus
@@ -17,6 +19,7 @@ from elastic.storage.metrics import has_metrics
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunPhase, read_run
 from elastic.train.checkpoint import Checkpoint
+from elastic.train.filesystems import url_in
 from elastic.train.metrics import as_reported, from_json
 
 
@@ -49,18 +52,21 @@ class Result:
     error: ElasticError | None = None
 
     @classmethod
-    def from_path(cls, path: str | Path) -> Result:
+    def from_path(cls, path: str | Path, storage_filesystem: Any = None) -> Result:
         """Return what a run directory holds, of a run that has ended or that goes on.
 
         What the train function returned is not stored, and of a failure one line.
 
         Args:
             path: the run directory, storage_path/name: a local path or an fsspec URL.
+            storage_filesystem: of fsspec or pyarrow, in which `path` is.
 
         Raises:
             UsageError: it is no run directory.
             StorageError: it cannot be read.
         """
+        if storage_filesystem is not None:
+            path = url_in(storage_filesystem, str(path))
         run_path = str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())
         files = Files(run_path)
         record = read_run(files)
@@ -75,21 +81,35 @@ class Result:
         return result_of(run_path, committed_in(run_path), "", error)
 
     def get_best_checkpoint(self, metric: str, mode: str = "max") -> Checkpoint | None:
-        """Return the kept checkpoint with the best value of a metric, None if none has it.
+        """Return the kept checkpoint with the best value of a metric.
 
         A value that is no number, or not a finite one, is passed over.
 
+        Returns:
+            None if there is no checkpoint, or none with such a value.
+
         Raises:
-            UsageError: mode is neither "max" nor "min".
+            UsageError: mode is neither "max" nor "min", or the metric was reported with none.
         """
         if mode not in ("max", "min"):
             raise UsageError(f"get_best_checkpoint(mode={mode!r}): expected 'max' or 'min'")
+        known = {name for _, metrics in self.best_checkpoints for name in metrics}
+        if self.best_checkpoints and metric not in known:
+            raise UsageError(
+                f"get_best_checkpoint({metric!r}): no checkpoint has this metric; expected one of "
+                f"{', '.join(sorted(known)) or 'none: they were reported without metrics'}"
+            )
         scored = [(_number(metrics.get(metric)), c) for c, metrics in self.best_checkpoints]
         scored = [(value, c) for value, c in scored if math.isfinite(value)]
         if not scored:
             return None
         choose = max if mode == "max" else min
         return choose(scored, key=lambda pair: pair[0])[1]
+
+    @property
+    def filesystem(self) -> fsspec.AbstractFileSystem:
+        """Return the fsspec file system that the run directory is in."""
+        return Files(self.path).fs
 
     @property
     def metrics_dataframe(self) -> Any:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.streams import Data
 from elastic.errors import UsageError
+from elastic.storage.files import Files
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.train.checkpoint import (
@@ -25,7 +29,7 @@ from elastic.train.metrics import checked, from_json, to_json
 from elastic.train.uploading import UploadFunction, bring
 from elastic.worker import context as worker_context
 from elastic.worker.context import WorkerContext
-from elastic.worker.delivery import CheckpointUploadMode
+from elastic.worker.delivery import NO_PART, CheckpointUploadMode
 from elastic.worker.exchange import WAIT_SLICE_S
 
 if TYPE_CHECKING:
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TRIAL = "trial"
+"""Folder in the run directory for the script's own files."""
 VALIDATION_LOOK_S = 0.5
 """How often a rank that waits for validations asks storage."""
 
@@ -116,9 +122,13 @@ def is_driver() -> bool:
     return torchrun_rank() in (None, 0)
 
 
+UNSAID: Any = object()
+"""In place of a checkpoint that a report does not speak of."""
+
+
 def report(
     metrics: Mapping[str, Any],
-    checkpoint: Checkpoint | None = None,
+    checkpoint: Checkpoint | None = UNSAID,
     *,
     checkpoint_dir_name: str | None = None,
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
@@ -128,18 +138,19 @@ def report(
 ) -> None:
     """Keep metrics, and a checkpoint if one is given.
 
-    Without a checkpoint this is no barrier and costs microseconds: the metrics of every report
-    are kept in the run directory. With one, all ranks must call it: their files are merged into
-    one directory, which counts once all of them are written; and it is a boundary, at which the
-    group may change (the train function is then entered anew and `get_checkpoint` gives this
-    one).
+    Without a word of a checkpoint this is no barrier and costs microseconds: the metrics of every
+    report are kept in the run directory. With `checkpoint=`, be it None, all ranks must call it and
+    wait for each other: the files of those that have some are merged into one directory, which
+    counts once all of them are written; then all go on, and see the same checkpoints. It is a
+    boundary, at which the group may change (the train function is then entered anew and
+    `get_checkpoint` gives this one).
 
     Args:
         metrics: names to numbers, strings, or anything JSON can say; 0-dimensional tensors and
             NumPy scalars are turned into numbers. NaN and infinite numbers are kept; the files in
             the run directory say them as text, such as "nan".
-        checkpoint: this rank's files, None if this rank has none. With SYNC they are copied: the
-            directory may be deleted afterwards.
+        checkpoint: this rank's files; None if this rank has none, and others may. With SYNC they
+            are copied: the directory may be deleted afterwards.
         checkpoint_dir_name: name of its directory; by default one that is never used twice.
         checkpoint_upload_mode: SYNC returns when the checkpoint counts. ASYNC returns when all
             ranks are here and copies in the background, one checkpoint at a time: a second one
@@ -171,8 +182,8 @@ def report(
         metrics = {**engine.logbook.take_averages(), **checked(metrics)}
     text = to_json(metrics)
     wish = _wished(context, checkpoint, validation)
-    if checkpoint is None:
-        context.report(text, None, name=checkpoint_dir_name)
+    if checkpoint is None or checkpoint is UNSAID:
+        context.report(text, NO_PART if checkpoint is None else None, name=checkpoint_dir_name)
         return
     brought = bring(
         checkpoint,
@@ -198,7 +209,7 @@ def _wished(
         return ""
     from elastic.train.validation import wish_of
 
-    if checkpoint is None:
+    if checkpoint is None or checkpoint is UNSAID:
         raise UsageError(
             "train.report: validation without a checkpoint: there is nothing to validate; pass "
             "checkpoint=..., or leave validation out"
@@ -302,7 +313,8 @@ def _counting(context: WorkerContext, run: RunDirectory) -> list[tuple[str, Mark
     newest = context.newest_checkpoint
     name = newest.rpartition("/")[2]
     ours = name if newest == run.checkpoint_path(name) else ""
-    return run.counting(context.job_id, context.generation, ours)
+    found = run.counting(context.job_id, context.generation, ours)
+    return context.the_reporter().kept(found)
 
 
 def _pass_time(context: WorkerContext, seconds: float) -> None:
@@ -393,12 +405,58 @@ class TrainContext:
         return engine.cursor if engine is not None else Cursor()
 
     def get_trial_dir(self) -> str:
-        """Return the run directory as an fsspec path."""
-        return self.worker.run_path
+        """Return a directory of this machine for the script's own files, and make it.
 
-    def get_storage(self) -> str:
-        """Return the run directory as an fsspec path."""
-        return self.worker.run_path
+        It is RUN/trial where the run directory is on a file system, and otherwise a temporary one.
+        Of its files only those count for the run that are reported as a checkpoint.
+        """
+        files = Files(self.worker.run_path) if self.worker.run_path else None
+        if files is not None and files.is_local:
+            path = Path(files.root) / TRIAL
+        else:
+            path = Path(tempfile.gettempdir()) / f"elastic-trial-{os.getuid()}" / self.worker.job_id
+        path.mkdir(parents=True, exist_ok=True)
+        return str(path)
+
+    def get_storage(self) -> Storage:
+        """Return the run directory: an fsspec path that knows where checkpoints are."""
+        return Storage(self.worker.run_path)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return the trainer's `metadata`."""
+        return dict(require_engine("train.get_context").metadata)
+
+    def get_trial_name(self) -> str:
+        """Return the run's name: a run is Ray's trial."""
+        return self.worker.job_name
+
+    def get_trial_id(self) -> str:
+        """Return the id of this attempt: that of its job."""
+        return self.worker.job_id
+
+    def get_trial_resources(self) -> dict[str, float]:
+        """Return what this worker has of its node, as far as it knows."""
+        return {"CPU": 1.0, "GPU": float(self.worker.num_devices)}
+
+
+class Storage(str):
+    """The run directory as an fsspec path, with Ray's names for what is in it."""
+
+    __slots__ = ()
+
+    @property
+    def experiment_fs_path(self) -> str:
+        """Return the run directory."""
+        return str(self)
+
+    @property
+    def storage_filesystem(self) -> Any:
+        """Return the fsspec file system that the run directory is in."""
+        return Files(str(self)).fs
+
+    def build_checkpoint_path_from_name(self, checkpoint_name: str) -> str:
+        """Return where a checkpoint of this name lies: to write it for NO_UPLOAD, say."""
+        return RunDirectory(str(self)).checkpoint_path(checkpoint_name)
 
 
 def get_context() -> TrainContext:

@@ -12,16 +12,18 @@ import datetime
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic.client.attempts import TRAINER_FILE, Plan, note_end
+from elastic.client.output import Lines
 from elastic.client.submission import NAME_CHARS_MAX, run_path_of
 from elastic.core.config import JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
-from elastic.errors import ElasticError, NameTaken, TrainingFailed, Unavailable, UsageError
+from elastic.errors import ElasticError, NameTaken, Unavailable, UsageError
 from elastic.storage.files import Files
 from elastic.storage.run_record import Owner, RunPhase, read_run
 from elastic.train.beginning import (
@@ -31,14 +33,18 @@ from elastic.train.beginning import (
     begin_here,
     end_noted,
     path_to_begin_from,
+    say,
 )
+from elastic.train.callbacks import Telling, TrainRunContext, UserCallback
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
-from elastic.train.here import environment, failed_here, say_unused
+from elastic.train.failures import failed_on_cluster, failures_of
+from elastic.train.here import as_raised, environment, failed_here, say_unused
 from elastic.train.metrics import as_reported
 from elastic.train.overruled import say_overruled
 from elastic.train.result import Result, committed_in, kept_of, result_of
 from elastic.train.session import beginning_from
+from elastic.train.stopping import StopRule
 from elastic.train.stored import pack_trainer, read_trainer
 from elastic.train.validation import ValidationConfig
 from elastic.worker import context as worker_context
@@ -76,6 +82,7 @@ class TorchTrainer:
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
         validation_config: ValidationConfig | None = None,
+        metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
     ) -> None:
         """Describe the run; nothing is started.
@@ -89,6 +96,7 @@ class TorchTrainer:
             run_config: name, place and policies.
             torch_config: backend and its timeout.
             validation_config: what validates checkpoints that are reported with `validation=`.
+            metadata: what JSON can say, for `train.get_context().get_metadata()`.
             resume_from_checkpoint: what `train.get_checkpoint` gives in a new run until it has
                 one of its own; from any run, readable by all nodes.
 
@@ -118,6 +126,9 @@ class TorchTrainer:
                 f", expected a Checkpoint; use train.Checkpoint(path)"
             )
         self.resume_from_checkpoint = resume_from_checkpoint
+        self.metadata = dict(metadata or {})
+        self._telling: Telling | None = None
+        self._stopping = StopRule(self.run_config.stop)
 
     @classmethod
     def restore(
@@ -195,15 +206,15 @@ class TorchTrainer:
         runs the script, each worker trains here, and the command line's options count: a line says
         which of the script's do not.
 
-        A name whose run did not succeed is resumed: from its newest reported checkpoint, with a
-        line that says so.
+        A name that is there is resumed, with a line that says so: the train function begins with
+        its newest reported checkpoint; after a success it finds nothing left to do.
 
         Raises:
-            TrainingFailed: the job ended without success; carries the first failing worker's
-                traceback, and as `.result` what the run left behind.
+            TrainingFailed: the job ended without success, and `.result` is what it left behind.
+                `WorkerGroupError`: a worker's code failed; carries the first one's error and
+                traceback. `ControllerError`: for another reason.
             UsageError: the run cannot work like this; nothing was started.
-            NameTaken: a run of this name has succeeded or still runs, or its directory holds
-                something else.
+            NameTaken: a run of this name still runs, or its directory holds something else.
             StorageError: the run directory cannot be made.
             CoordinatorUnreachable: the cluster does not answer.
         """
@@ -234,19 +245,29 @@ class TorchTrainer:
 
     def _fit_in_this_process(self) -> Result:
         """Train here, alone or under torchrun, with the same reports and checkpoints."""
-        from elastic.worker.local import from_rank_zero, local_group, run_local
+        from elastic.worker.local import (
+            from_rank_zero,
+            local_group,
+            run_local,
+            torchrun_rank,
+        )
 
         run = self._local_run()
         say_unused(self.run_config.failure_config)
         with environment(self.run_config.worker_env), local_group(run):
             begun = json.loads(from_rank_zero(lambda: json.dumps(self._begin_here())))
             run = replace(run, **begun)
+            telling = self._tells(run.job_name, run.job_id, run.run_path)
             try:
                 with end_noted(run):
-                    outcome = run_local(self.train_loop_per_worker, run)
+                    outcome = self._stopping.run_here(self.train_loop_per_worker, run, run_local)
             except (Exception, SystemExit) as error:
+                raised = {torchrun_rank() or 0: as_raised(error)}
+                telling.failed(1, lambda: raised)
                 # The traceback is in the text, as it is when the run was on a cluster.
                 raise failed_here(run, error) from None
+            finally:
+                telling.finish()
         return result_of(run.run_path, outcome.checkpoints, outcome.result)
 
     def _fit_on_cluster(self) -> Result:
@@ -262,15 +283,31 @@ class TorchTrainer:
                 check_fits(spec, [known.node for known in client.status().view.nodes])
             spec = self._submit(client, cluster)
             job_id = spec.job_id
+            telling = self._tells(spec.name, job_id, spec.run_path)
+
+            def on_note(note: Note) -> None:
+                self._on_note(note)
+                if note.name == "worker_gone" and telling.hears:
+                    record = client.get(job_id).record
+                    telling.failed(record.failures, lambda: failures_of(record))
+
+            def check() -> None:
+                cluster.check()
+                telling.look()
+                if reason := self._stopping.take():
+                    client.stop(job_id, reason)
+
             try:
                 view = follow(
                     client,
                     job_id,
                     Printer(),
                     on_report=self._on_report,
-                    on_note=self._on_note,
-                    check=cluster.check,
+                    on_note=on_note,
+                    check=check,
                 )
+                telling.failed(view.record.failures, lambda: failures_of(view.record))
+                telling.finish()
             except Unavailable:
                 raise  # The job may well go on without us.
             except KeyboardInterrupt:
@@ -279,6 +316,7 @@ class TorchTrainer:
             except BaseException:
                 _stop(client, spec, "its script failed")
                 raise
+            self._keep_output(client, spec)
         return self._finish(spec, view)
 
     def _submit(self, client: Client, cluster: Cluster) -> JobSpec:
@@ -288,7 +326,7 @@ class TorchTrainer:
         owner = Owner.this_process() if cluster.is_embedded else None
         trainer = self._pickled()
         for name in self._names():
-            spec = replace(self._spec(name), job_id=new_job_id())
+            spec = replace(self._spec(name, cluster.env), job_id=new_job_id())
             plan = self._plan(name, spec.job_id, owner=owner, trainer=trainer)
             try:
                 with announced(plan, phase_of=client.phase_of) as begun:
@@ -308,6 +346,7 @@ class TorchTrainer:
             owner=owner,
             trainer=trainer,
             may_resume=self.run_config.name is not None,
+            may_repeat=self.run_config.name is not None,
         )
 
     def _pickled(self) -> bytes:
@@ -319,28 +358,54 @@ class TorchTrainer:
                 "run_config": self.run_config,
                 "torch_config": self.torch_config,
                 "validation_config": self.validation_config,
+                "metadata": self.metadata,
             }
         )
 
     def _finish(self, spec: JobSpec, view: JobView) -> Result:
         record = view.record
-        note_end(spec.run_path, spec.job_id, record.phase, record.reason)
-        if record.phase is JobPhase.SUCCEEDED:
+        phase = record.phase
+        if phase is JobPhase.STOPPED and self._stopping.is_met:
+            phase = JobPhase.SUCCEEDED
+        note_end(spec.run_path, spec.job_id, phase, record.reason)
+        if phase is JobPhase.SUCCEEDED:
             return result_of(spec.run_path, kept_of(record), record.result)
-        error = TrainingFailed(
-            f"run {spec.name} {record.phase.value}: {record.reason}",
-            worker=record.failed_worker,
-            traceback=record.failure.traceback if record.failure else "",
-        )
+        error = failed_on_cluster(record)
         error.result = result_of(spec.run_path, kept_of(record), record.result, error)
         raise error
 
+    def _keep_output(self, client: Client, spec: JobSpec) -> None:
+        """Write what all workers printed into the run directory, if that is wished."""
+        names = self.run_config.log_names
+        if not names:
+            return
+        lines = Lines(shows_prefix=spec.max_workers > 1, holds_tracebacks=False)
+        try:
+            with client.logs(spec.job_id, follow=False) as chunks:
+                text = "".join(lines.take(chunk, 0) for chunk in chunks) + lines.rest("")
+            Files(spec.run_path).write(names[0], text.encode())
+        except ElasticError as error:
+            say(f"log_to_file: {names[0]} cannot be written: {error}")
+
+    def _tells(self, name: str, job_id: str, run_path: str) -> Telling:
+        """Return what tells this attempt's callbacks, from here on."""
+        callbacks = [c for c in self.run_config.callbacks if isinstance(c, UserCallback)]
+        context = TrainRunContext(
+            name, job_id, run_path, self.run_config, self.scaling_config, self.train_loop_config
+        )
+        self._telling = Telling(callbacks, context)
+        self._telling.begin()
+        return self._telling
+
     def _on_report(self, metrics: dict[str, Any]) -> None:
         metrics = as_reported(metrics)
+        if self._telling is not None:
+            self._telling.look()
         for callback in self.run_config.callbacks:
             after_report = getattr(callback, "after_report", None)
-            if after_report is not None:
+            if after_report is not None and not isinstance(callback, UserCallback):
                 after_report(metrics)
+        self._stopping.hear(metrics)
 
     def _on_note(self, note: Note) -> None:
         for callback in self.run_config.callbacks:
@@ -410,6 +475,7 @@ class TorchTrainer:
         """Return what the step engine must know of this trainer's configuration."""
         checkpoints = self.run_config.checkpoint_config
         peers = checkpoints.peer_replication
+        logging_config = self.run_config.logging_config
         return {
             "every_n_steps": checkpoints.every_n_steps,
             "every_s": checkpoints.every_s,
@@ -418,10 +484,17 @@ class TorchTrainer:
             "consistency": self.torch_config.consistency,
             "recovery": self.run_config.failure_config.recovery,
             "validation": self.validation_config.plan() if self.validation_config else None,
+            "metadata": self.metadata,
+            "log_level": logging_config.log_level if logging_config is not None else "",
         }
 
-    def _spec(self, name: str) -> JobSpec:
-        """Return the job; the client gives it an id."""
+    def _spec(self, name: str, env: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
+        """Return the job; the client gives it an id.
+
+        Args:
+            name: of the run.
+            env: of all workers of this script; those of the run win.
+        """
         from elastic.worker.entry import pack
 
         scaling, torch_config = self.scaling_config, self.torch_config
@@ -433,7 +506,7 @@ class TorchTrainer:
             payload=pack(function, self.train_loop_config, self._options()),
             working_dir=os.getcwd(),
             python_path=_python_path(),
-            env=sorted_pairs(self.run_config.worker_env or {}),
+            env=sorted_pairs({**env, **(self.run_config.worker_env or {})}),
         )
         return JobSpec(
             job_id=JobId(""),
@@ -445,7 +518,7 @@ class TorchTrainer:
             resources_per_worker=scaling.resources(),
             strategy=Strategy(scaling.placement_strategy),
             accelerator_type=scaling.accelerator_type or "",
-            label_selector=sorted_pairs(scaling.label_selector or {}),
+            label_selector=sorted_pairs(scaling.labels),
             backend=torch_config.backend or "auto",
             collective_timeout_s=torch_config.timeout_s,
             max_failures=self.run_config.failure_config.max_failures,

@@ -144,6 +144,7 @@ class Agreement:
         self._rank = rank
         self._world_size = world_size
         self._watch = watch
+        self._voters = world_size
 
     def open_again(self) -> Agreement:
         """Return the same votes over another connection to the store, for another thread.
@@ -203,8 +204,11 @@ class Agreement:
             vote: ours.
             voters: how many will vote, if not all members.
         """
+        self._voters = voters or self._world_size
+        if self._world_size > 1:
+            self._store.set(_by(self._rank), str(index))  # Sent, and no answer awaited.
         mine = Tally(1, int(vote.waits), int(vote.wishes), int(vote.has_checkpoint))
-        self._count(index, mine.number(), voters or self._world_size)
+        self._count(index, mine.number(), self._voters)
 
     def _count(self, index: Index, number: int, voters: int) -> Tally:
         tally = Tally.of(self._store.add(_key(index, "votes"), number))
@@ -302,11 +306,28 @@ class Agreement:
 
     def _warn(self, index: Index, what: str, waited_s: float) -> None:
         votes = Tally.of(self._store.add(_key(index, "votes"), 0)).votes
+        absent = self._absent(index)
+        missing = f"rank {', '.join(map(str, absent))} has not; " if absent else ""
         log.warning(
-            "report_waits index=%s for=%s seconds=%.0f: %d of %d ranks have made report %s; every "
-            "rank must call train.report equally often, with or without a checkpoint",
-            index, what, waited_s, votes, self._world_size, index,
+            "report_waits index=%s for=%s seconds=%.0f: %d of %d ranks have made report %s; %s"
+            "every rank must call train.report equally often, with or without a checkpoint",
+            index, what, waited_s, votes, self._voters, index, missing,
         )  # fmt: skip
+
+    def _absent(self, index: Index) -> list[int]:
+        """Return the ranks that have not voted on a report, [] if not all are to."""
+        if self._voters < self._world_size:
+            return []
+        absent = []
+        for rank in range(self._world_size):
+            key = _by(rank)
+            last = bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
+            is_behind = last != str(index)
+            if isinstance(index, int):
+                is_behind = not last or int(last.partition("-")[0]) < index
+            if is_behind:
+                absent.append(rank)
+        return absent
 
 
 def peers_watch(hung_up: Callable[[], bool]) -> Callable[[], None]:
@@ -326,6 +347,11 @@ def peers_watch(hung_up: Callable[[], bool]) -> Callable[[], None]:
                 raise GroupError("a member left the group while others wait in train.report")
 
     return look
+
+
+def _by(rank: int) -> str:
+    """Return the key of the newest report that a rank has voted on."""
+    return f"report/by/{rank}"
 
 
 def _key(index: Index, what: str) -> str:

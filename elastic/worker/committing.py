@@ -109,7 +109,7 @@ class Committer:
     ) -> None:
         """Begin a generation; see `Reporter`."""
         self.place, self.run = place, run
-        self._link, self._clock, self._pruner = link, clock, pruner
+        self._link, self._clock, self.pruner = link, clock, pruner
         self._on_commit = on_commit
         self._newest_posted = -1
         self._lock = threading.Lock()
@@ -151,8 +151,8 @@ class Committer:
 
     def finish(self) -> None:
         """The train function returned: delete the checkpoints that are not to be kept."""
-        if self._pruner is not None:
-            self._pruner.finish()
+        if self.pruner is not None:
+            self.pruner.finish()
 
     def _commit(self, turn: Round, parts: tuple[Part, ...]) -> Outcome:
         """Write the marker, report the path, and find out whether all may leave."""
@@ -168,8 +168,8 @@ class Committer:
         self.post(turn.index, turn.metrics, path, status)
         self._on_commit()
         outcome = Outcome(path=path, leaves=turn.leaves and self._is_recorded(answer, path))
-        if self._pruner is not None:
-            self._pruner.committed(parts[0].name, answer)
+        if self.pruner is not None:
+            self.pruner.committed(parts[0].name, answer)
         return outcome
 
     def _mark(self, turn: Round, parts: tuple[Part, ...]) -> str:
@@ -203,8 +203,8 @@ class Committer:
             files=files,
             validation=turn.validation,
         )
-        if self._pruner is not None:
-            self._pruner.commits()
+        if self.pruner is not None:
+            self.pruner.commits()
         return run.commit(name, marker)
 
     def _is_recorded(self, answer: Answer, path: str) -> bool:

@@ -76,6 +76,10 @@ class Brought:
         return "" if self.mode is CheckpointUploadMode.SYNC else self.mode.value
 
 
+NO_PART = Brought("")
+"""What a member brings that has no files, and goes on only once the others' count."""
+
+
 @dataclass(frozen=True)
 class Delivery:
     """A checkpoint whose parts are on their way.
@@ -85,12 +89,14 @@ class Delivery:
         name: of its directory.
         brought: our part.
         members: how many bring one.
+        readers: how many wait for the outcome.
     """
 
     turn: Round
     name: str
     brought: Brought
     members: int
+    readers: int
 
     def make(
         self, committer: Committer, agreement: Agreement, go_on: Callable[[], None]
@@ -113,8 +119,8 @@ class Delivery:
         agreement.wait_closed(key)
         go_on()
         outcome = committer.conclude(agreement, self.turn)
-        if not self.turn.leaves:  # Else members without a part hear of it, too.
-            agreement.forget(key, self.members)
+        if not self.turn.leaves:
+            agreement.forget(key, self.readers)
         if not outcome.error:
             self.brought.release()
         return outcome

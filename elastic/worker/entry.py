@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import runpy
 import sys
@@ -146,6 +147,8 @@ def _function_call(entry: Entry) -> Call:
     function, config, options = cloudpickle.loads(entry.payload)
     if not callable(function):
         raise UsageError(f"the train function of {entry.target} is a {type(function).__name__}")
+    if level := options.get("log_level"):
+        logging.getLogger("elastic").setLevel(level)
     return Call(lambda: call_with_config(function, config), config, options)
 
 

@@ -39,10 +39,12 @@ def for_job(assign: Assign, started_with: Mapping[str, str]) -> dict[str, str]:
         # Also when it is empty: a worker without a device must not see those of others.
         "CUDA_VISIBLE_DEVICES": ",".join(assign.devices),
     }
-    # accelerate picks NCCL wherever torch was built with it, unless it is told.
     defaults = (
         # What torch.use_deterministic_algorithms asks for; read before CUDA is first used.
-        {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if assign.devices else {"ACCELERATE_USE_CPU": "true"}
+        {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ACCELERATE_TORCH_DEVICE": "cuda:0"}
+        if assign.devices
+        # accelerate picks NCCL wherever torch was built with it, unless it is told.
+        else {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
     )
     return _unset(defaults, started_with) | ours | dict(spec.entry.env)
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 from elastic.core.config import JobSpec
 from elastic.core.policy import retention
 from elastic.core.world import CheckpointRecord
 from elastic.errors import StorageError
+from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.exchange import Answer
 
@@ -63,6 +65,10 @@ class Pruner:
         self._unanswered.append((name, answer))
         self._prune()
 
+    def kept(self, found: Sequence[tuple[str, Marker]]) -> set[str]:
+        """Return the names of those that the policy keeps, be the others still there or not."""
+        return {record.path for record in _kept(found, self._spec)}
+
     def finish(self) -> None:
         """The train function is over: wait a moment for the last answer, then tidy up."""
         if self._unanswered:
@@ -86,22 +92,29 @@ class Pruner:
 
 
 def delete_superfluous(run: RunDirectory, spec: JobSpec) -> None:
-    """Delete what the policy drops among the recorded ones.
+    """Delete what the policy drops among the recorded ones, and what can never be recorded.
 
     Raises:
         StorageError: storage cannot be read, or something cannot be deleted.
     """
     with _deleting:  # What a validation has found out is another thread's reason to do this.
-        records = [
-            CheckpointRecord(name, marker.generation, marker.index, marker.metrics, marker.status)
-            for name, marker in run.recorded(spec.job_id)
-        ]
-        kept = retention.keep(
-            records,
-            num_to_keep=spec.num_to_keep,
-            score_attribute=spec.score_attribute,
-            score_order=spec.score_order,
-        )
-        for record in records:
-            if record not in kept:
-                run.remove(record.path)
+        recorded = run.recorded(spec.job_id)
+        kept = {record.path for record in _kept(recorded, spec)}
+        for name, _ in recorded:
+            if name not in kept:
+                run.remove(name)
+        for name in run.lost(spec.job_id):
+            run.remove(name)
+
+
+def _kept(found: Sequence[tuple[str, Marker]], spec: JobSpec) -> tuple[CheckpointRecord, ...]:
+    records = [
+        CheckpointRecord(name, marker.generation, marker.index, marker.metrics, marker.status)
+        for name, marker in found
+    ]
+    return retention.keep(
+        records,
+        num_to_keep=spec.num_to_keep,
+        score_attribute=spec.score_attribute,
+        score_order=spec.score_order,
+    )

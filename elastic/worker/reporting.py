@@ -1,10 +1,11 @@
 """`train.report`: metrics are kept at once, a checkpoint counts for all members or for none.
 
-Without a checkpoint a report waits for nobody. With one, this member stores its files, everyone
-votes (`agreement`), and the lead, the lowest rank that brought files, writes the marker, reports
-the path and tells the others (`committing`). Where the files come later, or are there already,
-the vote comes first (`delivery`). If a planned change is due and every member waits here, all
-leave at this very report, once the coordinator has recorded the checkpoint: nothing is lost.
+Without a checkpoint a report waits for nobody. With one, be it that only others have its files, all
+wait until it counts: members store their files, everyone votes (`agreement`), and the lead, the
+lowest rank that brought files, writes the marker, reports the path and tells the others
+(`committing`). Where the files come later, or are there already, the vote comes first (`delivery`).
+If a planned change is due and every member waits here, all leave at this very report, once the
+coordinator has recorded the checkpoint: nothing is lost.
 
 Rule: every member calls `report` equally often in a generation; the n-th calls belong together.
 """
@@ -15,7 +16,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,10 +26,12 @@ import torch.distributed as dist
 from elastic.core.world import EntryKind
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import Clock
+from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.agreement import Agreement, Index, Outcome, Part, Tally, Vote
 from elastic.worker.committing import Committer, Link, Place, Round
 from elastic.worker.delivery import (
+    NO_PART,
     Background,
     Brought,
     CheckpointUploadMode,
@@ -117,32 +120,31 @@ class Reporter:
         Args:
             metrics: JSON object.
             checkpoint: local directory with this member's files, or how they come to the run
-                directory; None if it has none.
+                directory; `NO_PART` if it has none and waits for the others', None if it has none.
             name: of the checkpoint's directory, the same on all members; by default made from
                 job, generation and number of the report, so that it is never used twice.
 
         Raises:
-            StorageError: a member could not store its part; raised by every member that brought
-                one. Of an upload in the background, at
-                the next report or at the end.
+            StorageError: a member could not store its part; raised by every member that waits for
+                it. Of an upload in the background, at the next report or at the end.
             GroupChanged: the members agreed to leave the group here.
             UsageError: called from another thread, with metrics that are not an object, or with a
                 checkpoint that the members bring in different ways.
         """
-        brought = _brought(checkpoint)
+        meets, brought = checkpoint is not None, _brought(checkpoint)
         name = self._check_call(metrics, brought, name)
         late = self._settle_upload(must_end=brought is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
-        self._keep_metrics(index, metrics)
         name = name or self._default_name(index)
+        self._keep_metrics(index, metrics, checkpoint=name if brought is not None else "")
         self._begin_part(index, name, brought)
         wishes = self._link.wish(self._place.generation) is not None
-        waits = wishes or brought is not None
+        waits = wishes or meets
         self._agreement.vote(index, Vote(waits, wishes, brought is not None))
         tally = Tally()
         if waits:
-            patience_s = WISH_PATIENCE_S if brought is None else None
+            patience_s = None if meets else WISH_PATIENCE_S
             tally = self._agreement.wait_closed(index, patience_s=patience_s)
         wish = brought.validation if brought is not None else ""
         turn = Round(index, index, metrics, leaves=tally.leaves(), validation=wish)
@@ -150,9 +152,9 @@ class Reporter:
             self._committer.post(index, metrics)
         elif brought is None:
             self._committer.post(index, metrics)
-            self._hear(turn)
+            self._hear(turn, tally.waiting)
         else:
-            self._complete(turn, name, brought, tally.with_checkpoint)
+            self._complete(turn, name, brought, tally)
         if late:
             raise late
 
@@ -179,25 +181,30 @@ class Reporter:
             voters: how many members of this group will make it; others have made it before.
         """
         self._in_place = True
-        brought = _brought(checkpoint)
+        meets, brought = checkpoint is not None, _brought(checkpoint)
         name = self._check_call(metrics, brought, name)
         late = self._settle_upload(must_end=brought is not None)
         index, self._index = self._index, self._index + 1
         self.reports_since += 1
-        self._keep_metrics(index, metrics, where)
         name = name or f"checkpoint-{self._place.job_id}-g{self._place.generation:06d}-{where}"
+        named = name if brought is not None else ""
+        self._keep_metrics(index, metrics, where, checkpoint=named)
         try:
             if self._is_over():
                 raise GroupError("it is over already")
             self._begin_part(where, name, brought)
-            vote = Vote(brought is not None, False, brought is not None)
-            self._agreement.vote(where, vote, voters=voters)
-            if brought is None:
-                self._committer.post(index, metrics)
+            self._agreement.vote(where, Vote(meets, False, brought is not None), voters=voters)
+            tally = self._agreement.wait_closed(where) if meets else Tally()
+            wish = brought.validation if brought is not None else ""
+            turn = Round(where, index, metrics, validation=wish)
+            if brought is not None:
+                self._complete(turn, name, brought, tally)
             else:
-                tally = self._agreement.wait_closed(where)
-                turn = Round(where, index, metrics, validation=brought.validation)
-                self._complete(turn, name, brought, tally.with_checkpoint)
+                self._committer.post(index, metrics)
+                if tally.with_checkpoint:
+                    self._hear(turn, tally.waiting)
+                elif meets:
+                    self._agreement.forget(where, tally.waiting)
         except (GroupError, dist.DistError) as error:
             if not self._committer.has_posted(index):
                 self._committer.post(index, metrics)
@@ -205,6 +212,12 @@ class Reporter:
                 log.warning("checkpoint_given_up name=%s: the group changed: %s", name, error)
         if late:
             raise late
+
+    def kept(self, found: Sequence[tuple[str, Marker]]) -> list[tuple[str, Marker]]:
+        """Return those of some checkpoints that are to be kept; others may not be gone yet."""
+        pruner = self._committer.pruner
+        kept = pruner.kept(found) if pruner is not None else {name for name, _ in found}
+        return [pair for pair in found if pair[0] in kept]
 
     def is_uploading(self) -> bool:
         """Return whether a checkpoint of ours is being uploaded in the background."""
@@ -289,7 +302,9 @@ class Reporter:
 
     # ------------------------------------------------------------ this member's share
 
-    def _keep_metrics(self, index: int, metrics: str, where: str = "") -> None:
+    def _keep_metrics(
+        self, index: int, metrics: str, where: str = "", *, checkpoint: str = ""
+    ) -> None:
         """Write the line, or let it wait for storage, which is told once until it goes well."""
         if self._run is None:
             return
@@ -298,8 +313,11 @@ class Reporter:
             "rank": self._place.rank,
             "index": index,
             "unix_ns": self._clock.unix_ns(),
+            "world_size": self._place.world_size,
             "metrics": json.loads(metrics),
         }
+        if checkpoint:
+            record["checkpoint"] = checkpoint
         if where:
             record["at"] = where  # A run that goes back tells this place again.
         try:
@@ -335,8 +353,9 @@ class Reporter:
 
     # ------------------------------------------------------------ all together
 
-    def _complete(self, turn: Round, name: str, brought: Brought, members: int) -> None:
+    def _complete(self, turn: Round, name: str, brought: Brought, tally: Tally) -> None:
         """See to it that a checkpoint counts that we brought a part of; all bring theirs alike."""
+        members = tally.with_checkpoint
         ways = self._agreement.ways(turn.key)
         alike = members if brought.way else 0
         if ways != (brought.way,) * alike:
@@ -348,16 +367,18 @@ class Reporter:
             )
         if not brought.way:
             outcome = self._committer.conclude(self._agreement, turn)
-            self._agreement.forget(turn.key, members)
+            self._agreement.forget(turn.key, tally.waiting)
             if not outcome.error:
                 brought.release()
             self._take(outcome)
             return
-        self._agreement.forget(turn.key, members)
+        self._agreement.forget(turn.key, tally.waiting)
         owns_files = brought.upload is None and brought.mode is not CheckpointUploadMode.NO_UPLOAD
         turn = replace(turn, key=_later(turn.key), owns_files=owns_files)
-        delivery = Delivery(turn, name, brought, members)
-        if brought.mode is CheckpointUploadMode.ASYNC and not turn.leaves:
+        is_aside = brought.mode is CheckpointUploadMode.ASYNC and not turn.leaves
+        readers = members if is_aside else tally.waiting
+        delivery = Delivery(turn, name, brought, members, readers)
+        if is_aside:
             if self._aside is None:
                 self._aside = self._agreement.open_again()
             # Known before it runs, so that whatever ends this call can give it up.
@@ -366,12 +387,21 @@ class Reporter:
         else:
             self._take(delivery.make(self._committer, self._agreement, lambda: None))
 
-    def _hear(self, turn: Round) -> None:
-        """Learn, without a part of our own, what became of the others' checkpoint, to leave too."""
-        comes_later = bool(self._agreement.ways(turn.key))
-        if turn.leaves or not comes_later:
-            key = _later(turn.key) if comes_later else turn.key
-            self._take(self._agreement.wait_outcome(key))
+    def _hear(self, turn: Round, waiting: int) -> None:
+        """Learn, without a part of our own, what became of the others' checkpoint.
+
+        Not of one that is uploaded in the background, while all train on.
+        """
+        ways = self._agreement.ways(turn.key)
+        if ways:
+            self._agreement.forget(turn.key, waiting)
+        if ways and not turn.leaves and any(map(_is_aside, ways)):
+            return
+        key = _later(turn.key) if ways else turn.key
+        outcome = self._agreement.wait_outcome(key)
+        if not turn.leaves:
+            self._agreement.forget(key, waiting)
+        self._take(outcome)
 
     def _settle_upload(self, *, must_end: bool) -> StorageError | None:
         """Take what became of the upload in the background; wait for it if it must end now.
@@ -416,7 +446,13 @@ class Reporter:
         raise GroupChanged(wish.reason if wish is not None else "", generation)
 
 
+def _is_aside(way: str) -> bool:
+    return way.startswith(CheckpointUploadMode.ASYNC.value)
+
+
 def _brought(checkpoint: str | Brought | None) -> Brought | None:
+    if checkpoint is NO_PART:
+        return None
     return Brought(checkpoint) if isinstance(checkpoint, str) else checkpoint
 
 

@@ -59,6 +59,7 @@ class StepEngine(Preparing):
         seed: of shuffling, unless the loader brings its own.
         recovery: how this worker comes into the next group, as in `FailureConfig`.
         at_close: what is to be done at the end of the call.
+        metadata: of the trainer, for the script.
         streams: what is known of a dataset that is read as streams.
         data: how the data is cut, None while no loader was read.
     """
@@ -77,6 +78,7 @@ class StepEngine(Preparing):
         self._home, self._carry = home, carry
         self._place: WorkerContext | None = None
         self._consistency = "bitwise"
+        self.metadata: dict[str, Any] = {}
         self._has_state, self._phase = False, Phase.OUTSIDE
         self._reducer: Reducer | ShardedReducer | None = None
         self._units: dict[int, Unit] = {}
@@ -97,6 +99,7 @@ class StepEngine(Preparing):
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose, from what is known of this call."""
         self._consistency = str(options.get("consistency", self._consistency))
+        self.metadata = dict(options.get("metadata", self.metadata))
         self.recovery = str(options.get("recovery", self.recovery))
         self._keeper.configure(options)
 

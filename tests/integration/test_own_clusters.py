@@ -17,6 +17,7 @@ from elastic.client.embedded import NOT_FOR_US, Cluster, stop_cluster
 from elastic.coord.cli import main as coordinator
 from elastic.testing.local_cluster import is_running
 from tests.integration.played_jobs import wait_until
+from tests.integration.small_coordinator import free_port
 from tests.patience import DEADLINE_S
 
 DRIVER = """
@@ -117,3 +118,27 @@ def test_no_variable_of_the_two_commands_is_forgotten() -> None:
     named |= {f"ELASTIC_{one.name}".upper() for one in agent.params if one.name}
     # They are passed on the command line, or are meant for this one, too.
     assert named - NOT_FOR_US == {"ELASTIC_COORD", "ELASTIC_LOG_LEVEL"}
+
+
+def test_a_machine_that_was_started_is_found_by_whoever_names_none(tmp_path: Path) -> None:
+    here = {**os.environ, "TMPDIR": str(tmp_path)}
+    here.pop("ELASTIC_COORD", None)
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *words], env=here, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    command = ("-m", "elastic.client.cli")
+    started = (*command, "start", "--head", "--port", str(free_port()), "--num-cpus", "3")
+    said = run(*started, "--node-ip-address", "127.0.0.1")
+    try:
+        assert "3/3" in run(*command, "status")
+        address = said.split()[1]
+        script = "import elastic; print(elastic.init('auto').address)"
+        assert run("-c", script).strip() == address
+    finally:
+        run(*command, "stop")
+    assert not list(tmp_path.glob("elastic-*/started/started.json"))

@@ -15,10 +15,12 @@ from elastic.train import (
     Checkpoint,
     CheckpointConfig,
     FailureConfig,
+    LoggingConfig,
     PeerReplication,
     Result,
     RunConfig,
     ScalingConfig,
+    SyncConfig,
 )
 from elastic.train.config import TorchConfig
 
@@ -37,7 +39,17 @@ from elastic.train.config import TorchConfig
         (lambda: ScalingConfig(placement_strategy="pack"), "'pack'.*PACK, "),
         (lambda: ScalingConfig(resources_per_worker={"CPU": -1}), "CPU=-1.*>= 0"),
         (lambda: ScalingConfig(resources_per_worker={"CPU": float("nan")}), "CPU=nan"),
-        (lambda: ScalingConfig(use_gpu=True, resources_per_worker={"CPU": 1}), "has no GPU"),
+        (lambda: ScalingConfig(use_gpu=True, resources_per_worker={"GPU": 0}), "leave GPU out"),
+        (lambda: ScalingConfig(resources_per_worker={"GPU": 1}), "pass use_gpu=True"),
+        (lambda: ScalingConfig(label_selector=[{"a": "1"}, {"a": "2"}]), "same for all workers"),
+        (lambda: FailureConfig(fail_fast=True, max_failures=1), "fail_fast=True: expected False"),
+        (lambda: CheckpointConfig(checkpoint_frequency=2), "checkpoint_frequency=2: .*every_n"),
+        (lambda: RunConfig(stop={"loss": "small"}), "stop=.*small.*a dict of numbers by metric"),
+        (lambda: RunConfig(log_to_file="a/b"), "log_to_file='a/b': expected True, the name"),
+        (lambda: RunConfig(storage_path="b/runs", storage_filesystem="s3"), "'s3': expected a fi"),
+        (lambda: RunConfig(worker_runtime_env={"pip": ["x"]}), "'pip'"),
+        (lambda: LoggingConfig(log_level="LOUD"), "log_level='LOUD': expected one of DEBUG"),
+        (lambda: SyncConfig(upload_dir="s3://b"), "upload_dir='s3://b': expected None"),
         (lambda: ScalingConfig(num_workers=3, workers_per_replica=2), "replica=2.*divides"),
         (lambda: ScalingConfig(workers_per_replica=0), "workers_per_replica=0"),
         (lambda: FailureConfig(max_failures=-2), "-2.*for ever"),
@@ -62,7 +74,7 @@ from elastic.train.config import TorchConfig
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(make: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(UsageError, match=says):
         make()
 
 
@@ -110,6 +122,7 @@ def test_numbers_of_numpy_are_taken_as_plain_ones() -> None:
     two, half = numpy.int64(2), numpy.float32(0.5)
     scaling = ScalingConfig(
         num_workers=(two, two),  # type: ignore[arg-type]
+        use_gpu=True,
         workers_per_replica=two,  # type: ignore[arg-type]
         resources_per_worker={"CPU": two, "GPU": half},  # type: ignore[dict-item]
     )
@@ -195,6 +208,9 @@ def test_a_range_of_workers_is_elastic_and_a_number_is_not() -> None:
     fixed = ScalingConfig(num_workers=3)
     assert (fixed.min_workers, fixed.max_workers, fixed.elasticity_enabled) == (3, 3, False)
     assert ScalingConfig(use_gpu=True).resources().as_dict() == {"GPU": 1.0}
+    both = ScalingConfig(num_workers=(2, 4), use_gpu=True, resources_per_worker={"CPU": 8})
+    assert both.total_resources == {"CPU": 32.0, "GPU": 4.0}
+    assert ScalingConfig(num_workers=2).total_resources == {"CPU": 2.0}
     assert ScalingConfig(num_workers=0).max_workers == 0
 
 
@@ -271,6 +287,7 @@ def test_the_best_checkpoint_has_the_best_number(scores: Any, mode: str, best: s
 
 def test_without_a_number_there_is_no_best_checkpoint() -> None:
     assert result("nan").get_best_checkpoint("score") is None
-    assert result(1).get_best_checkpoint("loss") is None
+    with pytest.raises(UsageError, match="no checkpoint has this metric; expected one of score"):
+        result(1).get_best_checkpoint("loss")
     with pytest.raises(UsageError, match="mode='low'"):
         result(1).get_best_checkpoint("score", "low")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elastic import train
-from elastic.errors import NameTaken, StorageError, TrainingFailed, UsageError
+from elastic.errors import StorageError, TrainingFailed, UsageError
 from elastic.train.torch import TorchTrainer
 
 
@@ -145,10 +145,37 @@ def test_two_runs_within_a_second_have_directories_of_their_own(
     assert all(Path(path).name.startswith("my_script__-") for path in paths)
 
 
-def test_a_name_with_a_run_is_refused(tmp_path: Path) -> None:
-    trainer(lambda: train.report({}), tmp_path, name="twice").fit()
-    with pytest.raises(NameTaken, match="twice exists already"):
-        trainer(lambda: None, tmp_path, name="twice").fit()
+def test_the_same_name_after_success_finds_nothing_left_to_do(tmp_path: Path) -> None:
+    trained = []
+
+    def to_three() -> None:
+        found = train.get_checkpoint()
+        for epoch in range(found.to_dict()["epoch"] + 1 if found else 0, 3):
+            trained.append(epoch)
+            train.report({"epoch": epoch}, checkpoint=train.Checkpoint.from_dict({"epoch": epoch}))
+
+    for _ in range(2):
+        result = trainer(to_three, tmp_path, name="twice").fit()
+        assert result.metrics == {"epoch": 2}
+        assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [0, 1, 2]
+    assert trained == [0, 1, 2]
+
+
+def test_a_directory_is_not_copied_into_itself(tmp_path: Path) -> None:
+    def save_all() -> None:
+        context = train.get_context()
+        inside = Path(context.get_trial_dir())
+        (inside / "model").write_text("x")
+        for _ in range(2):
+            train.report({}, checkpoint=train.Checkpoint(str(inside)))
+        for reported in train.get_all_reported_checkpoints():
+            assert (Path(reported.checkpoint.path) / "model").read_text() == "x"
+            assert not list(Path(reported.checkpoint.path).glob("**/checkpoints"))
+        assert context.get_storage().build_checkpoint_path_from_name("c").endswith("/checkpoints/c")
+        train.report({}, checkpoint=train.Checkpoint(context.get_storage()))
+
+    with pytest.raises(TrainingFailed, match="copied into itself"):
+        trainer(save_all, tmp_path, name="inside").fit()
 
 
 def test_storage_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

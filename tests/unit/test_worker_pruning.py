@@ -33,11 +33,14 @@ class Run:
         self.directory = RunDirectory(str(path))
         self.pruner = Pruner(self.directory, job)
         self.count = 0
+        self.generation = 1
 
     def commit(self, *, recorded: bool = True, score: float = 0.0, job_id: str = "j1") -> Answer:
         """Commit a checkpoint; the coordinator answers at once if it is to be recorded."""
         name = f"c{self.count}"
-        marker = Marker(job_id, 1, self.count, 1, self.count, f'{{"score": {score}}}', ())
+        marker = Marker(
+            job_id, self.generation, self.count, 1, self.count, f'{{"score": {score}}}', ()
+        )
         Path(self.directory.checkpoint_path(name)).mkdir(parents=True)
         self.directory.commit(name, marker)
         answer = Answer()
@@ -61,3 +64,22 @@ def test_a_refused_checkpoint_lets_the_older_one_live(tmp_path: Path) -> None:
     run.commit(recorded=False).ready.set()
     run.pruner.finish()
     assert run.names() == ["c0", "c1"]
+
+
+def test_what_a_failure_left_behind_does_not_stay_beside_those_that_are_kept(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, spec(2))
+    run.commit()
+    # Recorded; the group broke before the answers came.
+    answers = [run.commit(recorded=False) for _ in range(2)]
+    run.commit(recorded=False)  # Its generation was over.
+    for answer in answers:
+        answer.accepted = True
+    newest = run.directory.checkpoint_path("c2")
+    run.pruner, run.generation = Pruner(run.directory, spec(2), newest), 2
+    run.pruner.commits()
+    run.commit()
+    run.pruner.finish()
+    assert run.names() == ["c2", "c4"]
+    assert [Path(record.path).name for record in run.directory.records()] == ["c2", "c4"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,8 +20,9 @@ from elastic.core.world import Generation, JobId
 from elastic.errors import StorageError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker import committing
+from elastic.worker import agreement, committing
 from elastic.worker.agreement import Agreement
+from elastic.worker.delivery import NO_PART, Brought, CheckpointUploadMode
 from elastic.worker.exchange import Answer
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.reporting import Place, Reporter
@@ -225,3 +228,50 @@ def test_what_a_killed_attempt_left_under_the_name_is_no_part_of_the_next(tmp_pa
     assert run_group(run, links, train) == [None]
     names = {path.name for path in (run / "checkpoints" / "mine").iterdir()}
     assert names == {"shard0", "_COMMITTED"}
+
+
+@pytest.mark.parametrize("mode", list(CheckpointUploadMode))
+def test_who_has_no_files_goes_on_once_the_others_count(
+    tmp_path: Path, mode: CheckpointUploadMode
+) -> None:
+    links = [Coordinator() for _ in range(3)]
+
+    def train(rank: Rank) -> None:
+        for number in range(3):
+            brought = NO_PART
+            if rank.rank == 1 and number != 1:
+                name = f"checkpoints/c{number}" if mode is CheckpointUploadMode.NO_UPLOAD else "in"
+                brought = Brought(str(directory(tmp_path / f"{name}-{number}", file="x")), mode)
+            rank.reporter.report("{}", brought)
+            if mode is not CheckpointUploadMode.ASYNC:
+                assert len(committed(tmp_path)) == (1, 1, 2)[number]
+                assert rank.reporter.newest_checkpoint.endswith(committed(tmp_path)[-1])
+        rank.reporter.finish()
+
+    assert run_group(tmp_path, links, train) == [None, None, None]
+    assert len(committed(tmp_path)) == 2
+
+
+def test_the_rank_that_has_not_reported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "WARN_INTERVAL_S", 0.05)
+    warned = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "rank 1 has not" in record.getMessage():
+                warned.set()
+
+    listener = Listener()
+    logging.getLogger("elastic.worker.agreement").addHandler(listener)
+    try:
+
+        def train(rank: Rank) -> None:
+            if rank.rank == 1:
+                assert warned.wait(DEADLINE_S)
+            rank.reporter.report("{}", NO_PART)
+
+        assert run_group(tmp_path, [Coordinator() for _ in range(3)], train) == [None] * 3
+    finally:
+        logging.getLogger("elastic.worker.agreement").removeHandler(listener)

@@ -1,12 +1,13 @@
 """What a lost worker costs: nothing, a back-off, or the job.
 
 Rule: what user code does (raises, exits with a code, crashes natively) is charged to
-`max_failures`. A kill from outside and a lost node cost nothing, however many there are: they are
-replaced at once. What may come again by itself (a hang, a worker that cannot be started, one that
-the kernel killed for its memory, a group that breaks) is a loss: a row of losses in which no
-generation has committed a step backs off, and ends the job instead of burning the cluster for ever.
-What happens on a node that was told to leave is neither, however the node then ends: that has a
-budget of its own (`policy.preemption`).
+`max_failures`, and tried again as long as that allows: at once, or after a back-off if it is the
+same error at the same place again. A kill from outside and a lost node cost nothing, however many
+there are: they are replaced at once. What may come again by itself (a hang, a worker that cannot be
+started, one that the kernel killed for its memory, a group that breaks) is a loss: a row of losses
+in which no generation has committed a step backs off, and ends the job instead of burning the
+cluster for ever. What happens on a node that was told to leave is neither, however the node then
+ends: that has a budget of its own (`policy.preemption`).
 
 A hang is charged as a loss although user code may be its cause: nobody can tell a deadlock from a
 dead link or a stuck driver, and a run with `max_failures=0` should outlive those. One that comes
@@ -88,7 +89,7 @@ def judge_exit(
         what = f"{describe(cause)} on a node that was to leave ({announced})"
         return Decision(Judgement(False, history), what)
     if failure is not None or is_users_fault(cause):
-        return _judge_failure(spec, history, cause, failure)
+        return _judge_failure(spec, history, cause, failure, config)
     what = describe(cause)
     if is_kill(cause):
         return Decision(Judgement(False, history), what)
@@ -100,10 +101,13 @@ def judge_exit(
             f"{losses} workers lost in a row without progress, the last one {what}: "
             f"look at its log; the limit is crash_loop_limit={config.crash_loop_limit}",
         )
-    over = losses - FREE_LOSSES
-    doubled = FIRST_DELAY_S * 2 ** min(over - 1, DOUBLINGS_MAX)
-    delay_s = min(config.restart_delay_s_max, doubled) if over > 0 else 0.0
-    return Decision(Judgement(False, after, ns(delay_s)), what)
+    return Decision(Judgement(False, after, _delay_ns(losses - FREE_LOSSES, config)), what)
+
+
+def _delay_ns(number: int, config: CoordinatorConfig) -> int:
+    """Return how long the attempt of this number waits, the first one is 1; below that, not."""
+    doubled = FIRST_DELAY_S * 2 ** min(number - 1, DOUBLINGS_MAX)
+    return ns(min(config.restart_delay_s_max, doubled)) if number > 0 else 0
 
 
 def judge_break(history: History, config: CoordinatorConfig) -> Decision[Judgement]:
@@ -165,7 +169,11 @@ def describe(cause: ExitCause) -> str:
 
 
 def _judge_failure(
-    spec: JobSpec, history: History, cause: ExitCause, failure: Failure | None
+    spec: JobSpec,
+    history: History,
+    cause: ExitCause,
+    failure: Failure | None,
+    config: CoordinatorConfig,
 ) -> Decision[Judgement]:
     failures = history.failures + 1
     after = History(failures, history.losses, failure)
@@ -176,10 +184,11 @@ def _judge_failure(
     if failure is not None and failure.error_type in FINAL_ERRORS:
         return Decision(Judgement(True, after), what)
     if failure is not None and _same(failure, history.last):
+        # A service that is away for a minute looks like this, and so does a bug.
+        delay_ns = _delay_ns(failures - 1, config)
+        where = failure.position or "the same place"
         return Decision(
-            Judgement(True, after),
-            f"{what} (the same error twice in a row at {failure.position or 'the same place'}: "
-            f"trying again would not help)",
+            Judgement(False, after, delay_ns), f"{what} (as the time before, at {where})"
         )
     return Decision(Judgement(False, after), what)
 

@@ -1,0 +1,123 @@
+"""The commands that bring a machine into a cluster and take it out again: start, and stop's half.
+
+Under the names that users of `ray start` and `ray stop` know. What a cluster for months needs
+(etcd, certificates, roles) is said to `elastic-coord serve` and `elastic-agent` themselves.
+"""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from elastic.client.started import (
+    Started,
+    find_started,
+    join,
+    node_flags,
+    own_address,
+    start_head,
+    stop_started,
+)
+from elastic.client.terminal import Target, reporting_errors
+from elastic.client.values import parse_amounts
+
+DEFAULT_PORT = 7070
+
+
+@click.command()
+@click.option("--head", is_flag=True, help="Start the coordinator, too.")
+@click.option(
+    "--address", default="", metavar="HOST:PORT", help="Join the cluster of this coordinator."
+)
+@click.option(
+    "--port", default=DEFAULT_PORT, show_default=True, help="Of the coordinator, with --head."
+)
+@click.option(
+    "--node-ip-address", default="", metavar="ADDRESS",
+    help="Where other nodes reach this one; 127.0.0.1 for this machine alone.  "
+    "[default: by route]",
+)  # fmt: skip
+@click.option(
+    "--num-cpus", type=click.IntRange(min=0), metavar="N",
+    help="Workers at once, and CPUs to offer.  [default: what is there]",
+)  # fmt: skip
+@click.option("--num-gpus", type=click.IntRange(min=0), metavar="N", help="GPUs to offer.")
+@click.option(
+    "--resources", default="", callback=parse_amounts, metavar="NAME=N,...", help="Others to offer."
+)
+@click.option("--labels", default="", metavar="NAME=VALUE,...", help="For label selectors.")
+@click.option(
+    "--store", default="memory:", show_default=True, metavar="URL",
+    help="Of the coordinator: sqlite:PATH outlives a restart.",
+)  # fmt: skip
+@click.option(
+    "--token-file", default="", metavar="PATH",
+    help="File with the join token; --head draws one and says where it is.",
+)  # fmt: skip
+@click.pass_obj
+@reporting_errors
+def start(
+    target: Target,
+    *,
+    head: bool,
+    address: str,
+    port: int,
+    node_ip_address: str,
+    num_cpus: int | None,
+    num_gpus: int | None,
+    resources: dict[str, float],
+    labels: str,
+    store: str,
+    token_file: str,
+) -> None:
+    """Bring this machine into a cluster: as its first one (--head), or another (--address)."""
+    if head == bool(address):
+        raise click.UsageError("expected --head, or --address HOST:PORT of a head")
+    node = node_flags(num_cpus=num_cpus, num_gpus=num_gpus, resources=resources)
+    if labels:
+        node += ["--labels", labels]
+    token_file = os.path.abspath(token_file or target.token_file) if (
+        token_file or target.token_file
+    ) else ""  # fmt: skip
+    if head:
+        host = node_ip_address or own_address()
+        started = start_head(
+            host, port, [*node, "--host", host], token_file=token_file, store=store
+        )
+    else:
+        if node_ip_address:
+            node += ["--host", node_ip_address]
+        started = join(address, node, token_file=token_file)
+    _say(started)
+
+
+def _say(started: Started) -> None:
+    if not started.is_head:
+        click.echo(f"this machine is a node of {started.address}; it leaves with: elastic stop")
+        return
+    click.echo(f"coordinator: {started.address}")
+    click.echo(f"join token:  {started.token_file}")
+    click.echo("commands and scripts on this machine find it by themselves")
+    if not started.address.startswith("127."):
+        click.echo(
+            f"another node, with a copy of the token:\n  elastic start --address "
+            f"{started.address} --token-file PATH\na script elsewhere:\n  "
+            f"elastic.init('{started.address}', token_file=PATH)"
+        )
+    click.echo("end it: elastic stop")
+
+
+def stop_machine(*, force: bool) -> None:
+    """End what `elastic start` started here.
+
+    Raises:
+        UsageError: nothing was.
+    """
+    started = find_started()
+    if started is None:
+        raise click.UsageError(
+            "nothing that 'elastic start' started runs on this machine; name a JOB to stop one"
+        )
+    for daemon in stop_started(started, force=force):
+        click.echo(f"{daemon.part} (pid {daemon.process.pid}) has ended", err=True)

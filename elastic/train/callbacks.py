@@ -1,0 +1,190 @@
+"""Callbacks in the driver: what all ranks reported, which checkpoint came with it, what failed.
+
+Rule: what they hear is read from the run directory, where each rank writes what it reports. So
+nobody waits in training for a callback, and none is missed while the driver was not connected.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from elastic.errors import StorageError
+from elastic.storage.metrics import MetricsReader
+from elastic.storage.run_directory import RunDirectory
+from elastic.train.checkpoint import Checkpoint
+from elastic.train.metrics import as_reported
+
+if TYPE_CHECKING:
+    from elastic.train.config import RunConfig, ScalingConfig
+
+
+@dataclass(frozen=True)
+class TrainRunContext:
+    """The run that a callback hears of.
+
+    Attributes:
+        run_name: its name.
+        run_id: of this attempt: the job's id.
+        path: the run directory.
+        run_config: the trainer's, as are the next two.
+        scaling_config: how many workers, with what.
+        train_loop_config: the argument of the train function.
+    """
+
+    run_name: str
+    run_id: str
+    path: str
+    run_config: RunConfig
+    scaling_config: ScalingConfig
+    train_loop_config: Any = None
+
+    def get_run_config(self) -> RunConfig:
+        """Return the run's configuration."""
+        return self.run_config
+
+
+class UserCallback:
+    """What is called in the driver; derive from it, and define what you want to hear."""
+
+    def after_report(
+        self,
+        run_context: TrainRunContext,
+        metrics: list[dict[str, Any]],
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """Hear of a report that all ranks have made.
+
+        Args:
+            run_context: of the run.
+            metrics: by rank; {} of one that left before it made this report.
+            checkpoint: that came with it, once it counts.
+        """
+
+    def after_exception(
+        self, run_context: TrainRunContext, worker_exceptions: dict[int, Exception]
+    ) -> None:
+        """Hear of a failure of user code, whether the run survives it or not.
+
+        Args:
+            run_context: of the run.
+            worker_exceptions: what the worker raised that failed first, by rank.
+        """
+
+
+@dataclass
+class _Told:
+    """How far the callbacks have heard."""
+
+    rows: dict[int, dict[Any, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
+    """By rank, what was read and not told yet, by its place in the run."""
+    waiting: list[dict[str, Any]] = field(default_factory=list)
+    """Reports of rank 0 that were not told yet, oldest first."""
+    failures: int = 0
+
+
+class Telling:
+    """Tells the callbacks of one attempt; used by the driver's thread."""
+
+    def __init__(self, callbacks: Sequence[UserCallback], run_context: TrainRunContext) -> None:
+        """Pass over what earlier attempts have reported.
+
+        Args:
+            callbacks: () if there are none, and nothing is read.
+            run_context: of the run.
+        """
+        self._callbacks, self._context = callbacks, run_context
+        self._run = RunDirectory(run_context.path)
+        self._readers: dict[int, MetricsReader] = {}
+        self._told = _Told()
+
+    @property
+    def hears(self) -> bool:
+        """Return whether there is anybody to tell."""
+        return bool(self._callbacks)
+
+    def begin(self) -> None:
+        """Pass over what is there."""
+        if self._callbacks:
+            for rank in range(max(1, self._context.scaling_config.max_workers)):
+                self._reader(rank).read()
+
+    def look(self) -> None:
+        """Tell of the reports that all ranks have made by now."""
+        if self._callbacks:
+            self._read()
+            self._tell(is_over=False)
+
+    def failed(self, failures: int, errors: Callable[[], Mapping[int, Exception]]) -> None:
+        """Tell of a failure, once.
+
+        Args:
+            failures: how many there were so far.
+            errors: gets what the last one raised.
+        """
+        if not self._callbacks or failures <= self._told.failures:
+            return
+        self._told.failures = failures
+        found = dict(errors())
+        self.look()
+        for callback in self._callbacks:
+            callback.after_exception(self._context, found)
+
+    def finish(self) -> None:
+        """Tell of all that is left: nobody reports any more."""
+        if self._callbacks:
+            self._read()
+            self._tell(is_over=True)
+
+    def _reader(self, rank: int) -> MetricsReader:
+        if rank not in self._readers:
+            self._readers[rank] = MetricsReader(self._run.files, rank)
+        return self._readers[rank]
+
+    def _read(self) -> None:
+        try:
+            for row in self._reader(0).read():
+                self._told.rows[0][_place(row)] = row
+                self._told.waiting.append(row)
+            size = max((int(row.get("world_size", 1)) for row in self._told.waiting), default=0)
+            for rank in range(1, size):
+                self._told.rows[rank].update((_place(r), r) for r in self._reader(rank).read())
+        except StorageError:
+            pass  # It is read with the next look.
+
+    def _tell(self, *, is_over: bool) -> None:
+        waiting = self._told.waiting
+        while waiting:
+            row, place = waiting[0], _place(waiting[0])
+            size = int(row.get("world_size", 1))
+            rows = [self._told.rows[rank].get(place) for rank in range(size)]
+            later = waiting[1:]
+            is_past = is_over or any(r["generation"] != row["generation"] for r in later)
+            if None in rows and not is_past:
+                return
+            name = next((r["checkpoint"] for r in rows if r and "checkpoint" in r), "")
+            checkpoint = self._committed(name)
+            # One checkpoint is on its way at a time: a later one says that this is settled.
+            is_settled = is_past or any("checkpoint" in r for r in later)
+            if name and checkpoint is None and not is_settled:
+                return
+            waiting.pop(0)
+            for rank in range(size):
+                self._told.rows[rank].pop(place, None)
+            metrics = [as_reported(r["metrics"]) if r else {} for r in rows]
+            for callback in self._callbacks:
+                callback.after_report(self._context, metrics, checkpoint)
+
+    def _committed(self, name: str) -> Checkpoint | None:
+        try:
+            if name and self._run.is_committed(name):
+                return Checkpoint(self._run.checkpoint_path(name))
+        except StorageError:
+            pass
+        return None
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["generation"], row.get("at", row["index"])

@@ -1,0 +1,56 @@
+"""What failed on a worker, as exceptions that scripts can ask for their class."""
+
+from __future__ import annotations
+
+import builtins
+import re
+
+from elastic.core.events.coordinator import JobRecord
+from elastic.core.world import Failure
+from elastic.errors import ControllerError, TrainingFailed, WorkerGroupError
+
+
+class UserExceptionWithTraceback(Exception):
+    """What user code raised on a worker, whose class this process need not know.
+
+    Attributes:
+        error_type: name of the class.
+        traceback: as the worker formatted it.
+    """
+
+    error_type = ""
+    traceback = ""
+
+
+def as_exception(failure: Failure) -> Exception:
+    """Return a failure as an exception: of its own class if that is one of Python's own."""
+    kind = getattr(builtins, failure.error_type, None)
+    error: Exception | None = None
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            error = kind(failure.message)
+        except TypeError:  # Such as UnicodeDecodeError, which takes more than a text.
+            error = None
+    if error is None:
+        error = UserExceptionWithTraceback(f"{failure.error_type}: {failure.message}")
+    error.error_type = failure.error_type  # type: ignore[attr-defined]
+    error.traceback = failure.traceback  # type: ignore[attr-defined]
+    return error
+
+
+def failures_of(record: JobRecord) -> dict[int, Exception]:
+    """Return what the first worker of a job's last attempt raised, by its rank; {} for nothing."""
+    if record.failure is None:
+        return {}
+    rank = re.search(r"\(rank (\d+)\)", record.failed_worker)
+    return {int(rank[1]) if rank else 0: as_exception(record.failure)}
+
+
+def failed_on_cluster(record: JobRecord) -> TrainingFailed:
+    """Return what a run raises whose job ended without success."""
+    reason = f"run {record.spec.name} {record.phase.value}: {record.reason}"
+    failures = failures_of(record)
+    if not failures or record.failure is None:
+        return ControllerError(reason)
+    traceback = record.failure.traceback
+    return WorkerGroupError(reason, failures, worker=record.failed_worker, traceback=traceback)

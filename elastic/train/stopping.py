@@ -1,0 +1,106 @@
+"""`RunConfig(stop=...)`: a run that ends, as a success, once rank 0's reports say enough.
+
+Rule: the driver decides, and has the workers stopped from outside, because ranks that judged for
+themselves would not all stop at the same place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from elastic.errors import UsageError
+
+if TYPE_CHECKING:
+    from elastic.worker.local import LocalOutcome, LocalRun
+
+ITERATION = "training_iteration"
+"""What Ray calls the number of reports."""
+
+
+class _Enough(BaseException):
+    """Ends a train function in this process; no handler of user code is to take it."""
+
+
+class StopRule:
+    """Whether a run has reached what it is for.
+
+    Attributes:
+        is_met: it has.
+    """
+
+    def __init__(self, rule: Mapping[str, float] | Callable[..., bool] | None) -> None:
+        """Begin before the first report; see `RunConfig.stop`."""
+        self._rule = rule
+        self._reports = 0
+        self._untold = ""
+        self._is_here = False
+        self.is_met = False
+
+    def hear(self, metrics: Mapping[str, Any]) -> None:
+        """Judge by a report of rank 0."""
+        self._reports += 1
+        if self._rule is None or self.is_met:
+            return
+        reason = self._reason({ITERATION: self._reports, **metrics})
+        if not reason:
+            return
+        self.is_met, self._untold = True, f"stop criterion met: {reason}"
+        if self._is_here:
+            raise _Enough
+
+    def take(self) -> str:
+        """Return why the job is to be stopped now, "" if it is not, or was told so."""
+        untold, self._untold = self._untold, ""
+        return untold
+
+    def run_here(
+        self,
+        function: Callable[..., Any],
+        run: LocalRun,
+        run_local: Callable[[Callable[..., Any], LocalRun], LocalOutcome],
+    ) -> LocalOutcome:
+        """Call a train function in this process, until it ends or has reached enough.
+
+        Raises:
+            UsageError: there is a rule, and torchrun has started more than one process.
+            Exception: whatever the function raises.
+        """
+        if self._rule is None:
+            return run_local(function, run)
+        import torch.distributed as dist
+
+        from elastic.worker.entry import call_with_config
+
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise UsageError(
+                "RunConfig(stop=...) under torchrun: nobody could stop all processes at once; "
+                "return from the train function instead"
+            )
+
+        def stoppable() -> Any:
+            try:
+                return call_with_config(function, run.config)
+            except _Enough:
+                return None
+
+        self._is_here = True
+        try:
+            return run_local(stoppable, replace(run, config=None))
+        finally:
+            self._is_here = False
+
+    def _reason(self, metrics: Mapping[str, Any]) -> str:
+        rule = self._rule
+        if callable(rule):
+            arity = len(inspect.signature(rule).parameters)
+            # Ray calls it with the trial's id before the metrics.
+            is_met = rule("", dict(metrics)) if arity > 1 else rule(dict(metrics))
+            return f"{getattr(rule, '__name__', rule)!s}" if is_met else ""
+        for name, bound in (rule or {}).items():
+            value = metrics.get(name)
+            if isinstance(value, (int, float)) and value >= bound:
+                return f"{name}={value:g} >= {bound:g}"
+        return ""
