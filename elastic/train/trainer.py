@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic.client.attempts import TRAINER_FILE, Plan, note_end
 from elastic.client.submission import NAME_CHARS_MAX, run_path_of
-from elastic.core.config import JobSpec
+from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
 from elastic.errors import ElasticError, NameTaken, TrainingFailed, Unavailable, UsageError
 from elastic.storage.files import Files
@@ -427,13 +427,14 @@ class TorchTrainer:
         scaling, torch_config = self.scaling_config, self.torch_config
         checkpoints = self.run_config.checkpoint_config
         function = self.train_loop_per_worker
+        env = {VIRTUAL_LOCAL_RANK: "1"} if torch_config.virtual_local_rank else {}
         entry = Entry(
             kind=EntryKind.FUNCTION,
             target=getattr(function, "__qualname__", repr(function)),
             payload=pack(function, self.train_loop_config, self._options()),
             working_dir=os.getcwd(),
             python_path=_python_path(),
-            env=sorted_pairs(self.run_config.worker_env or {}),
+            env=sorted_pairs({**env, **(self.run_config.worker_env or {})}),
         )
         return JobSpec(
             job_id=JobId(""),
