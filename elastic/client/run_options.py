@@ -17,7 +17,6 @@ from elastic.client.torchrun import AS_MANY, IGNORED
 from elastic.client.values import parse_ranks
 from elastic.client.voices import PREFIX
 
-IGNORED_FLAGS = ("virtual-local-rank",)
 IGNORED_CHOICES = {
     "start-method": ("spawn", "fork", "forkserver"),
     "numa-binding": ("node", "socket", "exclusive", "core-complex"),
@@ -77,6 +76,8 @@ THEIRS = (
     click.option("-m", "--module", "is_module", is_flag=True, envvar="PET_MODULE",
         help="SCRIPT is the name of a module."),
     click.option("--no-python", is_flag=True, help="SCRIPT is a program of its own."),
+    click.option("--virtual-local-rank", is_flag=True,
+        help="Each worker sees its own GPU only, and LOCAL_RANK is 0."),
     click.option("--run-path", is_flag=True, help="SCRIPT runs in the worker's own interpreter, "
         "as it does in any case; wins over --no-python."),
     click.option("--rdzv-id", default="", help="TORCHELASTIC_RUN_ID, and part of the name."),
@@ -107,9 +108,7 @@ def run_options(command: Command) -> Command:
 
 def _ignored(flag: str) -> Callable[[Command], Command]:
     settings: dict[str, Any] = {"help": f"No effect: {IGNORED[flag]}."}
-    if flag in IGNORED_FLAGS:
-        settings["is_flag"] = True
-    elif flag in IGNORED_CHOICES:
+    if flag in IGNORED_CHOICES:
         settings["type"] = click.Choice(IGNORED_CHOICES[flag])
     elif flag in IGNORED_NUMBERS:
         settings["type"] = IGNORED_NUMBERS[flag]

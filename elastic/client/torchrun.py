@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic.client.job_options import JobOptions
 from elastic.client.submission import entry_of, plain_name, run_path_of
-from elastic.core.config import JobSpec, check_name
+from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec, check_name
 from elastic.core.policy.placement import explain_misfit
 from elastic.core.world import Entry, EntryKind, JobId, Node, sorted_pairs
 from elastic.errors import ConfigError, UsageError
@@ -40,7 +40,6 @@ IGNORED: Mapping[str, str] = {
     "numa-binding": "workers are bound to no CPU; start the agent under numactl for that",
     "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job, and call no handler of a script",
     "shutdown-timeout": "a worker that is told to end is killed after 5 s",
-    "virtual-local-rank": "a worker with a GPU sees only that one, and LOCAL_RANK is 0, always",
 }
 """Flags that are accepted, and what happens instead of what they ask for."""
 
@@ -54,6 +53,7 @@ class Launch:
         is_module: `-m`.
         no_python: the script is a program of its own.
         fresh_process: each attempt runs in a new process, as torchrun's do.
+        virtual_local_rank: a worker sees its own GPU only, and LOCAL_RANK is 0.
         nodes: (min, max) of --nnodes.
         nproc_per_node: a number, or one of `AS_MANY`.
         num_workers: (min, max) of --min and --max, None for torchrun's way of counting.
@@ -68,6 +68,7 @@ class Launch:
     is_module: bool = False
     no_python: bool = False
     fresh_process: bool = False
+    virtual_local_rank: bool = False
     nodes: tuple[int, int] = (1, 1)
     nproc_per_node: str = "1"
     num_workers: tuple[int, int] | None = None
@@ -238,6 +239,8 @@ def _entry(launch: Launch, size: Size) -> Entry:
     ours = {"ROLE_NAME": launch.role} if launch.role != "default" else {}
     if launch.rdzv_id:
         ours["TORCHELASTIC_RUN_ID"] = launch.rdzv_id
+    if launch.virtual_local_rank:
+        ours[VIRTUAL_LOCAL_RANK] = "1"
     if threads := launch.threads or default_threads(size):
         ours[THREADS] = threads
     return replace(entry, args=args, env=sorted_pairs(ours))

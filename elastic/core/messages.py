@@ -421,7 +421,8 @@ class Assign:
 
     Attributes:
         host: address that this worker's store and gloo bind to and announce.
-        devices: accelerators it may see, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
+        devices: accelerators that are its own, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
+        node_devices: those that the job's workers of this node have, in the order of the workers.
         log_dir: directory of its output files, for people.
         ahead: call the train function before there is a group, up to where it needs one.
         snapshots: paths of the agent's memory for this job, one for each slot; empty: the worker
@@ -438,6 +439,7 @@ class Assign:
     ahead: bool = False
     snapshots: tuple[str, ...] = ()
     tls: tuple[str, ...] = ()
+    node_devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -307,6 +307,8 @@ class Assignment:
         copies_key: proves to them that the job may have it; a secret.
         copies_fingerprints: of the certificates that those agents made for themselves, in the order
             of `copies`, "" for one that shows none such; () if all do.
+        node_devices: accelerators that the job's workers of this node have, in the order of the
+            workers; the agent adds them.
     """
 
     job_id: JobId
@@ -325,6 +327,7 @@ class Assignment:
     copies_key: str = field(default="", repr=False)
     copies_dealt: bool = False
     copies_fingerprints: tuple[str, ...] = ()
+    node_devices: tuple[str, ...] = ()
 
 
 class Strategy(Enum):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from elastic.client.attempts import TRAINER_FILE, Plan, note_end
 from elastic.client.output import Lines
 from elastic.client.submission import NAME_CHARS_MAX, run_path_of
-from elastic.core.config import JobSpec
+from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
 from elastic.errors import ElasticError, NameTaken, Unavailable, UsageError
 from elastic.storage.files import Files
@@ -500,6 +500,7 @@ class TorchTrainer:
         scaling, torch_config = self.scaling_config, self.torch_config
         checkpoints = self.run_config.checkpoint_config
         function = self.train_loop_per_worker
+        env = {VIRTUAL_LOCAL_RANK: "1"} if torch_config.virtual_local_rank else {}
         entry = Entry(
             kind=EntryKind.FUNCTION,
             target=getattr(function, "__qualname__", repr(function)),

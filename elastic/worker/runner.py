@@ -45,6 +45,7 @@ from elastic.worker.agreement import Agreement, peers_watch
 from elastic.worker.ahead import joining_on_demand
 from elastic.worker.context import WorkerContext, current, set_current
 from elastic.worker.control import flush_output
+from elastic.worker.devices import Devices
 from elastic.worker.exchange import Exchange
 from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
 from elastic.worker.interrupt import GroupChanged, Interrupter
@@ -95,6 +96,7 @@ class Runner:
         self._started_with = started_with
         self._clock = clock
         self._assign: Assign | None = None
+        self._devices: Devices | None = None
         self._server: StoreServer | None = None
         self._prepare: Callable[[], entry.Call] | None = None
         self._run_directory: RunDirectory | None = None
@@ -132,7 +134,8 @@ class Runner:
     def _set_up(self, assign: Assign) -> StoreOpened | SetupFailed:
         spec = assign.spec
         try:
-            os.environ.update(environment.for_job(assign, self._started_with))
+            devices = self._devices = Devices(assign)
+            os.environ.update(environment.for_job(assign, self._started_with) | devices.env())
             self._assign = assign
             self._server = StoreServer(assign.host)
             self._run_directory = RunDirectory(spec.run_path) if spec.run_path else None
@@ -183,7 +186,8 @@ class Runner:
         return context
 
     def _form(self, assignment: Assignment) -> GroupFormed | GroupFailed:
-        assign = self._assigned()
+        assign, devices = self._assigned(), self._its_devices()
+        os.environ.update(devices.enter(assignment))
         backend = assign.spec.backend
         if backend == "auto":
             backend = BOTH_BACKENDS if assign.devices else "gloo"
@@ -199,6 +203,8 @@ class Runner:
         )
         try:
             self._groups.form(spec)
+            if "nccl" in backend:
+                devices.started()
         except GroupError as error:
             return GroupFailed(assignment.generation, str(error))
         return GroupFormed(assignment.generation)
@@ -303,13 +309,15 @@ class Runner:
         self._assignment = assignment
         self._place = _place_of(assign, assignment)
         if assignment is not None:
-            os.environ.update(environment.for_generation(assign, assignment, self._started_with))
+            place = environment.for_generation(assign, assignment, self._started_with)
+            os.environ.update(place | self._its_devices().place(assignment))
             if self._reporter is not None:
                 self._reporter.close()
             self._reporter = self._make_reporter(assign, assignment)
             self._check_storage(assignment)
             if self._validator is not None:
                 self._validator.enter(assignment.generation, assignment.rank, assignment.checkpoint)
+        self._its_devices().choose()
         context = self._context(assign, assignment)
         if self._engine is not None:
             self._engine.enter(context)
@@ -479,8 +487,7 @@ class Runner:
             local_world_size=place.local_world_size,
             node_rank=place.node_rank,
             num_nodes=place.num_nodes,
-            device="cuda:0" if assign.devices else "cpu",
-            num_devices=len(assign.devices),
+            devices=self._its_devices().names(),
             max_workers=spec.max_workers,
             reach=Reach(assign.host, spec.collective_timeout_s),
             config=call.config,
@@ -502,6 +509,11 @@ class Runner:
             join=self.join if assignment is None else None,
             shielded=self._interrupter.shielded,
         )
+
+    def _its_devices(self) -> Devices:
+        if self._devices is None:
+            raise InvariantViolation("told to form a group before set-up")
+        return self._devices
 
     def _assigned(self) -> Assign:
         if self._assign is None:

@@ -147,6 +147,9 @@ def _forward(
         return
     if isinstance(message, Announce):
         worker.group_size = message.assignment.world_size
+        if worker.devices:
+            devices = books.workers.devices_of(worker.report.job_id)
+            message = Announce(replace(message.assignment, node_devices=devices))
         books.spreading.announced(message.assignment, books.now_ns)
     elif isinstance(message, LeaveGroup) and not message.at_boundary:
         books.spreading.told_to_leave(message, books.now_ns)

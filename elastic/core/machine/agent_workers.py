@@ -19,6 +19,7 @@ from elastic.core.world import (
     ExitCause,
     ExitKind,
     Generation,
+    JobId,
     WorkerId,
     WorkerPhase,
     WorkerReport,
@@ -181,8 +182,20 @@ class Workers:
         worker.process_id = process_id
         worker.report = replace(worker.report, pid=pid)
         self.tell(worker)
-        devices = self.devices.names(worker.devices)
-        return Assign(worker.worker_id, worker.spec, host, devices, ahead=worker.ahead)
+        return Assign(
+            worker.worker_id,
+            worker.spec,
+            host,
+            self.devices.names(worker.devices),
+            ahead=worker.ahead,
+            node_devices=self.devices_of(worker.report.job_id),
+        )
+
+    def devices_of(self, job_id: JobId) -> tuple[str, ...]:
+        """Return the accelerators of a job's living workers, in the order in which they came."""
+        own = (worker for worker in self._book.values() if worker.report.job_id == job_id)
+        taken = tuple(device for worker in own for device in worker.devices)
+        return tuple(dict.fromkeys(self.devices.names(taken)))
 
     def hear(self, worker: Worker, said: WorkerReport, *, tell_at_ns: int = 0) -> bool:
         """Merge what the worker says of itself; False if it cannot be true.
