@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         RunConfig,
         ScalingConfig,
     )
-    from elastic.train.loop import epochs, get_logged, log, register, stepped
+    from elastic.train.loop import epochs, get_logged, log, register, stepped, steps
     from elastic.train.preemption import PreemptionInfo, get_preemption_info
     from elastic.train.result import Result
     from elastic.train.session import (
@@ -64,6 +64,7 @@ _HOME = {
     "register": "loop",
     "report": "session",
     "stepped": "loop",
+    "steps": "loop",
     "working": "session",
 }
 _SUBMODULES = ("collective", "torch")
@@ -95,6 +96,7 @@ __all__ = [
     "register",
     "report",
     "stepped",
+    "steps",
     "working",
 ]
 
