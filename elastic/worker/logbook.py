@@ -20,11 +20,16 @@ VALUES_MAX = 28
 """Names that can be logged; they share a message of fixed size with what else travels there."""
 
 
+SUM = "+"
+"""Marks names whose values are added up."""
+
+
 class Logbook:
     """Values of the step at hand, of the one before, and their averages over all ranks.
 
     Attributes:
         latest: averages of the newest step that all ranks have told of; the same on all of them.
+        sums: what `add_up` was given in the last step of `train.steps`, over all micro-batches.
     """
 
     def __init__(self) -> None:
@@ -38,6 +43,11 @@ class Logbook:
         self._names: list[str] = []
         self._warned = False
         self.latest: dict[str, float] = {}
+        self.sums: dict[str, float] = {}
+
+    def add_up(self, values: Mapping[str, Any]) -> None:
+        """Note values of one micro-batch that are added up rather than averaged."""
+        self.add({SUM + name: value for name, value in values.items()}, 1.0)
 
     def add(self, values: Mapping[str, Any], weight: float) -> None:
         """Note values of one micro-batch.
@@ -68,8 +78,12 @@ class Logbook:
 
     def take_totals(self, totals: Mapping[str, tuple[float, float]]) -> None:
         """Take (sum, weight) of each name over all micro-batches of a step, whole on all ranks."""
+        self.sums = {}
         for name, (total, weight) in totals.items():
-            self._count(name, total, weight)
+            if name.startswith(SUM):
+                self.sums[name.removeprefix(SUM)] = total
+            else:
+                self._count(name, total, weight)
 
     def _count(self, name: str, total: float, weight: float) -> None:
         if weight:

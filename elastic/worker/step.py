@@ -95,7 +95,7 @@ class StepEngine(Preparing):
         self._batch: Batch | None = None
         self._epoch: int | None = None
         self._error: BaseException | None = None
-        self._leaves, self._stepped, self._rates = False, 0, 0
+        self._leaves, self._ends, self._stepped, self._rates = False, False, 0, 0
         self._passed: int | None = None
         # Where each member of this group runs code of its own next; and our reports in it.
         self._places: tuple[Cursor, ...] = ()
@@ -211,6 +211,8 @@ class StepEngine(Preparing):
             while True:
                 self._close_iteration(is_first)
                 is_first = False
+                if self._ends:
+                    self._go_to_end(loader)
                 if self._leaves or self._phase is Phase.VOID or self._is_broken():
                     self._change_group()
                 if self.cursor.epoch != epoch:
@@ -258,14 +260,34 @@ class StepEngine(Preparing):
                 self._units_show_zeros()
                 return
 
+    def add_up(self, values: Mapping[str, Any]) -> None:
+        """Add these up over the micro-batches of the step at hand; see `Step.add`."""
+        if self._batch is not None and self._batch.count:
+            self.logbook.add_up(values)
+
+    def end_epoch(self) -> None:
+        """Let the step at hand be the epoch's last one; see `Step.end_epoch`."""
+        self._ends = True
+
     def skip(self) -> None:
         """Let the step at hand count without any optimizer's; see `Step.skip`."""
         if self._phase is Phase.SETTLED:
             self._commit()
 
+    def has_computed(self) -> bool:
+        """Return whether we have done all of the step at hand that needs other ranks."""
+        return self._phase in (Phase.SETTLED, Phase.COMMITTED)
+
     def is_computed(self) -> bool:
-        """Return whether the step at hand is done with; nothing of it needs another rank."""
-        return self._phase in (Phase.SETTLED, Phase.COMMITTED, Phase.ADOPTED)
+        """Return whether that is done, by us or by others."""
+        return self.has_computed() or self._phase is Phase.ADOPTED
+
+    def _go_to_end(self, loader: MicroBatches) -> None:
+        """Leave the rest of the epoch out; whoever joins here finds nothing left in it either."""
+        self._ends, epoch = False, self.cursor.epoch
+        if not loader.steps_of(epoch):
+            self.streams.end(epoch, self.cursor.step)
+        self.cursor = Cursor(epoch, loader.steps_of(epoch))
 
     def _open_pass(self, loader: MicroBatches) -> int:
         if self._epoch is None:
@@ -275,6 +297,7 @@ class StepEngine(Preparing):
         if self._passed == self._epoch:
             raise complaints.read_again(self._epoch)
         self.state.check_known(self._units)
+        self._ends = False
         self._loader, self.data = loader, loader.epochs
         self._keeper.check_data(loader.epochs, self.cursor)
         self._deal()

@@ -85,6 +85,27 @@ class Step:
             )
         return dict(self._engine.logbook.latest)
 
+    def add(self, **values: Any) -> None:
+        """Add values up over all micro-batches of the step, such as counts of tokens.
+
+        Args:
+            values: of the micro-batch that is computed now: numbers, or tensors of one element.
+        """
+        self._engine.add_up(values)
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """Return what `add` was given, over the whole step; nothing of a step that others did."""
+        return dict(self._engine.logbook.sums) if self._engine.has_computed() else {}
+
+    def end_epoch(self) -> None:
+        """Let this be the last step of its epoch; on all ranks or on none.
+
+        The loop over `train.steps` ends when it is asked for the next one. Who leaves it by
+        `break` instead may leave behind a worker that has not committed this step yet.
+        """
+        self._engine.end_epoch()
+
     def skip(self) -> None:
         """Let the step count without a change of weights; on all ranks or on none."""
         self._engine.skip()

@@ -203,6 +203,21 @@ def test_weights_that_are_none_are_refused(weigh: Callable[[Any], Any], says: st
         each((step for _ in train.epochs(1) for step in train.steps(loader)), body)
 
 
+def test_an_epoch_may_end_early_and_its_step_counts() -> None:
+    """And what is added up is so over all micro-batches that have samples."""
+    loop, counts = Loop.make(), []
+    for epoch in train.epochs(2):
+        for number, step in enumerate(train.steps(loop.loader)):
+            for _, x, y in step:
+                square(loop.model(x), y).backward()
+                step.add(samples=len(x))
+            loop.optimizer.step()
+            counts.append((epoch, step.sums["samples"]))
+            if epoch == 0 and number == 1:
+                step.end_epoch()
+    assert counts == [(0, 8.0), (0, 8.0), (1, 8.0), (1, 8.0), (1, 6.0)]
+
+
 def inside(loop: Loop, step: Any) -> None:
     for _, x, y in step:
         square(loop.model(x), y).backward()
