@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         SyncConfig,
     )
     from elastic.train.failures import UserExceptionWithTraceback
-    from elastic.train.loop import epochs, get_logged, log, register, stepped
+    from elastic.train.loop import epochs, get_logged, log, register, stepped, steps
     from elastic.train.preemption import PreemptionInfo, get_preemption_info
     from elastic.train.result import Result
     from elastic.train.session import (
@@ -77,6 +77,7 @@ _HOME = {
     "register": "loop",
     "report": "session",
     "stepped": "loop",
+    "steps": "loop",
     "working": "session",
 }
 _ERRORS = {
@@ -123,6 +124,7 @@ __all__ = [
     "register",
     "report",
     "stepped",
+    "steps",
     "working",
 ]
 

@@ -27,9 +27,10 @@ from elastic.train.devices import get_device
 from elastic.train.expecting import is_whole
 from elastic.train.session import require_context, require_place
 from elastic.worker.context import WorkerContext
-from elastic.worker.loader import MicroBatchLoader, is_plain
+from elastic.worker.loader import MicroBatchLoader, Weigh, is_plain
 from elastic.worker.prepared import is_training
 from elastic.worker.step import StepEngine
+from elastic.worker.stepping import Step
 from elastic.worker.streams import MicroBatches, StreamLoader
 
 KEPT_ARGUMENTS = (
@@ -48,6 +49,7 @@ def prepare_data_loader(
     *,
     global_batch_size: int | None = None,
     streams: str | None = None,
+    weigh: Weigh | None = None,
 ) -> PreparedLoader:
     """Let each rank see its part of the data, on its device.
 
@@ -86,6 +88,11 @@ def prepare_data_loader(
             micro-batch for each worker of the largest group.
         streams: how an iterable dataset becomes streams: "shard", "worker" or "count"; by
             default "shard" if it has that method, "count" otherwise.
+        weigh: called with a micro-batch, as the loader yields it, returns what it counts in the
+            mean over its step: a number from 0 on. For a loss that is a mean over tokens it is
+            their number, `lambda batch: (batch["labels"] != -100).sum()`: then gradients and
+            logged values of padded or packed text are those of one process that takes the mean
+            over all tokens of the step. By default a micro-batch counts by its samples.
 
     Raises:
         UsageError: the loader has a sampler of its own, which cannot be dealt out by guess, it
@@ -107,6 +114,7 @@ def prepare_data_loader(
         deals=add_dist_sampler and not is_iterable,
         num_micro_batches=num_micro_batches,
         streams=cut if is_iterable and add_dist_sampler else None,
+        weigh=weigh,
     )
 
 
@@ -210,6 +218,7 @@ class PreparedLoader:
         deals: bool = True,
         num_micro_batches: int = 1,
         streams: Cut | str | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
         """Wrap a loader.
 
@@ -220,7 +229,9 @@ class PreparedLoader:
             deals: deal the samples out; otherwise the loader does so by itself.
             num_micro_batches: V, of a step.
             streams: how an iterable dataset is cut into streams, "" to choose; None if it is none.
+            weigh: says what a micro-batch counts in its step.
         """
+        self._weigh = weigh
         self._streams = streams
         self._users = loader
         self._device = device
@@ -250,11 +261,24 @@ class PreparedLoader:
             return self._moved(engine.micro_batches(self._micro_batches(engine)))
         return self._moved(self._pass_by_rank(require_place("a prepared loader")))
 
+    def steps(self) -> Iterator[Step]:
+        """Begin a pass in steps; see `train.steps`."""
+        engine = require_context("train.steps").engine
+        if engine is None or not engine.has_begun:
+            raise UsageError(
+                "train.steps: outside the loop over train.epochs(): write "
+                "'for epoch in train.epochs(n): for step in train.steps(loader): ...'"
+            )
+        return engine.steps(self._micro_batches(engine), self._on_device)
+
     def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            if self._device is not None:
-                batch = _moved(batch, self._device, non_blocking=self._non_blocking)
-            yield batch
+            yield self._on_device(batch)
+
+    def _on_device(self, batch: Any) -> Any:
+        if self._device is None:
+            return batch
+        return _moved(batch, self._device, non_blocking=self._non_blocking)
 
     def _micro_batches(self, engine: StepEngine) -> MicroBatches:
         if self._by_step is None:
@@ -266,9 +290,12 @@ class PreparedLoader:
                     seed=seed,
                     cut=self._streams if isinstance(self._streams, Cut) else None,
                     book=engine.streams,
+                    weigh=self._weigh,
                 )
             elif self._deals:
-                self._by_step = MicroBatchLoader(self._users, num_micro_batches=number, seed=seed)
+                self._by_step = MicroBatchLoader(
+                    self._users, num_micro_batches=number, seed=seed, weigh=self._weigh
+                )
             else:
                 raise UsageError(
                     "a loader that deals its data out by itself (add_dist_sampler=False) cannot be "

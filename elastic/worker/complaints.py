@@ -120,3 +120,29 @@ def stepped_outside(optimizer: object, models: Sequence[nn.Module]) -> UsageErro
         f"{type(optimizer).__name__}.step() was called in an epoch, with gradients of this rank "
         f"alone, which belong to no step of the group: {why}"
     )
+
+
+def step_not_stepped(cursor: Cursor) -> UsageError:
+    """A step of `train.steps` was computed, and no optimizer asked to step."""
+    return UsageError(
+        f"optimizer.step() was not called in step {cursor.step} of epoch {cursor.epoch}: call it "
+        f"once for each step of train.steps(), after its micro-batches; call step.skip() for one "
+        f"that is to change nothing"
+    )
+
+
+def step_not_computed(cursor: Cursor) -> UsageError:
+    """A loop over `train.steps` went on before a step's micro-batches were all computed."""
+    return UsageError(
+        f"step {cursor.step} of epoch {cursor.epoch} was left before all of its micro-batches were "
+        f"computed: read it to its end ('for batch in step: ...'), or call step.run(compute)"
+    )
+
+
+def stepped_inside(optimizer: object) -> UsageError:
+    """An optimizer was asked to step in the middle of a step of `train.steps`."""
+    return UsageError(
+        f"{type(optimizer).__name__}.step() was called while the micro-batches of a step are "
+        f"computed: call it behind them, once, outside of 'for batch in step' and of what step.run "
+        f"calls"
+    )

@@ -5,7 +5,7 @@ Rule: which samples a micro-batch has is asked of `Epochs` alone; `Feed` reads t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from elastic.core.policy.microbatch import Span
 from elastic.errors import UsageError, check
 from elastic.worker.feed import Feed, Key, check_prefetch
 from elastic.worker.seeding import Request, SeededCollate, SeededDataset
-from elastic.worker.share import Share
+from elastic.worker.share import Share, ToldShare
 
 BLOCK_SAMPLES = 1024
 BLOCK_PIECES = 64
@@ -41,6 +41,7 @@ class Batch:
         count: its samples. 0 in a ragged last step that has none left for it: `value` is then
             that of the step's first samples, so that there is something to compute with.
         value: as the user's collate_fn gave it.
+        weight: what it counts in the mean over the step: its samples, or what `weigh` says.
         more: another step may follow as far as this micro-batch's stream is concerned; of a
             dataset whose samples have numbers it says nothing.
     """
@@ -49,7 +50,40 @@ class Batch:
     micro_batch: int
     count: int
     value: Any
+    weight: float
     more: bool = False
+
+
+Weigh = Callable[[Any], Any]
+"""Says of a micro-batch's value what it counts, such as the number of its tokens."""
+WEIGHT_PARTS, WEIGHT_MAX = 2.0**20, 2.0**32
+"""Weights are multiples of 1 / WEIGHT_PARTS: sums of a step's are exact, in whatever order."""
+
+
+def weight_of(weigh: Weigh | None, value: Any, count: int) -> float:
+    """Return what a micro-batch counts.
+
+    Args:
+        weigh: the user's; None to count samples.
+        value: of the micro-batch.
+        count: its samples; without any it counts nothing.
+
+    Raises:
+        UsageError: the user's function returns no such number.
+    """
+    if weigh is None or not count:
+        return float(count)
+    found = weigh(value)
+    try:
+        number = float(found)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 <= number < WEIGHT_MAX:
+        raise UsageError(
+            f"prepare_data_loader(weigh=...): weigh returned {found!r} for a micro-batch; expected "
+            f"one number, from 0 to 2**32, such as its count of tokens that the loss is a mean of"
+        )
+    return round(number * WEIGHT_PARTS) / WEIGHT_PARTS
 
 
 class MicroBatchLoader:
@@ -63,13 +97,21 @@ class MicroBatchLoader:
         epochs: how the data is cut into steps and micro-batches.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, num_micro_batches: int, seed: int) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        num_micro_batches: int,
+        seed: int,
+        weigh: Weigh | None = None,
+    ) -> None:
         """Take over what the user's loader does; nothing is started before the first `next`.
 
         Args:
             loader: the user's; it is not read itself.
             num_micro_batches: V, of a step.
             seed: of the shuffle and of augmentation; 0 <= seed < 2**63.
+            weigh: says what a micro-batch counts, None to count samples.
 
         Raises:
             UsageError: its samples cannot be asked for by number, or there are none.
@@ -84,6 +126,8 @@ class MicroBatchLoader:
             drop_last=loader.drop_last,
         )
         self._order: _Order | None = None
+        self._weigh = weigh
+        self._share: ToldShare | None = None
         self._feed = Feed(loader, _ByNumber(loader, seed, sampler), seed=seed)
 
     def deal(self, cursor: Cursor, held: Span) -> None:
@@ -118,7 +162,8 @@ class MicroBatchLoader:
         epoch, step, number = order.key  # type: ignore[union-attr]
         order.advance()  # type: ignore[union-attr]
         first, last = self.epochs.positions(step, number)
-        return Batch(Cursor(epoch, step), number, last - first, value)
+        weight = weight_of(self._weigh, value, last - first)
+        return Batch(Cursor(epoch, step), number, last - first, value, weight)
 
     def close(self) -> None:
         """End the worker processes and forget what they read; again is no harm."""
@@ -133,9 +178,21 @@ class MicroBatchLoader:
         del epoch
         return self.epochs.steps
 
-    def share(self, batch: Batch, rank: int, world_size: int) -> Share:
+    def share(self, batch: Batch, rank: int, world_size: int) -> Share | ToldShare:
         """Return what a rank has to do in the step of a micro-batch that it has taken."""
-        return Share.of(self.epochs, batch.cursor.step, rank=rank, world_size=world_size)
+        epochs, order = self.epochs, self._order
+        if self._weigh is None:
+            return Share.of(epochs, batch.cursor.step, rank=rank, world_size=world_size)
+        if self._share is None or order is None or batch.micro_batch == order.first:
+            self._share = ToldShare(
+                batch.cursor,
+                epochs.micro_batch,
+                rank=rank,
+                world_size=world_size,
+                num_micro_batches=epochs.num_micro_batches,
+            )
+        self._share.note(batch.micro_batch, batch.count, batch.weight)
+        return self._share
 
 
 class _ByNumber:
@@ -181,6 +238,11 @@ class _Order:
         self._epochs = epochs
         self._held = held
         self.key: Key = (cursor.epoch, cursor.step, held[0])
+
+    @property
+    def first(self) -> int:
+        """Return the number of a step's first micro-batch that is wanted."""
+        return self._held[0]
 
     def is_at(self, cursor: Cursor, held: Span) -> bool:
         """Return whether this is the order of such a deal, as it is now."""

@@ -29,9 +29,15 @@ class Phase(Enum):
     """This rank has more micro-batches in this step: nothing happens yet but gradients."""
     DUE = "due"
     """The last one: gradients are reduced, and the step is committed."""
+    COMPUTING = "computing"
+    """Inside a step of `train.steps`: its micro-batches are computed, nothing else happens yet."""
+    SETTLED = "settled"
+    """All of such a step that needs other ranks is done: its optimizers are to step, here alone."""
     COMMITTED = "committed"
     VOID = "void"
     """The group broke: the rest of this iteration does nothing, the step is done again."""
+    ADOPTED = "adopted"
+    """Others have committed this step, and gave us their state: the rest does nothing."""
 
 
 OPEN = (Phase.GATHERING, Phase.DUE)

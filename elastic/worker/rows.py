@@ -126,27 +126,28 @@ def fill_row(row: Any, values: Sequence[float]) -> None:
     """Write these numbers into a row, and zeros behind them.
 
     Args:
-        row: a NumPy array of `ROW` float64: writing through a tensor takes ten times as long.
-        values: at most `ROW`.
+        row: a NumPy array of float64: writing through a tensor takes ten times as long.
+        values: at most as many.
     """
-    check(len(values) <= ROW, f"{len(values)} numbers: at most {ROW}")
+    check(len(values) <= len(row), f"{len(values)} numbers: at most {len(row)}")
     row[: len(values)] = values
     row[len(values) :] = 0.0
 
 
 class RowExchange:
-    """Rows of `ROW` numbers, the newest of each rank."""
+    """Rows of numbers, the newest of each rank."""
 
-    def __init__(self, rank: int, world_size: int, group: Any) -> None:
+    def __init__(self, rank: int, world_size: int, group: Any, size: int = ROW) -> None:
         """Allocate the rows.
 
         Args:
             rank: ours.
             world_size: W.
             group: the process group, None for a group of one.
+            size: numbers of a row, the same on all ranks.
         """
         self._rank = rank
-        self._rows = torch.zeros(world_size, ROW, dtype=torch.float64)
+        self._rows = torch.zeros(world_size, size, dtype=torch.float64)
         self._mine = self._rows[rank].numpy()
         self._wires = make_small_wires(group)
 

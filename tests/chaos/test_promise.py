@@ -11,65 +11,21 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, JobPhase, WorkerPhase
+from elastic.core.world import ENDED, JobPhase
 from elastic.testing.chaos import check_logs
-from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments
+from elastic.testing.chaos_jobs import chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster, start_of
-from elastic.testing.traces import Reference, compare, lines_of
+from elastic.testing.traces import Reference, lines_of
+from tests.chaos.struck import PLACES, WORKERS, Run, assert_kept
 from tests.patience import wait_for
 
-WORKERS = 3
-PLACES = ("forward", "backward", "step", "commit", "between")
 HANG_TIMEOUT_S = 3.0
-
-
-@dataclass
-class Run:
-    """A job that is struck again and again."""
-
-    cluster: LocalCluster
-    job: ChaosJob
-    reference: Reference
-    job_id: str = ""
-
-    @property
-    def orders(self) -> Path:
-        return self.job.finish.with_name("orders")
-
-    def full(self, *, after: int = 0, size: int = WORKERS) -> JobView:
-        """Wait until a group of this size, later than that one, has made a step."""
-
-        def trains(view: JobView) -> bool:
-            group = view.record.group
-            assert view.record.phase not in ENDED, (view.reason, view.record.failure)
-            if group is None or group.generation <= after or len(group.members) != size:
-                return False
-            inside = [w for w in view.workers if w.report.generation == group.generation]
-            training = [w for w in inside if w.report.phase is WorkerPhase.TRAINING]
-            return len(training) == size and all(w.steps > 0 for w in training)
-
-        return self.cluster.wait(self.job_id, trains, f"{size} workers that train")
-
-    def order(self, what: str) -> None:
-        """Strike whoever comes to a place first, and wait until it has happened."""
-        order = self.orders / what
-        order.touch()
-        wait_for(lambda: not order.exists(), f"a rank that obeys {what}")
-
-    def pids(self) -> dict[str, int]:
-        """Return the processes of the group's members."""
-        workers = self.cluster.job(self.job_id).workers
-        return {str(w.report.worker_id): w.report.pid for w in workers if w.rank >= 0}
-
-    def check(self) -> None:
-        """Compare every step of every rank so far with the undisturbed run's."""
-        compare(self.job.trace, self.reference.line)
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +60,6 @@ def run(runs: list[Run], cluster: LocalCluster, tmp_path: Path) -> Run:
         runs.append(one)
     one.full()
     return one
-
-
-def assert_kept(before: dict[str, int], after: dict[str, int], *, lost: int) -> None:
-    """So many processes were replaced, and the others are the same ones as before."""
-    assert len(set(before.values()) - set(after.values())) == lost, (before, after)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -139,6 +139,20 @@ class NoisyAdamW(torch.optim.AdamW):
         return loss
 
 
+class Counted:
+    """What a loop counts by itself: its steps."""
+
+    number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number."""
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take another's."""
+        self.number = state["number"]
+
+
 def train_func(config: dict) -> dict:
     """Train, and say what the weights became."""
     if config["gpu"]:
@@ -162,33 +176,53 @@ def train_func(config: dict) -> dict:
         ),
         global_batch_size=config["global_batch"],
     )
+    counted = Counted()
+    train.register(counted=counted)
+
+    def compute(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        x, y, ids = batch
+        if config["pace"]:
+            time.sleep(config["pace"])  # Stands for a model that takes longer.
+        orders.at("forward")
+        loss = F.cross_entropy(model(x), y)
+        orders.at("backward")
+        (loss + module.ledger[ids].mean()).backward()
+        train.log(loss=loss, over=float(is_over(config)))
+
+    def update() -> None:
+        orders.at("step")
+        torch.nn.utils.clip_grad_norm_(module.net.parameters(), 1.0)
+        optimizer.step()
+        # As loops do: without asking whether it is there.
+        largest = max(p.grad.abs().max() for p in module.net.parameters())  # type: ignore[union-attr]
+        if largest > 1.0:
+            raise ValueError(f"a gradient of {largest} was clipped to 1")
+        counter.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        counter.zero_grad()
+        note_time(config)
+        if config["trace"] and train.stepped():
+            trace(config["trace"], module, [optimizer, counter], scheduler)
+        orders.at("between")
+
     for epoch in train.epochs(config["epochs"]):
-        for x, y, ids in loader:
-            if config["pace"]:
-                time.sleep(config["pace"])  # Stands for a model that takes longer.
-            orders.at("forward")
-            loss = F.cross_entropy(model(x), y)
-            orders.at("backward")
-            (loss + module.ledger[ids].mean()).backward()
-            orders.at("step")
-            torch.nn.utils.clip_grad_norm_(module.net.parameters(), 1.0)
-            optimizer.step()
-            # As loops do: without asking whether it is there.
-            largest = max(p.grad.abs().max() for p in module.net.parameters())  # type: ignore[union-attr]
-            if largest > 1.0:
-                raise ValueError(f"a gradient of {largest} was clipped to 1")
-            counter.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            counter.zero_grad()
-            train.log(loss=loss, over=float(is_over(config)))
-            note_time(config)
-            if config["trace"] and train.stepped():
-                trace(config["trace"], module, [optimizer, counter], scheduler)
-            orders.at("between")
+        if config["whole_steps"]:
+            for step in train.steps(loader):
+                for batch in step:
+                    compute(batch)
+                update()
+                counted.number += 1  # Unasked, as a library's loop does.
+        else:
+            for batch in loader:
+                compute(batch)
+                update()
+                counted.number += train.stepped()
         train.report({"epoch": epoch})
         if train.get_logged()["over"] > 0:
             break
+    if counted.number != (epoch + 1) * len(loader):
+        raise ValueError(f"{counted.number} steps counted in {epoch + 1} epochs of {len(loader)}")
     check_ledger(module.ledger.detach().cpu(), config | {"epochs": epoch + 1})
     result = {
         "epochs": epoch + 1,
@@ -290,6 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds for each micro-batch")
+    parser.add_argument("--whole-steps", action="store_true", help="loop over train.steps()")
     parser.add_argument("--gpu", action="store_true", help="with deterministic kernels")
     parser.add_argument("--trace", default="", help="folder for the hashes of every step")
     parser.add_argument("--orders", default="", help="folder of strikes, see above")
