@@ -150,7 +150,7 @@ class TrainState:
         put_shards_back(self.models)
         return {
             "models": [dict(_tensors(model)) for model in self.models],
-            "loose": self._loose(),
+            "loose": self.loose(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scalers": [
@@ -188,7 +188,7 @@ class TrainState:
         for name, thing in self.registered.items():
             thing.load_state_dict(state["registered"][name])
 
-    def _loose(self) -> list[torch.Tensor]:
+    def loose(self) -> list[torch.Tensor]:
         """Return the parameters that an optimizer has and no prepared model."""
         known = {id(tensor) for model in self.models for _, tensor in _tensors(model)}
         return [
