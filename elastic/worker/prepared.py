@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic.errors import UsageError
 
@@ -262,6 +263,39 @@ def modules_know(zeroed: Callable[[Sequence[torch.nn.Parameter]], None]) -> Iter
         yield
     finally:
         cls.zero_grad = real  # type: ignore[method-assign]
+
+
+@contextmanager
+def strangers_refused(names: Mapping[int, str], is_stepping: Callable[[], bool]) -> Iterator[None]:
+    """Let no optimizer step parameters of a prepared model that was not prepared itself.
+
+    Each rank would step by gradients of its own.
+
+    Args:
+        names: of the parameters, by id.
+        is_stepping: a prepared optimizer steps; one inside it may do its work.
+    """
+
+    def look(optimizer: torch.optim.Optimizer, args: Any, named: Any) -> None:
+        del args, named
+        if getattr(optimizer, MARK, False) or is_stepping():
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is not None and parameter.grad is not None:
+                    raise UsageError(
+                        f"{type(optimizer).__name__}.step() would change {name}, a parameter of a "
+                        f"prepared model, by gradients of this rank alone, because this optimizer "
+                        f"was not prepared: write optimizer = prepare_optimizer(optimizer) for it, "
+                        f"too, before the loop over train.epochs()"
+                    )
+
+    hook = register_optimizer_step_pre_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _leave(module: torch.nn.Module) -> torch.nn.Module:

@@ -154,7 +154,7 @@ class TrainState:
         put_shards_back(self.models)
         return {
             "models": [dict(_tensors(model)) for model in self.models],
-            "loose": self._loose(),
+            "loose": self.loose(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scalers": [
@@ -215,7 +215,7 @@ class TrainState:
         for name, state in late.items():
             self.registered[name].load_state_dict(state)
 
-    def _loose(self) -> list[torch.Tensor]:
+    def loose(self) -> list[torch.Tensor]:
         """Return the parameters that an optimizer has and no prepared model."""
         known = {id(tensor) for model in self.models for _, tensor in _tensors(model)}
         return [

@@ -32,17 +32,18 @@ from elastic.worker import complaints
 from elastic.worker.c10d import default_group
 from elastic.worker.catching_up import catch_up
 from elastic.worker.context import WorkerContext
-from elastic.worker.due_steps import DueSteps, has_gradients
+from elastic.worker.divergence import Divergence, differ
+from elastic.worker.due_steps import DueSteps, has_gradients, parameters_of
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.keeping import Keeper
 from elastic.worker.loader import Batch
 from elastic.worker.logbook import Logbook, ReportPlaces
-from elastic.worker.meeting import share_book, share_latest
+from elastic.worker.meeting import share_book, share_bytes, share_latest
 from elastic.worker.outcome import is_group_broken
-from elastic.worker.prepared import OPEN, Phase, modules_know, scalers_know
+from elastic.worker.prepared import OPEN, Phase, modules_know, scalers_know, strangers_refused
 from elastic.worker.preparing import Preparing
 from elastic.worker.reduce import Reducer, Unit
-from elastic.worker.rows import StepRow, rates_print, read_rows, tell_rows
+from elastic.worker.rows import StepRow, halves, rates_print, read_rows, tell_rows, whole
 from elastic.worker.rungs import Carry, Home, Reenter
 from elastic.worker.seeding import seed_everything, seed_step
 from elastic.worker.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
@@ -103,6 +104,7 @@ class StepEngine(Preparing):
         self._places: tuple[Cursor, ...] = ()
         self._reports, self._due, self._padding = ReportPlaces(), DueSteps(), Padding()
         self._values = StepValues(None)
+        self._watch, self._meets = Divergence(self.state), False
         self._asked: list[torch.optim.Optimizer] = []  # To step, in this iteration.
         self._stack, self.at_close = ExitStack(), ExitStack()
 
@@ -158,6 +160,8 @@ class StepEngine(Preparing):
         )
         self._stack.enter_context(scalers_know(self))
         self._stack.enter_context(modules_know(self._reducer.parameters_zeroed))
+        names = self._watch.begin()
+        self._stack.enter_context(strangers_refused(names, lambda: self._due.is_stepping))
         self.has_begun = True
         self._home.defer(self.recovery in ("auto", "in_place"))
         if self._context.join is not None:
@@ -326,7 +330,10 @@ class StepEngine(Preparing):
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
             wish = place.link.wish(place.generation)  # Once: it may change.
             told = tuple(self.logbook.row()), *self._keeper.flags(wish)
-            row = StepRow(wish is not None, self.cursor, self._stepped, *told, rates=self._rates)
+            row = StepRow(
+                wish is not None, self.cursor, self._stepped, *told, rates=self._rates,
+                print=self._watch.told(self._keeper.steps, place.world_size),
+            )  # fmt: skip
             reducer.begin_step(share, row.numbers())
             self._padding.begin_step(share)
         is_last, padded = batch.micro_batch == last - 1, self._padding.pad(batch)
@@ -415,6 +422,8 @@ class StepEngine(Preparing):
         if not all(reducer.settle(unit) for unit in self._units.values()):
             self._make_void()
             return False
+        if self._ranks_differ():
+            return False
         for unit in self._units.values():
             reducer.unit_stepped(unit)  # What backward gives from here on is of no step.
         said, place = self.logbook.take_micro_batches(), self._context
@@ -446,6 +455,9 @@ class StepEngine(Preparing):
         """Change the weights: the step counts, here and, sooner or later, everywhere."""
         self.state.check_still_known(self._units)
         rows = read_rows(self._the_reducer().rows)
+        if self._phase is not Phase.SETTLED and self._ranks_differ():
+            return
+        # Half a step must not be left behind; what leaves it all the same is nobody's state.
         with self._context.shielded():
             if self._phase is not Phase.SETTLED and not self._settle_buffers():
                 return
@@ -458,6 +470,35 @@ class StepEngine(Preparing):
             self._leaves = any(row.wishes for row in rows)
             self._keeper.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
+
+    def _ranks_differ(self) -> bool:
+        """Return whether the rows of a step show that ranks differ; then it is void."""
+        if not differ([row.print for row in read_rows(self._the_reducer().rows)]):
+            return False
+        self._together(self._heal)
+        return True
+
+    def _heal(self) -> None:
+        """Ranks differ, as all of them know: let the odd ones receive what most have, or raise.
+
+        Raises:
+            RuntimeError: the group broke.
+            UsageError: most ranks have not the same.
+        """
+        self._the_reducer().abandon()  # Buffers are what they were before the step.
+        verdict = self._watch.hear(share_bytes(default_group(), self._watch.said()))
+        if not verdict.can_heal:
+            names = self._watch.names()
+            steps = [p for one in self.state.optimizers for p in parameters_of(one)]
+            raise complaints.differs(verdict, self.cursor, {names.get(id(p), "") for p in steps})
+        self._has_state = self._context.world_rank not in verdict.odd
+        log.warning(
+            "state_differed ranks=%s tensors=%d first=%s epoch=%d step=%d: they receive the "
+            "others' state, and the step is done again; is the memory of their nodes in order?",
+            ",".join(map(str, verdict.odd)), len(verdict.names), "".join(verdict.names[:1]),
+            self.cursor.epoch, self.cursor.step,
+        )  # fmt: skip
+        self._phase, self._meets = Phase.VOID, True  # All of us, in this group.
 
     def _make_void(self) -> None:
         self._error = self._error or self._the_reducer().broken
@@ -525,7 +566,7 @@ class StepEngine(Preparing):
     def _change_group(self, *, is_first: bool = False) -> None:
         """Join the newest group, until one stands in which all have the same state.
 
-        The first group stands already, and has only to meet.
+        The first group stands already, and has only to meet; so has one of which some differ.
         """
         began = time.monotonic()
         reducer = self._the_reducer()
@@ -535,10 +576,10 @@ class StepEngine(Preparing):
         at_boundary = self._leaves and error is None
         self._forget_step()
         self._phase = Phase.OUTSIDE
-        stays = is_first
+        stays, self._meets = is_first or self._meets, False
         while True:
+            reducer.attach(None)
             if not stays:
-                reducer.attach(None)
                 if at_boundary:
                     self._keeper.before_leaving(self.cursor, self.data, self._is_called_back)
                 if self.recovery in ("reenter", "restart"):
@@ -566,6 +607,7 @@ class StepEngine(Preparing):
         self._the_reducer().attach(group)
         self._values = StepValues(group if group.size() > 1 else None)
         self._stepped, self._rates, self._reports = 0, 0, ReportPlaces()
+        self._watch.begin()
         self._deal()
 
     def _agree(self) -> int:
@@ -591,8 +633,13 @@ class StepEngine(Preparing):
         """
         if max(self._places, default=self.cursor) > self.cursor:
             return True  # Others of this group have passed it in the one before.
-        rows = self._together(lambda: tell_rows(default_group(), self.logbook.row()))
-        self.logbook.take_rows(rows or ())
+        all_of_it = halves(self._watch.of_all(self._context.world_size))
+        row = [*map(float, all_of_it), *self.logbook.row()]
+        rows = self._together(lambda: tell_rows(default_group(), row))
+        if rows is not None and differ([whole(*row[:2]) for row in rows]):
+            self._together(self._heal)
+            return False
+        self.logbook.take_rows([row[2:] for row in rows or ()])
         return rows is not None
 
     def _together(self, exchange: Callable[[], Any]) -> Any:
