@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,9 @@ from tests.patience import (
     started_here,
 )
 
+# A folder with one for each test that runs, and where seeds begin that no run had before.
+MARKS = "ELASTIC_TEST_MARKS"
+SEED = "ELASTIC_TEST_SEED"
 LINES_AT_ONCE = 15
 # The longest parts first: what is left for the end then divides well among the cores.
 PARTS = ("chaos", "integration", "simulation", "property", "scenarios", "unit", "tidy")
@@ -77,8 +81,22 @@ def described(process: psutil.Process) -> str:
         return f"  pid {process.pid}"
 
 
+@pytest.fixture(scope="session")
+def fresh_seed() -> int:
+    """Give a seed that is another one in each run, and is shown at its beginning."""
+    return int(os.environ[SEED])
+
+
+def pytest_report_header() -> str:
+    """Say how to have the same run again."""
+    return f"fresh seed: {os.environ[SEED]} (the same again: {SEED}={os.environ[SEED]})"
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the way to whoever reads before output is captured."""
+    """Keep the way to whoever reads before output is captured; begin what all processes share."""
+    if not hasattr(config, "workerinput"):
+        os.environ[MARKS] = tempfile.mkdtemp(prefix="elastic-tests-")
+        os.environ.setdefault(SEED, str(random.SystemRandom().randrange(1_000_000)))
     assert sys.__stderr__ is not None
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno())
     if "CI" in os.environ and not hasattr(config, "workerinput"):
@@ -136,19 +154,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def mark_of(nodeid: str) -> Path:
     """Return the folder that a test has while it runs, which stays if its process dies of it."""
-    return marks() / f"{zlib.crc32(nodeid.encode()):08x}"
+    return Path(os.environ[MARKS], f"{zlib.crc32(nodeid.encode()):08x}")
 
 
-def marks() -> Path:
-    """Return the folder of these folders, one for all processes of a run."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    return Path(tempfile.gettempdir(), f"elastic-tests-{run}")
-
-
-def pytest_sessionfinish() -> None:
-    """Remove the marks of a run in one process; xdist's are a few empty folders."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        shutil.rmtree(marks(), ignore_errors=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the marks, as whoever has made them."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ[MARKS], ignore_errors=True)
 
 
 class Watchdog(threading.Thread):

@@ -2,7 +2,8 @@
 
 One job trains on one cluster while test after test strikes it. After each strike the state after
 every step of every rank so far must be that of a run that nobody disturbed: parameters, buffers,
-optimizers, scheduler, random state, and the ledger of samples inside the model.
+optimizers, scheduler, scaler, random state, what was logged, and the ledger of samples inside the
+model.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from tests.chaos.struck import PLACES, WORKERS, Run, assert_kept
 from tests.patience import wait_for
 
 HANG_TIMEOUT_S = 3.0
+PACE_S = 0.03
+"""Of a micro-batch: the undisturbed run, which has all of them to do alone, is to stay ahead."""
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +36,9 @@ def runs(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """Give the runs of this module; there is a second one only if a test has ended the first."""
     with ExitStack() as stack:
         directory = tmp_path_factory.mktemp("promise")
-        options = ("--model", "cnn", "--samples", "1000")
-        script = chaos_job("steps", "x", workers=1, directory=directory).spec.entry.target
-        reference = Reference(Path(script), options, directory / "reference")
+        job = chaos_job("steps", "x", workers=1, directory=directory)
+        options = (*job.options, "--model", "cnn")
+        reference = Reference(Path(job.spec.entry.target), options, directory / "reference")
         found = [make_run(cluster, stack.enter_context(reference), directory / "0")]
         yield found
 
@@ -45,9 +48,9 @@ def make_run(cluster: LocalCluster, reference: Reference, directory: Path) -> Ru
     (directory / "orders").mkdir(parents=True)
     job = chaos_job("steps", "promise", workers=WORKERS, directory=directory, save_every=5)
     job = with_arguments(job, "--model", "cnn", "--orders", str(directory / "orders"))
-    return Run(
-        cluster, replace(job, spec=replace(job.spec, hang_timeout_s=HANG_TIMEOUT_S)), reference
-    )
+    entry = replace(job.spec.entry, args=(*job.spec.entry.args, "--pace", str(PACE_S)))
+    spec = replace(job.spec, entry=entry, hang_timeout_s=HANG_TIMEOUT_S)
+    return Run(cluster, replace(job, spec=spec), reference)
 
 
 @pytest.fixture

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
@@ -72,7 +74,9 @@ def expected(
 
 def taken(loader: MicroBatchLoader) -> tuple[Cursor, int, int, list[int]]:
     batch = loader.next()
-    return batch.cursor, batch.micro_batch, batch.count, batch.value.tolist()
+    numbers = batch.value.tolist()
+    batch.value.fill_(-1)  # A training loop may change what it was given.
+    return batch.cursor, batch.micro_batch, batch.count, numbers
 
 
 @st.composite
@@ -81,6 +85,28 @@ def deals(draw: st.DrawFn, epochs: Epochs) -> tuple[Cursor, tuple[int, int], int
     first = draw(st.integers(0, epochs.num_micro_batches - 1))
     last = draw(st.integers(first + 1, epochs.num_micro_batches))
     return cursor, (first, last), draw(st.integers(0, 12))
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_sequence_of_deals_yields_exactly_the_samples_of_the_plan(data: st.DataObject) -> None:
+    micro, v = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    drop = data.draw(st.booleans())
+    size = data.draw(st.integers(micro * v if drop else 1, 90))
+    plain = DataLoader(
+        Numbers(size), batch_size=micro, shuffle=data.draw(st.booleans()), drop_last=drop
+    )
+    seed = data.draw(st.integers(0, 2**63 - 1))
+    loader = MicroBatchLoader(plain, num_micro_batches=v, seed=seed)
+    for cursor, held, count in data.draw(st.lists(deals(loader.epochs), min_size=1, max_size=4)):
+        # A step that broke in the middle is done again, then by others.
+        for span in (held, held, (held[0], v)):
+            loader.deal(cursor, span)
+            plan = expected(loader.epochs, cursor, span)
+            assert [taken(loader) for _ in range(count)] == list(islice(plan, count))
+            # As it stands at the beginning of a step.
+            loader.deal(cursor, span)
+    loader.close()
 
 
 def test_a_sampler_may_be_longer_than_the_data_and_repeat_samples() -> None:
