@@ -286,6 +286,9 @@ def worker_env(
     elif limit is not None:
         # A thread for each processor of the machine, and they would wait for each other's time.
         added["OMP_NUM_THREADS"] = str(num_processors(cgroups))
+    if not env.keys() & {"TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG"}:
+        # Warnings of c10d about what we do, such as hosts without a name; not those of Python.
+        added["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     if devices.entries:  # Also where numbers in CUDA_VISIBLE_DEVICES chose among them.
         added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which they were counted.
     return {**added, **env}

@@ -16,11 +16,11 @@ WAITING = "waiting: "
 METRICS_CHARS_MAX = 120
 
 
-def duration(length_ns: int) -> str:
+def duration(length_ns: int, *, digits: int = 1) -> str:
     """Return a length of time as people say it: "3.2 s", "4m 10s", "2h 5m", "3d 4h"."""
     seconds = max(0, length_ns) / NS_PER_S
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.{digits}f} s"
     minutes, rest = divmod(int(seconds), 60)
     if minutes < 60:
         return f"{minutes}m {rest}s"

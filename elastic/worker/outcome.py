@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elastic.core.broken import broken_words_in
 from elastic.core.world import Failure
 from elastic.errors import GroupError, ProgramFailed
 from elastic.worker.collective_watch import INSTALLED
@@ -32,20 +33,6 @@ NO_RESULT = "null"
 OUR_PACKAGES = ("elastic.worker", "elastic.train.trainer")
 OURS = ("runpy",)
 """Modules that stand between the runner and the user's first frame."""
-
-BROKEN_WORDS = (
-    "gloo/transport",
-    "[gloo]",
-    "mesh: ",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Application timeout caused pair closure",
-    "NCCL error",
-    "NCCL communicator was aborted",
-    "NCCL communicator encountered error",
-    "ProcessGroup was aborted",
-)
-"""Text of a RuntimeError that torch raises in a collective when a peer is gone."""
 
 
 def failure_of(error: BaseException, position: str = "") -> Failure:
@@ -136,11 +123,6 @@ def _is_broken_collective(error: BaseException) -> bool:
     if isinstance(error, ProgramFailed):
         return broken_words_in(error.traceback)
     return isinstance(error, RuntimeError) and broken_words_in(str(error))
-
-
-def broken_words_in(text: str) -> bool:
-    """Return whether a text says that a collective broke."""
-    return any(word in text for word in BROKEN_WORDS)
 
 
 def exit_code_of(error: SystemExit) -> int:

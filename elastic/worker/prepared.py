@@ -106,7 +106,8 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
         raise UsageError("prepare_optimizer: this optimizer is prepared already")
     real = optimizer.step
 
-    @functools.wraps(type(optimizer).step)
+    # With the marks of a scheduler that was made before, which warns where it misses them.
+    @functools.wraps(getattr(real, "__func__", real))
     def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
         if closure is not None:
             raise UsageError(

@@ -27,12 +27,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elastic.core.broken import broken_words_in
 from elastic.errors import ProgramFailed, UsageError
 from elastic.worker.context import current
 from elastic.worker.error_file import VARIABLE as ERROR_FILE
 from elastic.worker.group import StoreServer
 from elastic.worker.main import die_with_parent
-from elastic.worker.outcome import broken_words_in
 
 log = logging.getLogger("elastic.worker.program")
 

@@ -355,9 +355,10 @@ class Runner:
             or self._groups.peer_hung_up()
         )
         if is_broken:
-            log.warning("group_broken generation=%d error=%s", generation, failure.error_type)
-        elif not isinstance(error, ProgramFailed):  # Which has said so itself.
-            print(failure.traceback, file=sys.stderr)
+            log.info("group_broken generation=%d error=%s", generation, failure.error_type)
+        if not isinstance(error, ProgramFailed):  # Which has said so itself.
+            # Of a broken group it is for the log: whoever follows the job is not shown it.
+            print(failure.traceback.rstrip("\n"), file=sys.stderr)
         return TrainRaised(generation, failure, group_broken=is_broken, exit_code=exit_code)
 
     def _recovered_by(self, event: TrainEvent) -> TrainEvent:
