@@ -11,18 +11,61 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic import train
-    from elastic.train.cluster import init, is_initialized, shutdown
+    from elastic.train.cluster import (
+        available_resources,
+        cluster_resources,
+        init,
+        is_initialized,
+        nodes,
+        shutdown,
+    )
+    from elastic.train.remote import ObjectRef, get, remote
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "init", "is_initialized", "shutdown", "train"]
+__all__ = [
+    "ObjectRef",
+    "__version__",
+    "available_resources",
+    "cluster_resources",
+    "get",
+    "init",
+    "is_initialized",
+    "nodes",
+    "remote",
+    "shutdown",
+    "train",
+]
 
 _HOME = {
+    "ObjectRef": "elastic.train.remote",
+    "available_resources": "elastic.train.cluster",
+    "cluster_resources": "elastic.train.cluster",
+    "get": "elastic.train.remote",
     "init": "elastic.train.cluster",
     "is_initialized": "elastic.train.cluster",
+    "nodes": "elastic.train.cluster",
+    "remote": "elastic.train.remote",
     "shutdown": "elastic.train.cluster",
 }
 """Where each public function lives."""
+_NOT_HERE = {
+    "put": "pass values as arguments, and large ones as paths in storage",
+    "wait": "elastic.get(refs, timeout=...) waits for all of them",
+    "kill": "elastic stop JOB ends what a call runs as",
+    "cancel": "elastic stop JOB ends what a call runs as",
+    "get_actor": "there are no actors; train.DataParallelTrainer runs a group of workers",
+    "method": "there are no actors; train.DataParallelTrainer runs a group of workers",
+    "timeline": "elastic status JOB and the event logs say what happened when",
+}
+"""Functions that Ray has and this has not, on purpose -> what to do instead."""
+_NO_SUCH_PART = {
+    "rllib": "reinforcement learning is a train function like any other",
+    "serve": "models are not served here",
+    "util": "train.collective has barrier, broadcast and a store",
+    "workflow": "each step is a job: elastic submit, or elastic.remote",
+}
+"""The same of modules; as an ImportError, because `from` turns others into one without a word."""
 
 
 def __getattr__(name: str) -> Any:
@@ -30,9 +73,20 @@ def __getattr__(name: str) -> Any:
 
     Raises:
         AttributeError: the package has no such name.
+        ImportError: it has no such part, and says what to use.
     """
     if name == "train":
         return import_module("elastic.train")
+    if name in _NOT_HERE:
+        raise AttributeError(
+            f"elastic.{name}: Ray has it, and there is none here: {_NOT_HERE[name]} "
+            f"(docs/migrate-from-ray.md)"
+        )
+    if name in _NO_SUCH_PART:
+        raise ImportError(
+            f"elastic.{name}: Ray has it, and there is none here: {_NO_SUCH_PART[name]} "
+            f"(docs/migrate-from-ray.md)"
+        )
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

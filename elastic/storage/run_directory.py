@@ -20,6 +20,7 @@ import errno
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,8 @@ class RunDirectory:
         Raises:
             StorageError: something cannot be deleted.
         """
-        self.files.delete(f"{CHECKPOINTS}/{name}/{MARKER}")
+        if self.is_committed(name):
+            self.files.delete(f"{CHECKPOINTS}/{name}/{MARKER}")
         self.files.delete(f"{CHECKPOINTS}/{name}")
 
     def mark_recorded(self, name: str) -> None:
@@ -282,7 +284,8 @@ class RunDirectory:
     def lost(self, job_id: str) -> list[str]:
         """Return the names of a job's checkpoints that can never be recorded.
 
-        Their generation committed them when it was over already; of a later one something is.
+        Their generation committed them when it was over already, or had no time to; of a later one
+        something is recorded.
 
         Raises:
             StorageError: the directory cannot be listed.
@@ -290,11 +293,20 @@ class RunDirectory:
         found = [(name, marker) for name, marker in self.reported() if marker.job_id == job_id]
         reached = _reached(found, job_id, self._noted())
         present = max(reached, default=0)
-        return [
+        late = [
             name
             for name, marker in found
             if marker.generation < present and marker.index > reached.get(marker.generation, -1)
         ]
+        whole = {path.split("/")[1] for path in self.files.list(f"{CHECKPOINTS}/*/{MARKER}")}
+        named = re.compile(rf"checkpoint-{re.escape(job_id)}-g(\d+)-")
+        torn = [
+            name
+            for name in self.names(f"checkpoint-{job_id}-g")
+            if name not in whole and (begun := named.match(name)) and int(begun[1]) < present
+        ]
+        aside = {path.split("/")[1] for path in self.files.list(f"{CHECKPOINTS}/*/{DAMAGED}")}
+        return [*late, *(name for name in torn if name not in aside)]
 
     def counting(self, job_id: str, generation: int, newest: str) -> list[tuple[str, Marker]]:
         """Return name and marker of all reported checkpoints but those that cannot be recorded.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from elastic.train import refused
+
 if TYPE_CHECKING:
     from elastic.errors import ControllerError, WorkerGroupError
     from elastic.errors import TrainingFailed as TrainingFailedError
@@ -42,10 +44,12 @@ if TYPE_CHECKING:
         is_driver,
         report,
     )
+    from elastic.train.trainer import DataParallelTrainer
     from elastic.train.validation import ValidationConfig, ValidationTaskConfig
 
 _HOME = {
     "BackendConfig": "config",
+    "DataParallelTrainer": "trainer",
     "LoggingConfig": "config",
     "SyncConfig": "config",
     "TrainRunContext": "callbacks",
@@ -87,7 +91,6 @@ _ERRORS = {
 }
 """Ray's names for what the runtime raises."""
 _SUBMODULES = ("collective", "torch")
-
 __all__ = [
     "BackendConfig",
     "Checkpoint",
@@ -95,6 +98,7 @@ __all__ = [
     "CheckpointConsistencyMode",
     "CheckpointUploadMode",
     "ControllerError",
+    "DataParallelTrainer",
     "FailureConfig",
     "LoggingConfig",
     "PeerReplication",
@@ -137,6 +141,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("elastic.errors"), _ERRORS[name])
     if name in _SUBMODULES:
         return importlib.import_module(f"elastic.train.{name}")
+    if name in refused.PARTS:
+        refused.refuse(name)
     raise AttributeError(f"module 'elastic.train' has no attribute {name!r}")
 
 

@@ -20,7 +20,8 @@ from elastic.client.embedded import Cluster, start_cluster, stop_cluster
 from elastic.client.started import find_started
 from elastic.core.config import JobSpec
 from elastic.core.policy.placement import explain_misfit
-from elastic.core.world import Node
+from elastic.core.view import ClusterView
+from elastic.core.world import Node, NodePhase, WorkerPhase
 from elastic.errors import ConfigError, Unavailable, UsageError
 from elastic.runtime.access import Access, find_access
 from elastic.train.cluster_options import check_rest, offered, slots, worker_env
@@ -209,6 +210,71 @@ def shutdown() -> None:
         return
     atexit.unregister(shutdown)
     stop_cluster(cluster)
+
+
+def connected() -> Cluster:
+    """Return the cluster that this process is connected to.
+
+    Raises:
+        UsageError: it is connected to none, or is a worker.
+    """
+    if _cluster is None:
+        raise UsageError("no cluster is connected: call elastic.init() first, in the script")
+    return _cluster
+
+
+def cluster_resources() -> dict[str, float]:
+    """Return what all nodes together have, by name; "slots" is how many workers may run.
+
+    Raises:
+        UsageError: no cluster is connected.
+    """
+    return _total(_view())
+
+
+def available_resources() -> dict[str, float]:
+    """Return what no worker holds now; raises as `cluster_resources`."""
+    view = _view()
+    left = _total(view)
+    for job in view.jobs:
+        for worker in job.workers:
+            if worker.report.phase is not WorkerPhase.EXITED:
+                for name, amount in job.record.spec.resources_per_worker.as_dict().items():
+                    left[name] = left.get(name, 0.0) - amount
+    left["slots"] = float(sum(node.free_slots for node in view.nodes))
+    return left
+
+
+def nodes() -> list[dict[str, Any]]:
+    """Return the nodes by Ray's names; raises as `cluster_resources`."""
+    return [
+        {
+            "NodeID": node.node.node_id,
+            "NodeManagerAddress": node.node.host,
+            "Alive": node.phase in (NodePhase.READY, NodePhase.DRAINING),
+            "Resources": node.node.resources.as_dict(),
+            "Labels": dict(node.node.labels),
+        }
+        for node in _view().nodes
+    ]
+
+
+def _view() -> ClusterView:
+    from elastic.client.jobs import Client
+
+    cluster = connected()
+    with Client(cluster.address, cluster.access) as client:
+        return client.status().view
+
+
+def _total(view: ClusterView) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for node in view.nodes:
+        if node.phase is NodePhase.READY:
+            has = {**node.node.resources.as_dict(), "slots": float(node.node.num_slots)}
+            for name, amount in has.items():
+                total[name] = total.get(name, 0.0) + amount
+    return total
 
 
 def require_cluster(min_workers: int, max_workers: int) -> Cluster:

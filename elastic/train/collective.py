@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from elastic.train.session import require_context
+from elastic.train.session import require_context, require_place
 
 Data = TypeVar("Data")
 
@@ -20,6 +20,22 @@ def barrier() -> None:
 
     if dist.is_initialized():
         dist.barrier()
+
+
+def store() -> Any:
+    """Return a store of keys that the ranks of this group share: a `torch.distributed.Store`.
+
+    It is another one, and empty, in the next group. Each thread needs one of its own.
+
+    Raises:
+        UsageError: called outside a train function.
+    """
+    require_place("collective.store")
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    shared = _get_default_store() if dist.is_initialized() else dist.HashStore()
+    return dist.PrefixStore("script", shared)
 
 
 def broadcast_from_rank_zero(data: Data) -> Data:

@@ -6,6 +6,7 @@ one included, because the world size changes while the script runs.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from elastic.errors import UsageError
 from elastic.train.config import TorchConfig
@@ -30,6 +32,7 @@ __all__ = [
     "PreparedLoader",
     "TorchConfig",
     "TorchTrainer",
+    "clip_grad_norm_",
     "enable_reproducibility",
     "get_device",
     "get_devices",
@@ -65,22 +68,30 @@ def prepare_model(
 ) -> nn.Module:
     """Move a model to this worker's device and have it trained by the group.
 
-    With "ddp" it is wrapped at every world size, so that `model.module` and the keys of
-    `state_dict()` are the same before and after the group changed its size. With "fsdp" each rank
-    keeps its rows of each parameter (`torch.distributed.fsdp.fully_shard`), and the model itself is
-    returned; so is one on which `fully_shard` was called already. Prepare its optimizer after that.
+    With "ddp" it is wrapped at every world size (Ray: from two workers on), so that `model.module`
+    and the keys of `state_dict()`, which begin with "module.", are the same before and after the
+    group changed its size; save `model.module.state_dict()` for what is to be read without a
+    wrapper. What comes back is a DistributedDataParallel to `isinstance`, and so is its meaning in
+    a loop without `train.epochs()`; in one with it, gradients are reduced by the runtime, once, and
+    `register_comm_hook` is refused. A model that is wrapped already is unwrapped first.
+
+    With "fsdp" each rank keeps its rows of each parameter (`torch.distributed.fsdp.fully_shard`),
+    and the model itself is returned; so is one on which `fully_shard` was called already. Prepare
+    its optimizer after that.
 
     Args:
         model: the same on all ranks; rank 0's values are sent to the others, but for "fsdp": there
             each rank keeps its rows of what it has made.
         move_to_device: False if it is where it belongs.
         parallel_strategy: "ddp", "fsdp" or None for no wrapper.
-        parallel_strategy_kwargs: passed to DistributedDataParallel, or to `fully_shard`; there
+        parallel_strategy_kwargs: passed to DistributedDataParallel (without effect in a loop over
+            `train.epochs()`), or to `fully_shard`; there
             `modules=(Block, ...)` names the classes of modules that are sharded one by one, so
             that only one of them at a time is gathered.
 
     Raises:
-        UsageError: unknown strategy, or a model that is sharded in a way that cannot be saved.
+        UsageError: unknown strategy or keyword, or a model that is sharded in a way that cannot
+            be saved.
     """
     context = require_context("prepare_model")
     is_sharded = has_shards([model])
@@ -88,6 +99,8 @@ def prepare_model(
     if move_to_device and not is_sharded:
         model = model.to(device)
     kwargs = dict(parallel_strategy_kwargs or {})
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module  # What wraps it would reduce its gradients a second time.
     if parallel_strategy not in ("ddp", "fsdp", None):
         raise UsageError(
             f"prepare_model(parallel_strategy={parallel_strategy!r}): expected 'ddp', 'fsdp' or "
@@ -104,9 +117,25 @@ def prepare_model(
             # Under the names that it has with other strategies; its own wrapper reduces.
             context.engine.add_model(Prepared(model, lambda module: module))
         return model
+    _check_keywords(kwargs)
     if device.type == "cuda":
         kwargs.setdefault("device_ids", [device.index or 0])
     return _prepared(context, model, kwargs)
+
+
+def _check_keywords(kwargs: Mapping[str, Any]) -> None:
+    """Refuse at once what DistributedDataParallel would refuse at the first forward.
+
+    Raises:
+        UsageError: naming what it does not know.
+    """
+    known = set(inspect.signature(nn.parallel.DistributedDataParallel).parameters) - {"module"}
+    unknown = sorted(set(kwargs) - known)
+    if unknown:
+        raise UsageError(
+            f"prepare_model: parallel_strategy_kwargs has {', '.join(unknown)}: expected arguments "
+            f"of DistributedDataParallel, such as find_unused_parameters"
+        )
 
 
 def _prepared(context: WorkerContext, model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
@@ -122,6 +151,30 @@ def _prepared(context: WorkerContext, model: nn.Module, kwargs: dict[str, Any]) 
         engine.add_model(prepared)
         prepared.trains_in_steps(lambda: engine.has_begun)
     return prepared
+
+
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, **named: Any
+) -> torch.Tensor:
+    """Clip gradients by their norm, as `torch.nn.utils.clip_grad_norm_`; at any world size.
+
+    In a loop over `train.epochs()` only the last micro-batch of a step has gradients, those of the
+    whole step: before that there is nothing to clip. Of sharded parameters the norm of the whole is
+    taken.
+
+    Args:
+        parameters: of prepared models; or a model, whose parameters are meant.
+        max_norm: the largest norm that is left.
+        norm_type: of the norm; may be `inf`.
+        named: `error_if_nonfinite`, `foreach`.
+
+    Returns:
+        The norm before clipping.
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, **named)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

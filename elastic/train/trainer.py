@@ -1,4 +1,4 @@
-"""TorchTrainer: hand a train function to the cluster, watch it, bring the result home.
+"""Trainers: hand a train function to the cluster, watch it, bring the result home.
 
 Rule: the same call does the right thing wherever the script runs: in a driver it submits the
 job and follows it, inside a worker (a script run by `elastic submit`) it trains in place, and
@@ -8,6 +8,7 @@ with `num_workers=0` it trains in this process.
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import json
 import os
@@ -37,7 +38,7 @@ from elastic.train.beginning import (
 )
 from elastic.train.callbacks import Telling, TrainRunContext, UserCallback
 from elastic.train.checkpoint import Checkpoint
-from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
+from elastic.train.config import BackendConfig, RunConfig, ScalingConfig, TorchConfig
 from elastic.train.failures import failed_on_cluster, failures_of
 from elastic.train.here import as_raised, environment, failed_here, say_unused
 from elastic.train.metrics import as_reported
@@ -51,6 +52,8 @@ from elastic.worker import context as worker_context
 from elastic.worker.entry import takes_config
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from elastic.client.jobs import Client
     from elastic.core.events.shared import Note
     from elastic.core.view import JobView
@@ -65,11 +68,15 @@ NAMES_TRIED = 20
 Config = TypeVar("Config")
 
 
-class TorchTrainer:
-    """A training run of a PyTorch function on many workers, shaped like Ray Train's.
+class DataParallelTrainer:
+    """A function on many workers, with ranks, reports, checkpoints and restarts.
+
+    What it computes with is its own: `train.get_context()` says which rank it is,
+    `train.collective` has barrier, broadcast and a store. Beneath is a small group over gloo;
+    nothing is set up on GPUs.
 
     Example:
-        >>> trainer = TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=(2, 8)))
+        >>> trainer = DataParallelTrainer(work, scaling_config=ScalingConfig(num_workers=4))
         >>> result = trainer.fit()  # doctest: +SKIP
     """
 
@@ -78,9 +85,9 @@ class TorchTrainer:
         train_loop_per_worker: Callable[..., Any],
         *,
         train_loop_config: dict[str, Any] | None = None,
+        backend_config: BackendConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        torch_config: TorchConfig | None = None,
         validation_config: ValidationConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
@@ -92,9 +99,9 @@ class TorchTrainer:
                 an argument. It is called again when the group changes, and then finds its state
                 with `train.get_checkpoint()`.
             train_loop_config: the argument; must be picklable.
+            backend_config: a `TorchConfig`; None for the small group.
             scaling_config: how many workers, with what.
             run_config: name, place and policies.
-            torch_config: backend and its timeout.
             validation_config: what validates checkpoints that are reported with `validation=`.
             metadata: what JSON can say, for `train.get_context().get_metadata()`.
             resume_from_checkpoint: what `train.get_checkpoint` gives in a new run until it has
@@ -114,7 +121,10 @@ class TorchTrainer:
         self.train_loop_config = train_loop_config
         self.scaling_config = _checked("scaling_config", scaling_config, ScalingConfig)
         self.run_config = _checked("run_config", run_config, RunConfig)
-        self.torch_config = _checked("torch_config", torch_config, TorchConfig)
+        if type(backend_config) is BackendConfig:
+            backend_config = None
+        plain: Any = TorchConfig(backend="gloo") if backend_config is None else backend_config
+        self.torch_config: TorchConfig = _checked("backend_config", plain, TorchConfig)
         if validation_config is not None:
             _checked("validation_config", validation_config, ValidationConfig)
         self.validation_config = validation_config
@@ -141,7 +151,7 @@ class TorchTrainer:
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
         validation_config: ValidationConfig | None = None,
-    ) -> TorchTrainer:
+    ) -> Self:
         """Return the trainer of a run that did not succeed; its `fit` goes on with the run.
 
         Use it without a train function only on directories that you trust: the trainer is stored
@@ -183,7 +193,14 @@ class TorchTrainer:
         parts["run_config"] = replace(
             parts.get("run_config") or RunConfig(), name=name, storage_path=parent
         )
-        return cls(**parts)
+        return cls._made_of(parts)
+
+    @classmethod
+    def _made_of(cls, parts: dict[str, Any]) -> Self:
+        return cls(
+            **{k: v for k, v in parts.items() if k != "torch_config"},
+            backend_config=parts.get("torch_config"),
+        )
 
     @classmethod
     def can_restore(cls, path: str | Path) -> bool:
@@ -218,12 +235,28 @@ class TorchTrainer:
             StorageError: the run directory cannot be made.
             CoordinatorUnreachable: the cluster does not answer.
         """
+        self._stopping = StopRule(self.run_config.stop)
         inside = worker_context.current()
         if inside is not None and not inside.is_local:
             return self._fit_in_place(inside)
         if self.scaling_config.max_workers == 0:
             return self._fit_in_this_process()
         return self._fit_on_cluster()
+
+    def as_trainable(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """Return a function that runs this trainer with another config, for tuners.
+
+        It takes a dict, whose "train_loop_config", or itself, goes over the trainer's own, and
+        returns what rank 0 reported last.
+        """
+
+        def trainable(config: Mapping[str, Any]) -> dict[str, Any]:
+            over = config.get("train_loop_config", config)
+            one = copy.copy(self)
+            one.train_loop_config = {**(self.train_loop_config or {}), **over}
+            return one.fit().metrics or {}
+
+        return trainable
 
     # ------------------------------------------------------------ the three ways
 
@@ -506,7 +539,7 @@ class TorchTrainer:
             target=getattr(function, "__qualname__", repr(function)),
             payload=pack(function, self.train_loop_config, self._options()),
             working_dir=os.getcwd(),
-            python_path=_python_path(),
+            python_path=python_path(),
             env=sorted_pairs({**env, **(self.run_config.worker_env or {})}),
         )
         return JobSpec(
@@ -535,6 +568,58 @@ class TorchTrainer:
         )
 
 
+class TorchTrainer(DataParallelTrainer):
+    """A training run of a PyTorch function on many workers, shaped like Ray Train's.
+
+    Example:
+        >>> trainer = TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=(2, 8)))
+        >>> result = trainer.fit()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        torch_config: TorchConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        validation_config: ValidationConfig | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """Describe the run; nothing is started.
+
+        Args:
+            train_loop_per_worker: as in `DataParallelTrainer`, and all others but one.
+            train_loop_config: the argument; must be picklable.
+            torch_config: backend and its timeout.
+            scaling_config: how many workers, with what.
+            run_config: name, place and policies.
+            validation_config: what validates checkpoints that are reported with `validation=`.
+            metadata: what JSON can say, for `train.get_context().get_metadata()`.
+            resume_from_checkpoint: what a new run begins with.
+
+        Raises:
+            UsageError: the train function cannot be called with a config, or an argument is of
+                another class.
+        """
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=_checked("torch_config", torch_config, TorchConfig),
+            scaling_config=scaling_config,
+            run_config=run_config,
+            validation_config=validation_config,
+            metadata=metadata,
+            resume_from_checkpoint=resume_from_checkpoint,
+        )
+
+    @classmethod
+    def _made_of(cls, parts: dict[str, Any]) -> Self:
+        return cls(**parts)
+
+
 def _checked(what: str, value: Config | None, kind: type[Config]) -> Config:
     """Return a configuration, the default one for None.
 
@@ -557,7 +642,7 @@ def _stop(client: Client, spec: JobSpec, reason: str) -> None:
         note_end(spec.run_path, spec.job_id, JobPhase.STOPPED, reason)
 
 
-def _python_path() -> tuple[str, ...]:
+def python_path() -> tuple[str, ...]:
     """Return the directories that the script imports its own modules from."""
     first = sys.path[0] if sys.path else ""
     return (str(Path(first or os.getcwd()).absolute()),)

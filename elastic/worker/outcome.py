@@ -30,7 +30,12 @@ TRACEBACK_CHARS_MAX = 32_000
 CHAIN_MAX = 20
 NO_RESULT = "null"
 
-OUR_PACKAGES = ("elastic.worker", "elastic.train.trainer")
+OUR_PACKAGES = (
+    "elastic.worker",
+    "elastic.train.trainer",
+    "elastic.train.stopping",
+    "elastic.train.remote",
+)
 OURS = ("runpy",)
 """Modules that stand between the runner and the user's first frame."""
 

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic.errors import UsageError
@@ -318,12 +319,13 @@ class _Ties:
         return _Ties(self.wrap, self.is_ours)
 
 
-class Prepared(torch.nn.Module):
+class Prepared(DistributedDataParallel):
     """The user's model as `module`; gradients are the engine's business while it trains.
 
-    Without `train.epochs`, as in scripts written for Ray Train, forward goes through torch's
-    DistributedDataParallel instead. Either way the keys of `state_dict` begin with "module.", at
-    every world size.
+    Without `train.epochs`, as in scripts written for Ray Train, forward goes through a
+    DistributedDataParallel of torch's inside instead; to the checks and hooks of scripts this is
+    it. Either way the keys of `state_dict` begin with "module.", at every world size, and each
+    gradient is reduced once.
     """
 
     def __init__(
@@ -335,7 +337,7 @@ class Prepared(torch.nn.Module):
             module: the user's.
             wrap: makes the DistributedDataParallel, when it is first needed.
         """
-        super().__init__()
+        torch.nn.Module.__init__(self)  # It is a shell: the one inside has reducer and hooks.
         self.module = module
         # Not as attributes of a module, which would make them part of its state.
         self.__dict__["_ties"] = _Ties(wrap)
@@ -349,14 +351,73 @@ class Prepared(torch.nn.Module):
         ties: _Ties = self.__dict__["_ties"]
         if ties.is_ours() or not torch.is_grad_enabled():
             return self.module(*args, **named)
-        if ties.plain is None:
-            ties.plain = ties.wrap(self.module)
-        return ties.plain(*args, **named)
+        return self._inside()(*args, **named)
 
     def no_sync(self) -> Any:
         """Do as DistributedDataParallel's, where that is in use."""
         plain: Any = self.__dict__["_ties"].plain
         return plain.no_sync() if plain is not None else nullcontext()
+
+    def train(self, mode: bool = True) -> Prepared:
+        """Do as any module's."""
+        torch.nn.Module.train(self, mode)
+        return self
+
+    def _inside(self) -> Any:
+        """Return the DistributedDataParallel; made when it is first needed."""
+        ties: _Ties = self.__dict__["_ties"]
+        if ties.plain is None:
+            ties.plain = ties.wrap(self.module)
+        return ties.plain
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what only the one inside has, such as `reducer` and `process_group`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in _NOT_INSIDE or name.startswith("__"):
+                raise
+        ties: _Ties = self.__dict__["_ties"]
+        if ties.is_ours():
+            raise AttributeError(
+                f"{name}: in a loop over train.epochs() gradients are not reduced by "
+                f"DistributedDataParallel, and the model has nothing of it"
+            )
+        return getattr(self._inside(), name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Be copied and saved as any module."""
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Come back as any module; the one inside is made anew."""
+        torch.nn.Module.__setstate__(self, state)
+
+
+_NOT_INSIDE = frozenset({"module", "_ties"})
+"""What a shell that is only half made asks for itself."""
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    """Return a method that is the one inside's, except where the engine reduces."""
+
+    @functools.wraps(getattr(DistributedDataParallel, name))
+    def call(self: Prepared, *args: Any, **named: Any) -> Any:
+        if self.__dict__["_ties"].is_ours():
+            raise UsageError(
+                f"{name}: in a loop over train.epochs() gradients are added in a fixed order, not "
+                f"by DistributedDataParallel; leave it out, or loop over range()"
+            )
+        return getattr(self._inside(), name)(*args, **named)
+
+    return call
+
+
+for _name in (
+    "join", "join_hook", "register_comm_hook", "_register_builtin_comm_hook",
+    "_register_fused_optim", "_get_ddp_logging_data", "_set_static_graph",
+):  # fmt: skip
+    setattr(Prepared, _name, _passed_on(_name))
 
 
 def is_training(model: torch.nn.Module) -> bool:

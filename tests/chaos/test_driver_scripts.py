@@ -25,7 +25,7 @@ def test_a_script_trains_twice_and_its_failure_is_told_once_and_last(
     assert "rank 1 begins" not in out
     assert err.count("ValueError: bad batch at step 7\n") == 1
     assert err.endswith("ValueError: bad batch at step 7\n")
-    assert "TrainingFailed: run drivers-" in err
+    assert "WorkerGroupError: run drivers-" in err
     assert "no node is connected" not in err
 
 

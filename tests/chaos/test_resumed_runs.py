@@ -72,8 +72,10 @@ def test_the_same_script_goes_on_at_the_newest_checkpoint_that_is_sound(
     assert "kept [0, 1, 2, 3, 4]" in said
     assert json.loads((run / "run.json").read_text())["phase"] == "succeeded"
     again = start("fit", script=RESUMING)
-    assert again.wait() == 1
-    assert "NameTaken: run long has succeeded" in again.said()
+    assert again.wait() == 0, again.said()
+    assert "resumes run long, which has succeeded, from" in again.said()
+    assert "returned [5, 2]" in again.said()
+    assert "kept [0, 1, 2, 3, 4]" in again.said()
 
 
 @pytest.mark.slow

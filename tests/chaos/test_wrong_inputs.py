@@ -390,3 +390,48 @@ def test_code_that_catches_everything_is_left_all_the_same_and_no_child_stays(
     assert view.record.phase is JobPhase.SUCCEEDED, view.record.failure
     _, left = psutil.wait_procs(children, timeout=DEADLINE_S)
     assert not [child for child in left if is_running(child.pid)]
+
+
+@pytest.mark.usefixtures("_connected")
+def test_calls_groups_and_callbacks_as_scripts_of_ray_have_them(tmp_path: Path) -> None:
+    @elastic.remote
+    def half(x: int) -> float:
+        if x % 2:
+            raise ValueError(f"{x} is odd")
+        return x / 2
+
+    assert elastic.get([half.remote(2), half.remote(half.remote(8))]) == [1.0, 2.0]
+    with pytest.raises(ValueError, match="3 is odd") as caught:
+        elastic.get(half.remote(3))
+    assert isinstance(caught.value.__cause__, train.WorkerGroupError)
+
+    class Heard(train.UserCallback):
+        reports: list[Any] = []  # noqa: RUF012
+
+        def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+            self.reports.append((metrics, checkpoint is not None))
+
+    def work() -> None:
+        rank = train.get_context().get_world_rank()
+        keys = train.collective.store()
+        if rank == 0:
+            keys.set("word", "hello")
+        assert keys.get("word") == b"hello"
+        part = train.Checkpoint.from_dict({"rank": rank}) if rank == 1 else None
+        train.report({"rank": rank}, checkpoint=part)
+        assert len(train.get_all_reported_checkpoints()) == 1
+        train.report({"rank": rank})
+        print(f"rank {rank} is done")
+
+    run = train.RunConfig(
+        name="group", storage_path=tmp_path, callbacks=[Heard()], log_to_file="printed"
+    )
+    scaling = train.ScalingConfig(num_workers=2)
+    result = train.DataParallelTrainer(work, scaling_config=scaling, run_config=run).fit()
+    both = [{"rank": 0}, {"rank": 1}]
+    assert Heard.reports == [(both, True), (both, False)]
+    assert result.checkpoint is not None
+    assert result.checkpoint.to_dict() == {"rank": 1}
+    printed = (tmp_path / "group" / "printed").read_text()
+    assert "rank 0 is done" in printed
+    assert "rank 1 is done" in printed

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from tests.tidy.tree import ROOT, module_name, parsed, python_files, where
 
-PAGES = sorted(ROOT.glob("*.md"))
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 PROGRAMS = {
     "elastic": "elastic.client.cli",
     "elastic-agent": "elastic.agent.cli",

@@ -1,0 +1,32 @@
+"""Parts of Ray Train that are not here on purpose, refused by name with what to use instead."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+_TORCH = "write the loop in PyTorch, and use train.torch.TorchTrainer"
+_LIBRARY = "run the library in a train function, with train.DataParallelTrainer"
+PARTS = {
+    "tensorflow": _TORCH,
+    "jax": _TORCH,
+    "horovod": _TORCH,
+    "xgboost": _LIBRARY,
+    "lightgbm": _LIBRARY,
+}
+"""Module below `ray.train` -> what to do instead."""
+
+
+def refuse(name: str) -> NoReturn:
+    """Say why a module is not there; as an ImportError, which `from ... import` passes on.
+
+    Args:
+        name: of the module, be it with the packages that it is in.
+
+    Raises:
+        ImportError: always.
+    """
+    name = name.rpartition(".")[2]
+    raise ImportError(
+        f"elastic.train.{name}: Ray has it, and there is none here: {PARTS[name]} "
+        f"(docs/migrate-from-ray.md)"
+    )

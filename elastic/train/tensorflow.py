@@ -1,0 +1,5 @@
+"""Not here on purpose; see `refused`."""
+
+from elastic.train.refused import refuse
+
+refuse(__name__)

@@ -1,0 +1,52 @@
+"""What Ray has and this has not is refused by its name, in every way in which it is imported."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import elastic
+import elastic.errors
+import elastic.train
+
+
+@pytest.mark.parametrize(
+    ("statement", "kind", "says"),
+    [
+        ("from elastic.train.tensorflow import TensorflowTrainer", ImportError, "TorchTrainer"),
+        ("from elastic.train import jax", ImportError, "TorchTrainer"),
+        ("import elastic.train.xgboost", ImportError, "DataParallelTrainer"),
+        ("import elastic; elastic.train.lightgbm", ImportError, "DataParallelTrainer"),
+        ("from elastic import serve", ImportError, "not served here"),
+        ("import elastic; elastic.put(1)", AttributeError, "paths in storage"),
+        ("import elastic; elastic.no_such_name", AttributeError, "no_such_name"),
+    ],
+)
+def test_it_says_what_to_use(statement: str, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        exec(statement, {})
+
+
+def test_every_public_name_is_there() -> None:
+    for module in ("elastic", "elastic.train", "elastic.train.torch"):
+        there = importlib.import_module(module)
+        for name in there.__all__:
+            assert getattr(there, name) is not None
+    with pytest.raises(elastic.train.TrainingFailedError):
+        raise elastic.train.ControllerError("stopped")
+
+
+def test_a_remote_function_refuses_what_it_cannot_be() -> None:
+    @elastic.remote(num_cpus=2)
+    def half(x: float) -> float:
+        return x / 2
+
+    with pytest.raises(elastic.errors.UsageError, match=r"call half.remote\(\.\.\.\)"):
+        half(1)
+    with pytest.raises(elastic.errors.UsageError, match="no actors"):
+        elastic.remote(type("Actor", (), {}))
+    with pytest.raises(elastic.errors.ConfigError, match="gpus: expected some of num_cpus"):
+        half.options(gpus=1)
+    with pytest.raises(elastic.errors.UsageError, match="got a int, expected what"):
+        elastic.get([1])  # type: ignore[list-item]
