@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         RunConfig,
         ScalingConfig,
     )
+    from elastic.train.evaluating import gather_for_metrics
     from elastic.train.loop import epochs, get_logged, log, register, stepped
     from elastic.train.preemption import PreemptionInfo, get_preemption_info
     from elastic.train.result import Result
@@ -57,6 +58,7 @@ _HOME = {
     "get_checkpoint": "session",
     "get_context": "session",
     "get_preemption_info": "preemption",
+    "gather_for_metrics": "evaluating",
     "epochs": "loop",
     "get_logged": "loop",
     "is_driver": "session",
@@ -85,6 +87,7 @@ __all__ = [
     "ValidationConfig",
     "ValidationTaskConfig",
     "epochs",
+    "gather_for_metrics",
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
