@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         ScalingConfig,
         SyncConfig,
     )
+    from elastic.train.evaluating import gather_for_metrics
     from elastic.train.failures import UserExceptionWithTraceback
     from elastic.train.loop import epochs, get_logged, log, register, stepped, steps
     from elastic.train.preemption import PreemptionInfo, get_preemption_info
@@ -74,6 +75,7 @@ _HOME = {
     "get_checkpoint": "session",
     "get_context": "session",
     "get_preemption_info": "preemption",
+    "gather_for_metrics": "evaluating",
     "epochs": "loop",
     "get_logged": "loop",
     "is_driver": "session",
@@ -118,6 +120,7 @@ __all__ = [
     "ValidationTaskConfig",
     "WorkerGroupError",
     "epochs",
+    "gather_for_metrics",
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",

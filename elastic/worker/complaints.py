@@ -87,7 +87,13 @@ def differs(verdict: Verdict, cursor: Cursor, stepped: Container[str]) -> UsageE
     first = names[0] if names else "the state"
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     who = f"rank {odd} and the other ranks" if verdict.is_majority else f"rank 0 and rank {odd}"
-    if first.startswith("registered "):
+    if first.startswith("the order"):
+        what = (
+            "the sampler must give every rank the same: let it draw from its generator attribute, "
+            "or from torch's, NumPy's or Python's own generators, which are seeded for each epoch, "
+            "and keep nothing from the epochs before"
+        )
+    elif first.startswith("registered "):
         what = (
             "register what is the same on all ranks, and change it once for each step, where "
             "train.stepped() says so"

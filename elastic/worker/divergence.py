@@ -42,6 +42,7 @@ HEALED_MAX = 3
 _MASK = (1 << 64) - 1
 _ODD = 0x9E3779B97F4A7C15
 
+ORDER = "the order of the loader's sampler"
 Prints = dict[str, int]
 """Checksums by the names of what they are of."""
 
@@ -121,9 +122,9 @@ class Divergence:
         """
         self._state = state
         self._slices: list[list[_Watched]] = []
-        self._num_healed = 0
+        self._num_healed = self._order = 0
         # Of a device: what was asked for a step ago, and is there by now.
-        self._before: tuple[Any, Any] | None = None
+        self._before: tuple[Any, Any, int] | None = None
 
     def begin(self) -> dict[int, str]:
         """All objects are there, or a group has just met: find out what is watched.
@@ -143,7 +144,7 @@ class Divergence:
             size += one.tensor.nbytes + CALL_BYTES
         return self.names()
 
-    def told(self, steps: int, world_size: int) -> int:
+    def told(self, steps: int, world_size: int, order: int = 0) -> int:
         """Return the checksum that rides with a step, 0 for none.
 
         On a device nobody waits for it: it is that of the step before.
@@ -151,13 +152,15 @@ class Divergence:
         Args:
             steps: committed in the run; chooses the slice.
             world_size: of the group; one rank alone differs from nobody.
+            order: a checksum of the order of the data, 0 if that follows from the seed.
         """
+        self._order = order
         if world_size < 2:
             return 0
         some = self._slices[steps % len(self._slices)] if self._slices else []
         if some and some[0].now().device.type != "cpu":
             return self._told_later(some)
-        total = sum(one.checksum() * _factor(place) for place, one in enumerate(some))
+        total = order + sum(one.checksum() * _factor(place) for place, one in enumerate(some))
         if steps % SLICES == 0:
             total += _combined(_registered_values(self._state))
         return total & _MASK
@@ -174,12 +177,12 @@ class Divergence:
         ready = torch.cuda.Event() if device.type == "cuda" else None
         if ready is not None:
             ready.record(torch.cuda.current_stream(device))
-        self._before = (told, ready)
+        self._before = (told, ready, self._order)
         if before is None:
             return 0
         if before[1] is not None:
             before[1].synchronize()
-        return int(before[0]) & _MASK
+        return (int(before[0]) + before[2]) & _MASK
 
     def of_all(self, world_size: int) -> int:
         """Return one checksum of everything, 0 for a rank alone."""
@@ -194,7 +197,8 @@ class Divergence:
 
     def said(self) -> bytes:
         """Return what the others must know to find out what differs."""
-        return json.dumps({"prints": self.prints(), "healed": self._num_healed}).encode()
+        prints = {ORDER: self._order, **self.prints()}
+        return json.dumps({"prints": prints, "healed": self._num_healed}).encode()
 
     def hear(self, said: Sequence[bytes]) -> Verdict:
         """Find out what differs, and whether it can be healed; all ranks conclude the same.
@@ -205,7 +209,8 @@ class Divergence:
         heard = [json.loads(one) for one in said]
         verdict = compare([one["prints"] for one in heard])
         healed = max(one["healed"] for one in heard)
-        can_heal = verdict.is_majority and healed < HEALED_MAX and not self._state.is_sharded
+        is_state = ORDER not in verdict.names and not self._state.is_sharded
+        can_heal = verdict.is_majority and healed < HEALED_MAX and is_state
         self._num_healed = healed + 1
         return replace(verdict, healed=healed, can_heal=can_heal)
 

@@ -18,10 +18,12 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from elastic.core.policy.cursor import Cursor, Epochs, Permutation, shuffle_seed
 from elastic.core.policy.microbatch import Span
 from elastic.errors import UsageError, check
+from elastic.worker.drawn import Drawn
 from elastic.worker.feed import Feed, Key, check_prefetch
 from elastic.worker.seeding import Request, SeededCollate, SeededDataset
 from elastic.worker.share import Share, ToldShare
@@ -116,7 +118,7 @@ class MicroBatchLoader:
         Raises:
             UsageError: its samples cannot be asked for by number, or there are none.
         """
-        size, shuffle, sampler = _order_of(loader)
+        size, shuffle, sampler = _order_of(loader, seed)
         self.epochs = Epochs(
             num_samples=size,
             micro_batch=int(loader.batch_size or 0),
@@ -128,6 +130,7 @@ class MicroBatchLoader:
         self._order: _Order | None = None
         self._weigh = weigh
         self._share: ToldShare | None = None
+        self._sampler = sampler
         self._feed = Feed(loader, _ByNumber(loader, seed, sampler), seed=seed)
 
     def deal(self, cursor: Cursor, held: Span) -> None:
@@ -178,6 +181,10 @@ class MicroBatchLoader:
         del epoch
         return self.epochs.steps
 
+    def order_print(self, epoch: int) -> int:
+        """Return a number that differs where a sampler of the user's orders an epoch otherwise."""
+        return self._sampler.print(epoch) if isinstance(self._sampler, Drawn) else 0
+
     def share(self, batch: Batch, rank: int, world_size: int) -> Share | ToldShare:
         """Return what a rank has to do in the step of a micro-batch that it has taken."""
         epochs, order = self.epochs, self._order
@@ -208,7 +215,9 @@ class _ByNumber:
 
     def request(self, tag: int, piece: _Piece) -> Request:
         numbers = piece.numbers
-        indices = numbers if self._sampler is None else [self._sampler[place] for place in numbers]
+        sampler = self._sampler
+        order = sampler.of(piece.key[0]) if isinstance(sampler, Drawn) else sampler
+        indices = numbers if order is None else [order[place] for place in numbers]
         return Request(tag, piece.key[0], indices, numbers)
 
     def turn_of(self, key: Key) -> int | None:
@@ -312,8 +321,8 @@ def permuted(permutation: Permutation, positions: NDArray[np.uint64]) -> NDArray
 # --------------------------------------------------------------------------- what is refused
 
 
-def _order_of(loader: DataLoader[Any]) -> tuple[int, bool, Any]:
-    """Return the length of an epoch, whether we shuffle, and the user's sampler if we index it.
+def _order_of(loader: DataLoader[Any], seed: int) -> tuple[int, bool, Any]:
+    """Return the length of an epoch, whether we shuffle, and the user's sampler if that orders it.
 
     Raises:
         UsageError: the loader's samples have no numbers, or no order that we could know.
@@ -322,7 +331,11 @@ def _order_of(loader: DataLoader[Any]) -> tuple[int, bool, Any]:
     check_prefetch(loader)
     sampler: Any = loader.sampler
     own = _is_indexed(sampler)
-    size = len(sampler) if own else _length_of(loader.dataset)
+    of_all = isinstance(sampler, DistributedSampler)  # It knows of ranks; we deal out by ourselves.
+    is_torchs = of_all or is_plain(sampler, RandomSampler) or type(sampler) is SequentialSampler
+    size = _length_of(loader.dataset) if is_torchs else 0
+    if not of_all:
+        size = _length_of(sampler, "sampler")
     if size < 1:
         what = f"sampler ({type(sampler).__name__})" if own else "dataset"
         raise UsageError(
@@ -331,14 +344,11 @@ def _order_of(loader: DataLoader[Any]) -> tuple[int, bool, Any]:
         )
     if own:
         return size, False, sampler
-    shuffles = is_plain(sampler, RandomSampler) and not sampler.replacement
-    if not (shuffles or type(sampler) is SequentialSampler) or len(sampler) != size:
-        raise UsageError(
-            f"prepare_data_loader: the loader has its own sampler ({type(sampler).__name__}), "
-            f"whose order cannot be known ahead; use shuffle=True, or a sampler with __getitem__ "
-            f"and __len__ (a list of indices is one), or torch.utils.data.Subset for a part"
-        )
-    return size, shuffles, None
+    if is_shuffle(sampler, loader.dataset):
+        return size, True, None
+    if isinstance(sampler, DistributedSampler) or type(sampler) is SequentialSampler:
+        return size, False, None
+    return size, False, Drawn(sampler, seed)
 
 
 def _check_batches(loader: DataLoader[Any]) -> None:
@@ -370,17 +380,26 @@ def is_plain(sampler: Any, kind: type) -> bool:
     return cls is kind or is_stateful
 
 
+def is_shuffle(sampler: Any, dataset: Any) -> bool:
+    """Return whether a sampler draws every sample once, as DataLoader(shuffle=True) does."""
+    if isinstance(sampler, DistributedSampler):
+        return bool(sampler.shuffle)
+    if not is_plain(sampler, RandomSampler) or sampler.replacement:
+        return False
+    return bool(len(sampler) == len(sampler.data_source) == _length_of(dataset))
+
+
 def _is_indexed(sampler: Any) -> bool:
     kind = type(sampler)
     is_sized = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
     return is_sized and not isinstance(sampler, Mapping)
 
 
-def _length_of(dataset: Any) -> int:
+def _length_of(dataset: Any, what: str = "dataset") -> int:
     try:
         return len(dataset)
     except (TypeError, NotImplementedError) as error:
         raise UsageError(
-            f"prepare_data_loader: the dataset ({type(dataset).__name__}) does not know its "
+            f"prepare_data_loader: the {what} ({type(dataset).__name__}) does not know its "
             f"length, which the steps of an epoch follow from; give it __len__"
         ) from error

@@ -354,9 +354,14 @@ class Prepared(DistributedDataParallel):
         return self._inside()(*args, **named)
 
     def no_sync(self) -> Any:
-        """Do as DistributedDataParallel's, where that is in use."""
-        plain: Any = self.__dict__["_ties"].plain
-        return plain.no_sync() if plain is not None else nullcontext()
+        """Do as DistributedDataParallel's; in steps nothing is sent before the last backward."""
+        ties: _Ties = self.__dict__["_ties"]
+        if ties.is_ours():
+            return nullcontext()
+        if ties.plain is None:
+            ties.plain = ties.wrap(self.module)
+        plain: Any = ties.plain
+        return plain.no_sync()
 
     def train(self, mode: bool = True) -> Prepared:
         """Do as any module's."""

@@ -332,7 +332,9 @@ class StepEngine(Preparing):
             told = tuple(self.logbook.row()), *self._keeper.flags(wish)
             row = StepRow(
                 wish is not None, self.cursor, self._stepped, *told, rates=self._rates,
-                print=self._watch.told(self._keeper.steps, place.world_size),
+                print=self._watch.told(
+                    self._keeper.steps, place.world_size, loader.order_print(self.cursor.epoch)
+                ),
             )  # fmt: skip
             reducer.begin_step(share, row.numbers())
             self._padding.begin_step(share)
