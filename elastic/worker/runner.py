@@ -348,6 +348,8 @@ class Runner:
         )
         if is_broken:
             log.warning("group_broken generation=%d error=%s", generation, failure.error_type)
+        elif isinstance(error, SystemExit) and self._exchange.is_asked:
+            log.info("script_ended code=%s: as it was asked to", exit_code)
         elif not isinstance(error, ProgramFailed):  # Which has said so itself.
             print(failure.traceback, file=sys.stderr)
         return TrainRaised(generation, failure, group_broken=is_broken, exit_code=exit_code)
