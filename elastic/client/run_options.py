@@ -22,7 +22,7 @@ IGNORED_CHOICES = {
     "numa-binding": ("node", "socket", "exclusive", "core-complex"),
 }
 IGNORED_NUMBERS: dict[str, Any] = {
-    "node-rank": int, "master-port": int, "monitor-interval": float, "shutdown-timeout": int,
+    "node-rank": int, "master-port": int, "monitor-interval": float,
 }  # fmt: skip
 
 Command = Callable[..., Any]
@@ -73,6 +73,9 @@ THEIRS = (
     click.option("--standalone", is_flag=True, help="On this machine alone."),
     click.option("--max-restarts", default=0, show_default=True, type=click.IntRange(min=0),
         help="How often the script may fail; lost workers and nodes do not count."),
+    click.option("--shutdown-timeout", "--grace", "shutdown_timeout", default=30.0,
+        type=click.FloatRange(min=0), show_default=True, metavar="SECONDS",
+        help="When the job is stopped, a script's own handler of SIGTERM has so long."),
     click.option("-m", "--module", "is_module", is_flag=True, envvar="PET_MODULE",
         help="SCRIPT is the name of a module."),
     click.option("--no-python", is_flag=True, help="SCRIPT is a program of its own."),

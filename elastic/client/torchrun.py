@@ -39,7 +39,6 @@ IGNORED: Mapping[str, str] = {
     "logs-specs": "--tee, --redirects and --local-ranks-filter say where output goes",
     "numa-binding": "workers are bound to no CPU; start the agent under numactl for that",
     "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job, and call no handler of a script",
-    "shutdown-timeout": "a worker that is told to end is killed after 5 s",
 }
 """Flags that are accepted, and what happens instead of what they ask for."""
 
@@ -58,6 +57,7 @@ class Launch:
         nproc_per_node: a number, or one of `AS_MANY`.
         num_workers: (min, max) of --min and --max, None for torchrun's way of counting.
         max_restarts: how often the script may fail.
+        shutdown_timeout: seconds that a script's handler of SIGTERM has.
         threads: OMP_NUM_THREADS of whoever starts this, "" if unset.
         working_dir: where workers run it, "" for the current directory.
         shared: what `elastic submit` asks as well.
@@ -73,6 +73,7 @@ class Launch:
     nproc_per_node: str = "1"
     num_workers: tuple[int, int] | None = None
     max_restarts: int = 0
+    shutdown_timeout: float = 30.0
     rdzv_id: str = ""
     role: str = "default"
     name: str = ""
@@ -210,6 +211,7 @@ def job_spec(launch: Launch, size: Size, *, job_id: str, stamp: str) -> JobSpec:
         # A program of its own forms its own group; the worker around it computes nothing.
         backend="gloo" if _is_program(launch) else "auto",
         max_failures=launch.max_restarts,
+        grace_s=launch.shutdown_timeout,
         run_path=run_path_of(launch.storage, name),
     )
     return launch.shared.apply(spec, {"GPU": size.gpus} if size.gpus else {})

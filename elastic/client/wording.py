@@ -85,6 +85,22 @@ def ending_line(view: JobView) -> str:
     return f"job {record.spec.name} {record.phase.value}{': ' if why else ''}{why}"
 
 
+def where_it_goes_on(view: JobView, how: str) -> str:
+    """Return from where a job that was stopped goes on, as the last line that a user reads.
+
+    Args:
+        view: of the job, at its end.
+        how: what is to be done for it.
+    """
+    record = view.record
+    newest = record.checkpoints[-1].path if record.checkpoints else ""
+    if newest:
+        return f"go on from {newest}: {how}"
+    if record.spec.own_steps and record.spec.run_path:
+        return f"it goes on from what its script has saved: {how}"
+    return "no checkpoint was recorded: it would begin anew"
+
+
 def parsed_metrics(text: str) -> dict[str, Any]:
     """Return reported metrics, {} for none or for what is no JSON object."""
     try:

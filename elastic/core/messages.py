@@ -264,11 +264,16 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class StopWorker:
-    """End this worker: ask, and kill after the grace period. Unknown ids are no error."""
+    """End this worker: ask, and kill after the grace period. Unknown ids are no error.
+
+    Attributes:
+        asks: a script that has a handler of its own for SIGTERM gets it, and has all that time.
+    """
 
     worker_id: WorkerId
     grace_ns: int
     reason: str
+    asks: bool = False
 
 
 @dataclass(frozen=True)
@@ -444,10 +449,15 @@ class Assign:
 
 @dataclass(frozen=True)
 class Stop:
-    """End; the agent kills after `grace_ns`."""
+    """End; the agent kills after `grace_ns`.
+
+    Attributes:
+        asks: as in `StopWorker`; a later order without it ends the script at once.
+    """
 
     reason: str
     grace_ns: int
+    asks: bool = False
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,13 @@ class Exchange:
 
     Attributes:
         activity: what the main thread shows of itself.
+        is_asked: the script was sent SIGTERM, for it to end.
     """
 
     def __init__(self) -> None:
         """Open the descriptor that wakes the control thread."""
         self.activity = Activity()
+        self.is_asked = False
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._posted: queue.SimpleQueue[WorkerEvent | Progress] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -33,6 +33,7 @@ import torch
 import torch.multiprocessing
 from torch import backends
 
+from elastic.core.config import STACKS_SIGNAL
 from elastic.errors import UsageError
 from elastic.worker.ahead import PLACE
 from elastic.worker.c10d import NCCL_ENVIRONMENT
@@ -165,8 +166,8 @@ def _restore_handlers(found: Mapping[int, Any]) -> None:
         if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)
     # A handler of the script's may have been put over it.
-    if faulthandler.unregister(signal.SIGUSR1):  # type: ignore[func-returns-value]
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if faulthandler.unregister(STACKS_SIGNAL):  # type: ignore[func-returns-value]
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
 
 def _restore_warnings(found: tuple[Any, list[Any]]) -> None:

@@ -89,10 +89,21 @@ def _wait_for(words: list[str], environ: Mapping[str, str]) -> int:
         # Interrupted in between, nobody would know of it.
         with contextlib.nullcontext() if context is None else context.shielded():
             child = _start(words, environ)
-        return child.wait()
+        with _passing_on(child):
+            return child.wait()
     finally:
         if child is not None:
             _end(child)
+
+
+@contextlib.contextmanager
+def _passing_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Let the child have the SIGTERM with which its job is stopped: it may have a handler."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

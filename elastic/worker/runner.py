@@ -356,7 +356,9 @@ class Runner:
         )
         if is_broken:
             log.info("group_broken generation=%d error=%s", generation, failure.error_type)
-        if not isinstance(error, ProgramFailed):  # Which has said so itself.
+        if isinstance(error, SystemExit) and self._exchange.is_asked and not is_broken:
+            log.info("script_ended code=%s: as it was asked to", exit_code)
+        elif not isinstance(error, ProgramFailed):  # Which has said so itself.
             # Of a broken group it is for the log: whoever follows the job is not shown it.
             print(failure.traceback.rstrip("\n"), file=sys.stderr)
         return TrainRaised(generation, failure, group_broken=is_broken, exit_code=exit_code)

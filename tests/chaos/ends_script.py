@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,22 @@ def plain(*, leaves: bool) -> None:
         time.sleep(LATER_S)  # Not waiting: this is what takes it so long.
 
 
+def told(storage: Path) -> None:
+    """Train until some rank is told to end, then save and end as such scripts do."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    signal.signal(signal.SIGUSR1, lambda *_: (storage / f"usr1-{dist.get_rank()}").touch())
+    dist.init_process_group("gloo")
+    storage.mkdir(exist_ok=True)
+    while True:
+        ends = torch.tensor([len(asked)])
+        dist.all_reduce(ends)
+        (storage / f"trains-{dist.get_rank()}").write_text(str(os.getpid()))
+        if ends:
+            (storage / f"saved-{dist.get_rank()}").touch()
+            sys.exit(128 + signal.SIGTERM)
+
+
 def train_func() -> None:
     """Train in a loop that goes on in place; rank 1 returns in the middle of it."""
     model = prepare_model(torch.nn.Linear(4, 1))
@@ -51,5 +70,7 @@ def train_func() -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "epochs":
         TorchTrainer(train_func).fit()
+    elif sys.argv[1] == "told":
+        told(Path(sys.argv[2]))
     else:
         plain(leaves=sys.argv[1] == "leaves")

@@ -8,6 +8,7 @@ model.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from elastic.core.world import ENDED, JobPhase
 from elastic.testing.chaos import check_logs
 from elastic.testing.chaos_jobs import chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster, start_of
-from elastic.testing.traces import Reference, lines_of
+from elastic.testing.traces import Reference, compare, lines_of
 from tests.chaos.struck import PLACES, WORKERS, Run, assert_kept
 from tests.patience import wait_for
 
@@ -216,7 +217,10 @@ def test_a_job_is_scaled_and_paused(run: Run) -> None:
 def test_a_stopped_job_is_resumed_by_its_run_and_ends_with_nothing_left(run: Run) -> None:
     cluster = run.cluster
     cluster.client.stop(run.job_id, "to be resumed")
-    cluster.wait(run.job_id, lambda v: v.record.phase in ENDED and not v.workers, "its end")
+    view = cluster.wait(run.job_id, lambda v: v.record.phase in ENDED and not v.workers, "its end")
+    # It was saved where it ended: no step is done again.
+    about = json.loads(view.record.checkpoints[-1].metrics)
+    assert about["steps"] == compare(run.job.trace, run.reference.line)
     run.job_id = cluster.submit(replace(run.job.spec, name="resumed"))
     run.full()
     pids = {pid: start_of(pid) for pid in run.pids().values()}

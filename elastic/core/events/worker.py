@@ -30,9 +30,14 @@ class Started:
 
 @dataclass(frozen=True)
 class AgentTold:
-    """A message came over the pipe."""
+    """A message came over the pipe.
+
+    Attributes:
+        is_handled: the script has a handler of its own for SIGTERM.
+    """
 
     message: PipeToWorker
+    is_handled: bool = False
 
 
 @dataclass(frozen=True)
@@ -285,6 +290,13 @@ class LetGo:
 
 
 @dataclass(frozen=True)
+class AskScript:
+    """Send the main thread SIGTERM, for which the script has a handler of its own."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class InterruptTrain:
     """Make the main thread leave the group that it trains in.
 
@@ -364,6 +376,7 @@ WorkerEffect = (
     | EnterTrain
     | AbortGroup
     | LetGo
+    | AskScript
     | InterruptTrain
     | WishBoundary
     | WishSave

@@ -129,7 +129,8 @@ def _stop(books: AgentBooks, message: StopWorker) -> None:
     process = books.processes.get(worker.process_id)
     if process is not None:
         books.note(worker, "worker_stopping", reason=message.reason)
-        books.processes.stop(process, Stop(message.reason, message.grace_ns), books.now_ns)
+        order = Stop(message.reason, message.grace_ns, message.asks)
+        books.processes.stop(process, order, books.now_ns)
     elif worker.has_exited():
         books.workers.tell(worker)
     else:

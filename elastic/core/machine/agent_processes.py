@@ -176,6 +176,8 @@ class Processes:
             process.move(ProcessPhase.STOPPING)
             process.end, process.kill_at_ns = cause, kill_at_ns
         elif process.phase is ProcessPhase.STOPPING and process.kill_at_ns is not None:
+            if not order.asks:
+                self.send(process, order)  # Its script may have been asked before.
             process.kill_at_ns = min(process.kill_at_ns, kill_at_ns)
 
     def kill(self, process: Process, cause: ExitCause) -> None:

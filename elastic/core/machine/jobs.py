@@ -101,6 +101,8 @@ class JobState:
         seated: the places of a group, worked out once.
         bounds: (min, max) workers that a user set after the submission, None for those of the spec.
         paused: a user wants it to hold no workers.
+        stopping: why it ends once it holds none, "" if it need not; it is paused, too.
+        hurries: its workers are to end at once, whatever their scripts have to do.
         gives_way_to: the job for which it is to leave its slots, as the queue has it, "" for none.
         pause_wish: number of the wish for a checkpoint before it holds no workers, 0 for none.
         is_saved: that wish came true.
@@ -159,6 +161,8 @@ class JobState:
     saved_before_ns: int | None = None
     bounds: tuple[int, int] | None = None
     paused: bool = False
+    stopping: str = ""
+    hurries: bool = False
     pause_wish: int = 0
     is_saved: bool = False
     gives_all: bool = False
@@ -335,6 +339,7 @@ class JobState:
             min_workers=self.bounds[0] if self.bounds else 0,
             max_workers=self.bounds[1] if self.bounds else 0,
             paused=self.paused,
+            stopping=self.stopping,
             preempted_by=self.preempted_by,
             submitter=self.submitter,
             told_to_save=self.told_to_save,

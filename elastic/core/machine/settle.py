@@ -115,8 +115,28 @@ def stop_worker(cluster: Cluster, job: JobState, worker_id: WorkerId, cause: Exi
         return
     worker.stop_cause = cause
     cluster.replan = True
-    grace = 0 if cause.kind is ExitKind.HUNG else ns(cluster.config.stop_grace_s)
-    tell(cluster, worker, StopWorker(worker_id, grace, cause.detail))
+    tell(cluster, worker, stop_order(cluster, job, worker))
+
+
+def stop_order(cluster: Cluster, job: JobState | None, worker: WorkerState) -> StopWorker:
+    """Return what a worker is told that is to end.
+
+    A job that a user stops has its script asked: with SIGTERM, if it has a handler of its own.
+    """
+    cause = worker.stop_cause or ExitCause(ExitKind.STOPPED)
+    asks = job is not None and job.phase is JobPhase.STOPPED and not job.hurries
+    grace_s = 0.0 if cause.kind is ExitKind.HUNG else cluster.config.stop_grace_s
+    if asks and job is not None:
+        grace_s = max(grace_s, job.spec.grace_s)
+    return StopWorker(worker.report.worker_id, ns(grace_s), cause.detail, asks)
+
+
+def hurry(cluster: Cluster, job: JobState) -> None:
+    """End the workers of a job that has ended, whatever their scripts are doing."""
+    job.hurries = True
+    for worker_id in sorted(job.workers):
+        if job.workers[worker_id].stop_cause is not None:
+            tell(cluster, job.workers[worker_id], stop_order(cluster, job, job.workers[worker_id]))
 
 
 def _tell_group(cluster: Cluster, worker: WorkerState, message: Announce | LeaveGroup) -> None:

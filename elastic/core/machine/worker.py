@@ -11,6 +11,7 @@ from elastic.core.config import NS_PER_S
 from elastic.core.events.worker import (
     AbortGroup,
     AgentTold,
+    AskScript,
     CopiesWanted,
     EnterTrain,
     ExitWorker,
@@ -76,6 +77,8 @@ EXIT_FAILED = 1
 EXIT_AGENT_GONE = 70
 NO_RESULT = "null"
 """What counts as the result of a train function that ended with `sys.exit(0)`."""
+END_NS = 5 * NS_PER_S
+"""A main thread that is told to end has so long to leave."""
 LET_GO_NS = 2 * NS_PER_S
 """Who has finished stays connected for so long: the others finish within moments, as a rule, and
 what they say of their ends goes through the group."""
@@ -115,6 +118,10 @@ class WorkerMachine:
         self._result, self._left = "", ""
         # When to let go of the group that the train function has returned in, None if not.
         self._let_go_ns: int | None = None
+        # When this process ends whatever its main thread does, None if it need not.
+        self._end_by_ns: int | None = None
+        # The script's handler of SIGTERM was called because its node is to leave.
+        self._is_warned = False
         self._pulses = PulseWatch()
         self._loop = Loop()
 
@@ -150,11 +157,14 @@ class WorkerMachine:
         None otherwise, but for one that has just finished: for all else it waits for its agent and
         its main thread, never for time.
         """
-        return self._pulses.look_at_ns if self._main is MainPhase.TRAINING else self._let_go_ns
+        if self._main is MainPhase.OVER:
+            return None
+        looks = self._pulses.look_at_ns if self._main is MainPhase.TRAINING else self._let_go_ns
+        return min((at for at in (looks, self._end_by_ns) if at is not None), default=None)
 
     def _take(self, event: WorkerEvent) -> None:
         if isinstance(event, AgentTold):
-            self._told(event.message)
+            self._told(event)
         elif isinstance(event, Started):
             self._started(event)
         elif isinstance(event, PipeClosed):
@@ -175,6 +185,8 @@ class WorkerMachine:
             self._reported(event)
         elif isinstance(event, (StateSaved, Validated)):
             self._found_out(event)
+        elif isinstance(event, Looked) and self._is_late():
+            self._exit(EXIT_FAILED, "its main thread did not leave its group in time")
         elif isinstance(event, Looked) and self._main is MainPhase.TRAINING:
             self._looked(event)
         elif isinstance(event, Looked):
@@ -182,13 +194,14 @@ class WorkerMachine:
 
     # ------------------------------------------------------------ what the agent tells
 
-    def _told(self, message: PipeToWorker) -> None:
+    def _told(self, event: AgentTold) -> None:
+        message: PipeToWorker = event.message
         if isinstance(message, Ping):
             self._out.append(SendPipe(Pong(message.number)))
         elif isinstance(message, Assign):
             self._assigned(message)
         elif isinstance(message, Stop):
-            self._stop_ordered(message)
+            self._stop_ordered(message, event.is_handled)
         elif isinstance(message, ReportAck):
             self._acked(message)
         elif isinstance(message, Announce):
@@ -196,7 +209,7 @@ class WorkerMachine:
         elif isinstance(message, SaveState):
             self._save_ordered(message)
         elif isinstance(message, Preemption):
-            self._preemption_told(message)
+            self._preemption_told(message, event.is_handled)
         else:
             self._leave_ordered(message)
 
@@ -252,17 +265,37 @@ class WorkerMachine:
             self._save = order
             self._wish_save()
 
-    def _preemption_told(self, told: Preemption) -> None:
-        """Let user code know of nodes that leave its group; of an older group it is old news."""
-        if self._is_mine(told.worker_id) and told.generation == self._newest:
-            deadline_ns = self._now_ns + told.timeout_ns
-            self._out.append(TellPreemption(told.generation, deadline_ns, told.reason, told.nodes))
+    def _preemption_told(self, told: Preemption, is_handled: bool) -> None:
+        """Let user code know of nodes that leave its group; of an older group it is old news.
 
-    def _stop_ordered(self, stop: Stop) -> None:
-        """End, after the main thread left its group; at once if it is in none."""
-        if self._stop is not None:
+        A script with a handler of its own for SIGTERM gets it if its own node leaves, once: it
+        knows no other way. What a loop that goes on in place has done leaves with nobody.
+        """
+        if not self._is_mine(told.worker_id) or told.generation != self._newest:
+            return
+        deadline_ns = self._now_ns + told.timeout_ns
+        self._out.append(TellPreemption(told.generation, deadline_ns, told.reason, told.nodes))
+        if self._is_warned or self._loop.in_place or not is_handled:
+            return
+        if self._is_at(MainPhase.TRAINING, told.generation):
+            rank = self._assignment().rank
+            if any(rank in node.ranks for node in told.nodes):
+                self._is_warned = True
+                self._out.append(AskScript(told.reason))
+
+    def _stop_ordered(self, stop: Stop, is_handled: bool) -> None:
+        """End, after the main thread left its group; at once if it is in none.
+
+        A script with a handler of its own for SIGTERM ends by itself, in the time that it has.
+        """
+        is_asked = self._stop is not None and self._stop.asks and not stop.asks
+        if self._stop is not None and not is_asked:
             return
         self._stop = stop
+        if self._main is MainPhase.TRAINING and stop.asks and is_handled:
+            self._out.append(AskScript(stop.reason))
+            return
+        self._end_by_ns = self._end_by_ns or self._now_ns + END_NS
         if self._main in (MainPhase.FORMING, MainPhase.TRAINING):
             self._cut(stop.reason, final=True)
         else:
@@ -330,6 +363,9 @@ class WorkerMachine:
         elif event.group_broken:
             self._note_fallout(event)
             self._settle(WorkerPhase.BROKEN)
+        elif self._is_warned and event.exit_code:
+            # It was asked to end, and has: no failure of user code.
+            self._exit(event.exit_code, "its script has ended, as its node is to leave")
         elif event.exit_code == EXIT_DONE:
             self._finished(NO_RESULT, "left (exit 0)")
         else:
@@ -347,6 +383,9 @@ class WorkerMachine:
         else:
             self._note("finish_superseded", generation=self._generation())
             self._settle(WorkerPhase.READY)
+
+    def _is_late(self) -> bool:
+        return self._end_by_ns is not None and self._now_ns >= self._end_by_ns
 
     def _let_go(self) -> None:
         """Let those who still wait for us in the group in which we have finished find out."""

@@ -143,12 +143,14 @@ class ReportAck(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ..., code: _Optional[_Union[RefusalCode, str]] = ...) -> None: ...
 
 class Stop(_message.Message):
-    __slots__ = ("reason", "grace_ns")
+    __slots__ = ("reason", "grace_ns", "asks")
     REASON_FIELD_NUMBER: _ClassVar[int]
     GRACE_NS_FIELD_NUMBER: _ClassVar[int]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
     reason: str
     grace_ns: int
-    def __init__(self, reason: _Optional[str] = ..., grace_ns: _Optional[int] = ...) -> None: ...
+    asks: bool
+    def __init__(self, reason: _Optional[str] = ..., grace_ns: _Optional[int] = ..., asks: bool = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("number",)
