@@ -80,7 +80,7 @@ def run(target: Target, /, detach: bool, standalone: bool, **given: Any) -> None
 
     Nodes are the agents of a coordinator (--coord, ELASTIC_COORD). Without one this machine is
     the only node: a coordinator and an agent are started for the script, and end with it. When
-    workers are lost, the others run the script again in the same processes, in a new group.
+    workers are lost, all run the script again, in new processes that form a new group.
     """
     context = click.get_current_context()
     launch, wish = _launch(context, given), _log_wish(given)
@@ -136,7 +136,7 @@ def _launch(context: click.Context, given: dict[str, Any]) -> Launch:
     if given["run_path"]:
         if not os.path.isabs(given["script"]):
             _misused(f"--run-path needs an absolute path, {given['script']} is none")
-        given = {**given, "no_python": False, "fresh_process": False}
+        given = {**given, "no_python": False}
     if given["args"][:1] == ("--",):  # It ends torchrun's own flags there, too.
         given = {**given, "args": given["args"][1:]}
     shared = take_job_options(dict(given))
