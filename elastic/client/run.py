@@ -81,7 +81,7 @@ def run(target: Target, /, detach: bool, standalone: bool, **given: Any) -> None
 
     Nodes are the agents of a coordinator (--coord, ELASTIC_COORD). Without one this machine is
     the only node: a coordinator and an agent are started for the script, and end with it. When
-    workers are lost, the others run the script again in the same processes, in a new group.
+    workers are lost, all run the script again, in new processes that form a new group.
 
     Ctrl-C, SIGTERM and SIGHUP stop the job: a loop over train.epochs() is saved and ends between
     two steps, another script has its own handler of SIGTERM called and --grace to end in. A second
@@ -141,7 +141,7 @@ def _launch(context: click.Context, given: dict[str, Any]) -> Launch:
     if given["run_path"]:
         if not os.path.isabs(given["script"]):
             _misused(f"--run-path needs an absolute path, {given['script']} is none")
-        given = {**given, "no_python": False, "fresh_process": False}
+        given = {**given, "no_python": False}
     if given["args"][:1] == ("--",):  # It ends torchrun's own flags there, too.
         given = {**given, "args": given["args"][1:]}
     shared = take_job_options(dict(given))

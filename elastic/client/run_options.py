@@ -61,8 +61,6 @@ OURS = (
         metavar="PATH|URL", help="Parent of the run directory; all nodes must reach it.",
     ),
     _our("--detach", is_flag=True, help="Print the job's id and leave it to the cluster."),
-    _our("--fresh-process", is_flag=True,
-        help="Each group runs the script in new processes, as torchrun does."),
 )  # fmt: skip
 
 THEIRS = (

@@ -18,8 +18,6 @@ from elastic.core.world import Entry, EntryKind, JobId, Node, sorted_pairs
 from elastic.errors import ConfigError, UsageError
 
 PROGRAM = "elastic.worker.program"
-OF_PYTHON = "--python"
-"""Before a program's arguments: it is run by the worker's own Python."""
 AS_MANY = ("auto", "cpu", "gpu")
 THREADS = "OMP_NUM_THREADS"
 
@@ -51,7 +49,6 @@ class Launch:
         script: path of the script, name of the module, or of the program.
         is_module: `-m`.
         no_python: the script is a program of its own.
-        fresh_process: each attempt runs in a new process, as torchrun's do.
         virtual_local_rank: a worker sees its own GPU only, and LOCAL_RANK is 0.
         nodes: (min, max) of --nnodes.
         nproc_per_node: a number, or one of `AS_MANY`.
@@ -67,7 +64,6 @@ class Launch:
     args: tuple[str, ...] = ()
     is_module: bool = False
     no_python: bool = False
-    fresh_process: bool = False
     virtual_local_rank: bool = False
     nodes: tuple[int, int] = (1, 1)
     nproc_per_node: str = "1"
@@ -209,7 +205,7 @@ def job_spec(launch: Launch, size: Size, *, job_id: str, stamp: str) -> JobSpec:
         workers_per_replica=size.per_node,
         own_steps=True,
         # A program of its own forms its own group; the worker around it computes nothing.
-        backend="gloo" if _is_program(launch) else "auto",
+        backend="gloo" if launch.no_python else "auto",
         max_failures=launch.max_restarts,
         grace_s=launch.shutdown_timeout,
         run_path=run_path_of(launch.storage, name),
@@ -224,19 +220,12 @@ def _stem(launch: Launch) -> str:
     return plain_name(name.rpartition("/")[2].removesuffix(".py"))
 
 
-def _is_program(launch: Launch) -> bool:
-    return launch.no_python or launch.fresh_process
-
-
 def _entry(launch: Launch, size: Size) -> Entry:
     is_path = not (launch.is_module or launch.no_python)
     entry = entry_of(launch.script, is_module=not is_path, working_dir=launch.working_dir)
     args = launch.args
     if launch.no_python:
         args = (launch.script, *args)
-    elif launch.fresh_process:
-        args = (OF_PYTHON, *(("-m",) if launch.is_module else ()), entry.target, *args)
-    if _is_program(launch):
         entry = replace(entry, kind=EntryKind.MODULE, target=PROGRAM)
     ours = {"ROLE_NAME": launch.role} if launch.role != "default" else {}
     if launch.rdzv_id:

@@ -206,6 +206,8 @@ class WorkerReport:
         copies_sharded: of that state each node has rows alone, and a copy of each is wanted.
         micro_batches: that its loop's steps are shared out in, and so the most workers that the
             group can have; 0 while it is not known.
+        spent: its process has begun the script or train function, outside of any loop that goes on,
+            and begins it no second time: another process takes its place in the next group.
     """
 
     worker_id: WorkerId
@@ -222,6 +224,7 @@ class WorkerReport:
     copies_sharded: bool = False
     micro_batches: int = 0
     left: str = ""
+    spent: bool = False
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ class SimProcess:
         self.has_stepped = True
         self.beats = 0
         self.held_step = 0
+        self.has_begun = False
         self.waiting_since_ns = 0
         self.spot = parts.OPEN
         self.wish, self.rests = Generation(0), Generation(0)

@@ -153,6 +153,12 @@ class DataPlane:
         group = self.groups[(assignment.job_id, assignment.generation)]
         group.inside.add(assignment.rank)
         script = self.scripts[group.job_id]
+        self.checkers.require(
+            script.in_place or not process.has_begun,
+            "a process begins a script once",
+            f"job {group.job_id} generation {group.generation}: {process.worker_id} begins again",
+        )
+        process.has_begun = True
         if script.copies_every:
             process.tell_machine(CopiesWanted(script.copies_every, script.is_sharded))
         if script.micro_batches:

@@ -1,9 +1,8 @@
 """A program in place of a train function: run as a child of the worker, anew for each group.
 
-What torchrun does with its scripts, and what `elastic run --no-python` and `--fresh-process` ask
-for: `python -m elastic.worker.program [--python] COMMAND ARGS`. The child finds its place in the
-environment and forms its own group, over a store that rank 0's worker opens for this group alone:
-torch gives the keys of two attempts the same names.
+What `elastic run --no-python` asks for: `python -m elastic.worker.program COMMAND ARGS`. The child
+finds its place in the environment and forms its own group, over a store that rank 0's worker opens
+for this group alone: torch gives the keys of two attempts the same names.
 
 Rule: the child does not outlive the worker, nor the group it was started for. How it ends is how
 the worker ends: a code or a crash is a failure of user code, a kill kills the worker too.
@@ -36,7 +35,6 @@ from elastic.worker.main import die_with_parent
 
 log = logging.getLogger("elastic.worker.program")
 
-OF_PYTHON = "--python"
 LEAVE_S = 3.0
 """Between asking a child of a group that is over to end, and killing it."""
 OTHERS_S = 1.0
@@ -51,15 +49,13 @@ def main(words: list[str], environ: Mapping[str, str]) -> None:
     """Run a command to its end.
 
     Args:
-        words: the command; after `OF_PYTHON`, what this Python is to run.
+        words: the command.
         environ: for the child.
 
     Raises:
         UsageError: it cannot be started.
         ProgramFailed: it failed; says what torch's `@record` wrote down, if it is used.
     """
-    if words[:1] == [OF_PYTHON]:
-        words = [sys.executable, "-u", *words[1:]]
     with _store_for_children(environ) as address:
         killed_by = _run(words, {**environ, **address})
         if killed_by:

@@ -3,6 +3,8 @@
 Rule: user code runs only inside `_call`, and nothing of a call that ended early outlives it: its
 frames are let go and its group is dropped before the answer is posted. The group of a call that
 returned stays until the order to let go of it: the other members return within moments, as a rule.
+Code that is in no loop over `train.epochs()` is called once: the agent gives its worker's place in
+the next group to another process.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -36,7 +39,7 @@ from elastic.core.events.worker import (
     WorkerEvent,
 )
 from elastic.core.messages import Assign
-from elastic.core.world import NO_GENERATION, Assignment
+from elastic.core.world import NO_GENERATION, Assignment, EntryKind
 from elastic.errors import GroupError, InvariantViolation, ProgramFailed, UsageError
 from elastic.runtime.clock import Clock
 from elastic.storage.run_directory import RunDirectory
@@ -48,6 +51,7 @@ from elastic.worker.control import flush_output
 from elastic.worker.devices import Devices
 from elastic.worker.exchange import Exchange
 from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
+from elastic.worker.held import held_back
 from elastic.worker.interrupt import GroupChanged, Interrupter
 from elastic.worker.mesh import Reach
 from elastic.worker.progress import StepCounter
@@ -115,6 +119,10 @@ class Runner:
 
     def run(self) -> NoReturn:
         """Do what is ordered until the control thread ends the process."""
+        with held_back(self._met):
+            self._run_orders()
+
+    def _run_orders(self) -> NoReturn:
         while True:
             order = self._exchange.wait_for_order()
             if isinstance(order, Setup):
@@ -228,8 +236,6 @@ class Runner:
         self._reporter, self._exited = None, ""
         try:
             result = self._call_again(assign, assignment)
-            if self._reporter is not None:
-                self._reporter.finish()
             generation, left = self._place.generation, self._how_it_left()
             return TrainReturned(generation, outcome.result_json(result), left)
         except BaseException as error:
@@ -282,7 +288,7 @@ class Runner:
             torch.set_num_threads(threads)
 
     def _run(self, call: entry.Call) -> Any:
-        """Call user code, and wait for its last checkpoint; both end when the group is over."""
+        """Call user code, and wait for all that it has begun; that ends when the group is over."""
         try:
             result = call.run()
         except SystemExit as end:
@@ -293,6 +299,11 @@ class Runner:
             self._saver.finish()
         if self._validator is not None:
             self._validator.finish(lambda: self._is_over(self._place.generation))
+        if self._reporter is not None:
+            self._reporter.finish()
+        is_script = self._assigned().spec.entry.kind is not EntryKind.FUNCTION
+        if is_script and (self._engine is None or not self._engine.keeps):
+            entry.end_script()
         return result
 
     def _how_it_left(self) -> str:
@@ -378,11 +389,29 @@ class Runner:
             failure = outcome.failure_of(UsageError(text))
             return TrainRaised(event.generation, failure, group_broken=False)
         rung = "restart" if recovery == "restart" else "reenter"
+        if rung == "reenter" and not self._engine.keeps:
+            rung = "fresh_process"
         log.info("recovers rung=%s generation=%d reason=%r", rung, event.generation, why)
         if rung == "restart":
             flush_output()
             os.kill(os.getpid(), signal.SIGKILL)  # A spare takes the place.
         return event
+
+    def _met(self, error: BaseException) -> None:
+        """Keep user code from an error of a group that is over; it is called nowhere else again."""
+        engine, context = self._engine, current()
+        if engine is None or context is None or engine.keeps or engine.recovery == "in_place":
+            return  # A loop goes on by itself, and whoever asked for nothing else is to be told so.
+        generation = context.generation
+        is_over = self._exchange.was_aborted(generation) or self._groups.peer_hung_up()
+        if not (is_over and outcome.is_group_broken(error)):
+            return
+        failure = outcome.failure_of(error)
+        log.info("held_back generation=%d error=%s", generation, failure.error_type)
+        flush_output()
+        self._exchange.post(TrainRaised(generation, failure, group_broken=True))
+        while True:
+            threading.Event().wait()
 
     # ------------------------------------------------------------ groups that change under a loop
 

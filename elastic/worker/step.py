@@ -66,6 +66,8 @@ class StepEngine(Preparing):
         state: the prepared and registered objects.
         logbook: what `train.log` said.
         has_begun: the loop over epochs runs, so that groups change in place.
+        keeps: what is reached stays in this process: the loop has run, or the user has it called
+            again here.
         seed: of shuffling, unless the loader brings its own.
         recovery: how this worker comes into the next group, as in `FailureConfig`.
         at_close: what is to be done at the end of the call.
@@ -86,6 +88,7 @@ class StepEngine(Preparing):
         self.logbook, self.streams = Logbook(), StreamBook()
         self.seed, self.recovery = 0, "auto"
         self._home, self._carry = home, carry
+        self.keeps = carry is not None
         self._place: WorkerContext | None = None
         self._consistency = "bitwise"
         self.metadata: dict[str, Any] = {}
@@ -114,6 +117,9 @@ class StepEngine(Preparing):
         self.metadata = dict(options.get("metadata", self.metadata))
         self.recovery = str(options.get("recovery", self.recovery))
         self._keeper.configure(options)
+        if self.recovery == "reenter" and not self.keeps:
+            self.keeps = True
+            self._home.defer(False)
 
     def enter(self, context: WorkerContext) -> None:
         """Be in this group from here on."""
@@ -162,7 +168,7 @@ class StepEngine(Preparing):
         self._stack.enter_context(modules_know(self._reducer.parameters_zeroed))
         names = self._watch.begin()
         self._stack.enter_context(strangers_refused(names, lambda: self._due.is_stepping))
-        self.has_begun = True
+        self.has_begun = self.keeps = True
         self._home.defer(self.recovery in ("auto", "in_place"))
         if self._context.join is not None:
             self._context.join()  # Everything is built: from here on the others may wait for us.

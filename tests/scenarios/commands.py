@@ -46,7 +46,7 @@ PHASES = {
 NUMBERS = (
     "step", "slots", "incarnation", "min", "max", "workers_per_replica", "max_failures",
     "num_to_keep", "hang_timeout_s", "priority", "in_place", "request", "reports_due",
-    "micro_batches", "own_steps", "now", "grace_s",
+    "micro_batches", "own_steps", "now", "grace_s", "spent",
 )  # fmt: skip
 
 

@@ -159,7 +159,8 @@ def _forward(
     process = books.processes.get(worker.process_id)
     if process is not None:
         worker.wanted_in = max(worker.wanted_in, _wanted_in(message))
-        books.processes.send(process, message)
+        if not worker.is_over():
+            books.processes.send(process, message)
     elif worker.ended_itself:
         if _wanted_in(message) > worker.report.generation:
             # Others run again; it would need a process for that.

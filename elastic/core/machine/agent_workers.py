@@ -64,6 +64,10 @@ class Worker:
         """Return its id."""
         return self.report.worker_id
 
+    def is_over(self) -> bool:
+        """Return whether its process would have to begin its script a second time."""
+        return self.report.spent and self.wanted_in > self.report.generation
+
     def is_waiting(self) -> bool:
         """Return whether it still needs a process."""
         return self.has_no_process() and not self.ended_itself
@@ -224,6 +228,7 @@ class Workers:
             copies_sharded=said.copies_sharded,
             micro_batches=said.micro_batches,
             left=said.left,
+            spent=said.spent,
         )
         if worker.report != known:
             self.tell(worker, at_ns=tell_at_ns)

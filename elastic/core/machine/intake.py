@@ -210,7 +210,7 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
             tell(cluster, worker, LeaveGroup(*told, saves=can_save))
         saves.remind(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
-    elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
+    elif report.spent or report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
         leave = LeaveGroup(report.worker_id, report.generation, False, "the group is over")
         tell(cluster, worker, leave)
 

@@ -93,6 +93,8 @@ class JobState:
         save_request: of the newest wish for a checkpoint that did not come true yet, 0 for none.
         preemptions: how many nodes an announced drain took from its groups; a budget of its own.
         saved_before_ns: when a checkpoint was last wished for because its group needs who leaves.
+        anew_ns: since when members of the newest group are replaced by new processes, which all
+            begin together; None if they are not.
         has_news_of_leavers: its members were not told yet of a node of theirs that is to leave.
         stuck: why the newest group will never go on, "" if it may.
         told_over: the newest group that heard of its end before the next one was worked out.
@@ -133,6 +135,7 @@ class JobState:
     is_open: bool = False
     asked: bool = False
     told_to_save: bool = False
+    anew_ns: int | None = None
     announced_ns: int = 0
     training_since_ns: int | None = None
     workers: dict[WorkerId, WorkerState] = field(default_factory=dict)
@@ -241,6 +244,7 @@ class JobState:
             in_place=self.is_in_place(),
             has_trained=self.training_since_ns is not None,
             is_over=self.is_told_over(),
+            anew_ns=self.anew_ns,
         )
 
     def is_told_over(self) -> bool:
@@ -273,6 +277,7 @@ class JobState:
                 awaited=node.is_awaited(),
                 leaving=leaves,
                 leave_by_ns=node.leave_by_ns if node.draining else by_ns,
+                spent=report.spent,
             )
         return found
 

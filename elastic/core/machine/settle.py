@@ -196,7 +196,9 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
         _holds(job, decision.reason)
         return False
     if plan.act is Act.SUSPEND:
-        if leaving.exhausts_budget(cluster, job, ()):
+        if plan.members and plan.cause == "broken" and _fails_by_break(cluster, job):
+            return False
+        if leaving.exhausts_budget(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
         _suspend(cluster, job, plan, decision.reason)
@@ -245,6 +247,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     )
     job.seated = job.group, places
     job.is_open, job.asked, job.told_to_save, job.stuck = True, False, False, ""
+    job.anew_ns = None
     if plan.cause != "broken" or job.training_since_ns is not None:
         job.links.nowhere_ns = cluster.now_ns
     job.announced_ns, job.training_since_ns = cluster.now_ns, None
@@ -302,8 +305,9 @@ def ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
 
 
 def _suspend(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
-    """Let the members leave at once; they keep their state and wait."""
+    """Let the members leave at once; they keep their state and wait, or are replaced."""
     job.is_open, job.asked, job.told_to_save = False, False, False
+    job.anew_ns = cluster.now_ns if plan.members else None
     cluster.replan = True
     job.announced_ns = cluster.now_ns
     job.reason = reason

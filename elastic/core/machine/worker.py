@@ -2,7 +2,8 @@
 
 Rule: the main thread has one order at a time (set up, form, train), and gets the next one only
 after it answered. Whatever comes in between is remembered, newest generation first, and what
-the main thread says of a group that it was told to leave is fallout, never news.
+the main thread says of a group that it was told to leave is fallout, never news. A process
+begins a script once: then it is spent, and its agent ends it where it would have to begin again.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class WorkerMachine:
         self._stop: Stop | None = None
         self._is_cut = False
         self._has_wished = False
+        self._has_trained = False
         self._reports = ReportBook()
         self._failure: Failure | None = None
         self._result, self._left = "", ""
@@ -429,7 +431,9 @@ class WorkerMachine:
     # ------------------------------------------------------------ moves
 
     def _begin(self) -> None:
-        """Form the newest announced group; the main thread is idle."""
+        """Form the newest announced group, unless we are spent; the main thread is idle."""
+        if self._is_spent():
+            return
         self._out += self._reports.turn_over(self._generation())
         self._current, self._next = self._next, None
         self._is_cut = self._has_wished = False
@@ -446,7 +450,7 @@ class WorkerMachine:
         self._set_main(MainPhase.IDLE)
         if self._stop is not None:
             self._exit(EXIT_DONE, self._stop.reason)
-        elif self._next is not None:
+        elif self._next is not None and not self._is_spent():
             self._begin()
         else:
             self._become(WorkerPhase.READY if self._must_leave_now() else otherwise)
@@ -499,6 +503,7 @@ class WorkerMachine:
         check_move(MAIN, f"main thread of {self._name()}", self._main, phase)
         self._main = phase
         if phase is MainPhase.TRAINING:
+            self._has_trained = True
             self._pulses.begin(self._now_ns, self._assignment().world_size)
 
     # ------------------------------------------------------------ facts
@@ -516,6 +521,10 @@ class WorkerMachine:
     def _is_ordered_out(self) -> bool:
         """Return whether the group that the main thread is in is over for us."""
         return self._stop is not None or self._next is not None or self._must_leave_now()
+
+    def _is_spent(self) -> bool:
+        """Return whether the script has begun here, and is in no loop that goes on."""
+        return self._has_trained and not self._loop.keeps
 
     def _generation(self) -> Generation:
         return self._current.generation if self._current is not None else NO_GENERATION
@@ -547,6 +556,7 @@ class WorkerMachine:
             copies_sharded=self._loop.copies.is_sharded,
             micro_batches=self._loop.micro_batches,
             left=self._left,
+            spent=self._is_spent(),
         )
         self._out.append(SendPipe(WorkerUpdate(report)))
 

@@ -180,7 +180,7 @@ class Failure(_message.Message):
     def __init__(self, error_type: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., position: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("worker_id", "job_id", "phase", "generation", "store_address", "pid", "exit", "failure", "result", "in_place", "copies_every", "copies_sharded", "micro_batches", "left")
+    __slots__ = ("worker_id", "job_id", "phase", "generation", "store_address", "pid", "exit", "failure", "result", "in_place", "copies_every", "copies_sharded", "micro_batches", "left", "spent")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,7 @@ class WorkerReport(_message.Message):
     COPIES_SHARDED_FIELD_NUMBER: _ClassVar[int]
     MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
+    SPENT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     job_id: str
     phase: WorkerPhase
@@ -209,7 +210,8 @@ class WorkerReport(_message.Message):
     copies_sharded: bool
     micro_batches: int
     left: str
-    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., phase: _Optional[_Union[WorkerPhase, str]] = ..., generation: _Optional[int] = ..., store_address: _Optional[str] = ..., pid: _Optional[int] = ..., exit: _Optional[_Union[ExitCause, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., result: _Optional[str] = ..., in_place: bool = ..., copies_every: _Optional[int] = ..., copies_sharded: bool = ..., micro_batches: _Optional[int] = ..., left: _Optional[str] = ...) -> None: ...
+    spent: bool
+    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., phase: _Optional[_Union[WorkerPhase, str]] = ..., generation: _Optional[int] = ..., store_address: _Optional[str] = ..., pid: _Optional[int] = ..., exit: _Optional[_Union[ExitCause, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., result: _Optional[str] = ..., in_place: bool = ..., copies_every: _Optional[int] = ..., copies_sharded: bool = ..., micro_batches: _Optional[int] = ..., left: _Optional[str] = ..., spent: bool = ...) -> None: ...
 
 class HeldCopy(_message.Message):
     __slots__ = ("job_id", "generation", "steps", "source")
