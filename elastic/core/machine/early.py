@@ -61,7 +61,7 @@ def judge(cluster: Cluster, job: JobState) -> Decision[Verdict]:
         return Decision(Verdict.WAIT, what, until_ns)
     where = ", ".join(f"rank {rank} {how}" for rank, how in hows.items())
     failure = Failure("LeftEarly", what, position=where)
-    decision = failure_policy.judge_left(job.spec, job.history, failure)
+    decision = failure_policy.judge_left(job.spec, job.history, failure, cluster.config)
     job.history = decision.value.history
     job.failure = failure
     job.failed_worker = f"{left[0][1].report.worker_id} (rank {first})"

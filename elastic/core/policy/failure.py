@@ -130,13 +130,21 @@ def judge_break(history: History, config: CoordinatorConfig) -> Decision[Judgeme
     )
 
 
-def judge_left(spec: JobSpec, history: History, failure: Failure) -> Decision[Judgement]:
+def judge_left(
+    spec: JobSpec, history: History, failure: Failure, config: CoordinatorConfig
+) -> Decision[Judgement]:
     """Decide what it means that a member has left for good while others waited for it.
 
     It is a fault of user code, as if it had raised: twice in a row at the same place, and trying
     again would not help.
     """
-    return _judge_failure(spec, history, ExitCause(ExitKind.CODE), failure)
+    if _same(failure, history.last):
+        after = History(history.failures + 1, history.losses, failure)
+        what = f"{failure.error_type}: {failure.message}"
+        return Decision(
+            Judgement(True, after), f"{what} (as the time before: trying again would not help)"
+        )
+    return _judge_failure(spec, history, ExitCause(ExitKind.CODE), failure, config)
 
 
 def is_users_fault(cause: ExitCause) -> bool:
