@@ -167,7 +167,7 @@ class Watchdog(threading.Thread):
     """Ends a test that hangs, unless it ends before."""
 
     def __init__(self, nodeid: str, stderr: int) -> None:
-        super().__init__(name="watchdog", daemon=True)
+        super().__init__(name="test-watchdog", daemon=True)
         self._nodeid, self._stderr = nodeid, stderr
         self._is_over = threading.Event()
 
