@@ -79,7 +79,7 @@ def test_two_dashes_right_behind_the_script_are_dropped_as_torchrun_drops_them(
     script: str, behind: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches: list[Any] = []
-    monkeypatch.setattr("elastic.client.run._run_here", lambda launch, _: launches.append(launch))
+    monkeypatch.setattr("elastic.client.run._run_here", lambda launch, *_: launches.append(launch))
     assert elastic_run(script, *behind).exit_code == 0
     theirs = get_args_parser().parse_args([script, *behind]).training_script_args
     assert list(launches[0].args) == theirs

@@ -150,11 +150,12 @@ threading.Timer(0.1, gate.set).start()
 sys.exit(0)
 """
 RUNS = """
-import sys
+import contextlib, sys
 from elastic.core.world import Entry, EntryKind
 from elastic.worker import entry
 script, out = sys.argv[1:]
-entry.load(Entry(EntryKind.SCRIPT, script, args=(out,)))().run()
+with contextlib.suppress(SystemExit):
+    entry.load(Entry(EntryKind.SCRIPT, script, args=(out,)))().run()
 import os, pathlib
 print(*sorted(one.name for one in pathlib.Path(out).iterdir()), flush=True)
 os._exit(0)

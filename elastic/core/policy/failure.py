@@ -29,6 +29,8 @@ CRASH_SIGNALS = (
 )  # fmt: skip
 OUT_OF_MEMORY = "out of memory"
 """In the detail of an exit: this SIGKILL was the kernel's answer to who wants too much."""
+TERMINATED = 128 + int(signal.SIGTERM)
+"""The code of who was told to end, and has; a script that raises it unasked has raised."""
 FREE_LOSSES = 2
 """Losses in a row that are replaced without delay."""
 FIRST_DELAY_S = 0.5
@@ -134,9 +136,9 @@ def judge_left(spec: JobSpec, history: History, failure: Failure) -> Decision[Ju
 
 
 def is_users_fault(cause: ExitCause) -> bool:
-    """Return whether an exit is charged to user code: any code, or a native crash."""
+    """Return whether an exit is charged to user code: any code but one, or a native crash."""
     if cause.kind is ExitKind.CODE:
-        return True
+        return cause.code != TERMINATED
     return cause.kind is ExitKind.SIGNAL and cause.code in [int(s) for s in CRASH_SIGNALS]
 
 
