@@ -43,7 +43,8 @@ class Call:
     """One call of the entry point, not made yet.
 
     Attributes:
-        run: makes it, and returns what the train function returned; None for scripts.
+        run: makes it, and returns what the train function returned; None for scripts, whose
+            `sys.exit()` comes out as it is.
         config: what the user passed to the train function.
         options: what the library passed along with the function.
     """

@@ -93,9 +93,12 @@ def test_a_script_without_a_handler_leaves_at_once_and_its_process_ends_in_any_c
     assert isinstance(end, ExitWorker)
 
 
-@pytest.mark.parametrize(("rank", "in_place", "is_asked"), [(0, 0, 1), (1, 0, 0), (0, 1, 0)])
+@pytest.mark.parametrize(
+    ("rank", "in_place", "code", "is_asked", "is_free"),
+    [(0, 0, 1, 1, 1), (0, 1, 1, 0, 0), (1, 0, 143, 0, 1), (1, 0, 1, 0, 0)],
+)
 def test_a_script_whose_node_leaves_is_asked_once_and_is_no_failure(
-    rank: int, in_place: bool, is_asked: bool
+    rank: int, in_place: bool, code: int, is_asked: bool, is_free: bool
 ) -> None:
     worker = training(1)
     if in_place:
@@ -104,8 +107,8 @@ def test_a_script_whose_node_leaves_is_asked_once_and_is_no_failure(
     told = AgentTold(Preemption(ME, 1, 30 * NS_PER_S, "spot", nodes), is_handled=True)
     assert (AskScript("spot") in worker.event(told)) == is_asked
     assert AskScript("spot") not in worker.event(told)
-    worker.event(exits_with(143))
-    assert (worker.report.failure is None) == is_asked
+    worker.event(exits_with(code))
+    assert (worker.report.failure is None) == is_free
 
 
 # ---------------------------------------------------------------- what is stale or illegal

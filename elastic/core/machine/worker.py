@@ -63,6 +63,7 @@ from elastic.core.messages import (
     Warm,
     WorkerUpdate,
 )
+from elastic.core.policy.failure import TERMINATED
 from elastic.core.world import (
     NO_GENERATION,
     Assignment,
@@ -124,6 +125,8 @@ class WorkerMachine:
         self._end_by_ns: int | None = None
         # The script's handler of SIGTERM was called because its node is to leave.
         self._is_warned = False
+        # The newest group of which a node is to leave.
+        self._leavers_in: Generation = NO_GENERATION
         self._pulses = PulseWatch()
         self._loop = Loop()
 
@@ -275,6 +278,7 @@ class WorkerMachine:
         """
         if not self._is_mine(told.worker_id) or told.generation != self._newest:
             return
+        self._leavers_in = told.generation
         deadline_ns = self._now_ns + told.timeout_ns
         self._out.append(TellPreemption(told.generation, deadline_ns, told.reason, told.nodes))
         if self._is_warned or self._loop.in_place or not is_handled:
@@ -365,9 +369,9 @@ class WorkerMachine:
         elif event.group_broken:
             self._note_fallout(event)
             self._settle(WorkerPhase.BROKEN)
-        elif self._is_warned and event.exit_code:
-            # It was asked to end, and has: no failure of user code.
-            self._exit(event.exit_code, "its script has ended, as its node is to leave")
+        elif self._was_asked_to_end(event.exit_code):
+            # It was asked to end, or another rank was and has told it: no failure of user code.
+            self._exit(TERMINATED, "its script has ended, as a node of its group is to leave")
         elif event.exit_code == EXIT_DONE:
             self._finished(NO_RESULT, "left (exit 0)")
         else:
@@ -385,6 +389,11 @@ class WorkerMachine:
         else:
             self._note("finish_superseded", generation=self._generation())
             self._settle(WorkerPhase.READY)
+
+    def _was_asked_to_end(self, exit_code: int | None) -> bool:
+        """Return whether a script ends because it, or another rank, was asked to."""
+        is_told = exit_code == TERMINATED and self._leavers_in == self._generation()
+        return is_told or bool(exit_code and self._is_warned)
 
     def _is_late(self) -> bool:
         return self._end_by_ns is not None and self._now_ns >= self._end_by_ns

@@ -32,6 +32,8 @@ OUT_OF_MEMORY = "out of memory"
 """In the detail of an exit: this SIGKILL was the kernel's answer to who wants too much."""
 STOPPED = "stopped (SIGSTOP)"
 """In the detail of a hang: somebody has stopped the process, and it was given up."""
+TERMINATED = 128 + int(signal.SIGTERM)
+"""The code of who was told to end, and has; a script that raises it unasked has raised."""
 FREE_LOSSES = 2
 """Losses in a row that are replaced without delay."""
 FIRST_DELAY_S = 0.5
@@ -148,9 +150,9 @@ def judge_left(
 
 
 def is_users_fault(cause: ExitCause) -> bool:
-    """Return whether an exit is charged to user code: any code, or a native crash."""
+    """Return whether an exit is charged to user code: any code but one, or a native crash."""
     if cause.kind is ExitKind.CODE:
-        return True
+        return cause.code != TERMINATED
     return cause.kind is ExitKind.SIGNAL and cause.code in [int(s) for s in CRASH_SIGNALS]
 
 
