@@ -43,10 +43,9 @@ SLICE_BYTES = 2 << 20
 """Of a smaller one more is seen at once: so much, which takes about 0.1 ms."""
 CALL_BYTES = 64 << 10
 """What could be read in the time that it takes to begin with a tensor."""
-HEALED_MAX = 3
-"""How often ranks get the others' state before that is an error: something goes on changing it."""
-
-
+HEALED_MAX, HEALED_STEPS = 3, 1000
+"""How often in how many steps ranks get the others' state before that is an error: something goes
+on changing it."""
 ORDER = "the order of the loader's sampler"
 Prints = dict[str, int]
 """Checksums by the names of what they are of."""
@@ -68,18 +67,25 @@ class _Watched:
         there = self.owner.get(self.key) if self.owner is not None else None
         return there if isinstance(there, torch.Tensor) else self.tensor
 
-    def checksum(self) -> Any:
-        """Return its checksum: a number, or on a device a tensor of one that is computed there."""
+    def checksum(self, first: int, last: int) -> Any:
+        """Return the checksum of some of its bytes.
+
+        A number, or on a device a tensor of one that is computed there.
+        """
         tensor = self.now()
         if tensor.device.type != "cpu":
-            return checksum_there(tensor)
+            return checksum_there(flat_bytes(tensor)[first:last])
         at = (tensor.data_ptr(), tensor.numel())
         if self.known is None or self.known_at != at:
             flat = flat_bytes(tensor)
             # What was copied to be flat would not show a later change.
             is_view = flat.data_ptr() == tensor.data_ptr()
             self.known, self.known_at = flat.numpy(), at if is_view else (0, 0)
-        return checksum_of(self.known)
+        return checksum_of(self.known[first:last])
+
+
+_Part = tuple[_Watched, int, int]
+"""Bytes of a tensor: first, and behind the last."""
 
 
 class Divergence:
@@ -92,8 +98,10 @@ class Divergence:
             state: the prepared and registered objects.
         """
         self._state = state
-        self._slices: list[list[_Watched]] = []
-        self._num_healed = self._order = 0
+        self._watched: list[_Watched] = []
+        self._slices: list[list[_Part]] = []
+        self._order = self._steps = 0
+        self._healed_at: list[int] = []
         # Of a device: what was asked for a step ago, and is there by now.
         self._before: tuple[Any, Any, int] | None = None
 
@@ -103,16 +111,18 @@ class Divergence:
         Returns:
             Names, by the id of the tensor.
         """
-        watched = list(_watched_in(self._state))
-        total = sum(one.tensor.nbytes + CALL_BYTES for one in watched)
-        most = max(SLICE_BYTES, total // SLICES)
-        self._slices, size, self._before = [], most, None
-        for one in watched:
-            if size >= most:
-                self._slices.append([])
-                size = 0
-            self._slices[-1].append(one)
-            size += one.tensor.nbytes + CALL_BYTES
+        self._watched, self._before = list(_watched_in(self._state)), None
+        total = sum(one.tensor.nbytes + CALL_BYTES for one in self._watched)
+        most = max(SLICE_BYTES, -(-total // SLICES) // 64 * 64)
+        self._slices, room = [], 0
+        for one in self._watched:
+            for first in range(0, one.tensor.nbytes, most):
+                if room <= 0:
+                    self._slices.append([])
+                    room = most
+                last = min(first + most, one.tensor.nbytes)
+                self._slices[-1].append((one, first, last))
+                room -= last - first + CALL_BYTES
         return self.names()
 
     def told(self, steps: int, world_size: int, order: int = 0) -> int:
@@ -125,20 +135,22 @@ class Divergence:
             world_size: of the group; one rank alone differs from nobody.
             order: a checksum of the order of the data, 0 if that follows from the seed.
         """
-        self._order = order
+        self._order, self._steps = order, steps
         if world_size < 2:
             return 0
         some = self._slices[steps % len(self._slices)] if self._slices else []
-        if some and some[0].now().device.type != "cpu":
+        if some and some[0][0].now().device.type != "cpu":
             return self._told_later(some)
-        total = order + sum(one.checksum() * factor(place) for place, one in enumerate(some))
+        total = order
+        for place, (one, first, last) in enumerate(some):
+            total += one.checksum(first, last) * factor(place)
         if steps % SLICES == 0:
             total += combined([*_registered_values(self._state).values()])
         return total & MASK
 
-    def _told_later(self, some: Sequence[_Watched]) -> int:
-        before, device = self._before, some[0].now().device
-        parts = [one.checksum() for one in some]
+    def _told_later(self, some: Sequence[_Part]) -> int:
+        before, device = self._before, some[0][0].now().device
+        parts = [one.checksum(first, last) for one, first, last in some]
         parts = [p if isinstance(p, torch.Tensor) else torch.tensor(_signed(p)) for p in parts]
         factors = torch.tensor([_signed(factor(place)) for place in range(len(parts))])
         sums = torch.stack([one.to(device, non_blocking=True) for one in parts])
@@ -161,9 +173,8 @@ class Divergence:
 
     def prints(self) -> Prints:
         """Return the checksum of everything that is watched, by name."""
-        watched = [one for some in self._slices for one in some]
-        found = checksums([one.now() for one in watched])
-        names = (one.name for one in watched)
+        found = checksums([one.now() for one in self._watched])
+        names = (one.name for one in self._watched)
         return {**dict(zip(names, found, strict=True)), **_registered_values(self._state)}
 
     # ------------------------------------------------------------------- once ranks differ
@@ -171,7 +182,8 @@ class Divergence:
     def said(self) -> bytes:
         """Return what the others must know to find out what differs."""
         prints = {ORDER: self._order, **self.prints()}
-        return json.dumps({"prints": prints, "healed": self._num_healed}).encode()
+        self._healed_at = [at for at in self._healed_at if at > self._steps - HEALED_STEPS]
+        return json.dumps({"prints": prints, "healed": len(self._healed_at)}).encode()
 
     def hear(self, said: Sequence[bytes]) -> Verdict:
         """Find out what differs, and whether it can be healed; all ranks conclude the same.
@@ -184,12 +196,12 @@ class Divergence:
         healed = max(one["healed"] for one in heard)
         is_state = ORDER not in verdict.names and not self._state.is_sharded
         can_heal = verdict.is_majority and healed < HEALED_MAX and is_state
-        self._num_healed = healed + 1
+        self._healed_at.append(self._steps)
         return replace(verdict, healed=healed, can_heal=can_heal)
 
     def names(self) -> dict[int, str]:
         """Return the names of what is watched, by the id of the tensor."""
-        return {id(one.tensor): one.name for some in self._slices for one in some}
+        return {id(one.tensor): one.name for one in self._watched}
 
 
 @dataclass(frozen=True)
