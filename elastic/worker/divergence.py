@@ -210,7 +210,7 @@ class Verdict:
 
     Attributes:
         names: of what differs.
-        odd: ranks that differ from the most common, or from rank 0 if there is none.
+        odd: ranks that differ from what most have, or from rank 0 if there is none.
         is_majority: most ranks have the same.
         can_heal: the odd ones are to receive it.
         healed: how often that has happened before.
@@ -235,9 +235,9 @@ def compare(prints: Sequence[Mapping[str, int]]) -> Verdict:
         prints: what each rank has, by rank.
     """
     keys = [tuple(sorted(one.items())) for one in prints]
-    common, number = Counter(keys).most_common(1)[0]
+    most_have, number = Counter(keys).most_common(1)[0]
     is_majority = 2 * number > len(keys)
-    right = dict(common if is_majority else keys[0])
+    right = dict(most_have if is_majority else keys[0])
     odd = tuple(rank for rank, one in enumerate(prints) if dict(one) != right)
     names = {name for one in prints for name in {*one, *right} if one.get(name) != right.get(name)}
     # In the order in which they were prepared.
