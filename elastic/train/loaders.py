@@ -342,8 +342,15 @@ class PreparedLoader:
             self._sampler.num_replicas = context.world_size
 
     def __len__(self) -> int:
-        """Return the steps of an epoch if an optimizer was prepared, else this rank's batches."""
+        """Return the steps of an epoch if an optimizer was prepared, else this rank's batches.
+
+        Under `torch.no_grad()`, and of a loader that was read to evaluate and nothing else, those
+        of an evaluation.
+        """
         context = require_context("len of a prepared loader")
+        evaluates = self.evaluated is not None and self._by_step is None
+        if self._deals and (evaluates or not torch.is_grad_enabled()):
+            return len(self._by_whole_batches(require_place("len of a prepared loader"))[0])
         engine = context.engine
         if engine is not None and engine.state.optimizers and self._deals:
             return self._micro_batches(engine).steps_of(engine.cursor.epoch)

@@ -83,13 +83,13 @@ class Part:
         file: its tensors.
         items: in the order in which they lie there; end to end.
         tensors: fingerprint of the tensors of the state, as this rank has them.
-        registered: checksums of samples of what the script has registered, by name.
+        prints: checksums of what must be alike on all ranks, by name; see `likeness`.
     """
 
     file: StoredFile
     items: tuple[Item, ...]
     tensors: int = 0
-    registered: Mapping[str, int] = field(default_factory=dict)
+    prints: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Part:
@@ -100,8 +100,8 @@ class Part:
         """
         try:
             items = tuple(Item(*one) for one in fields["items"])
-            tensors, registered = fields.get("tensors", 0), dict(fields.get("registered", {}))
-            return Part(StoredFile(*fields["file"]), items, tensors, registered)
+            tensors, prints = fields.get("tensors", 0), dict(fields.get("prints", {}))
+            return Part(StoredFile(*fields["file"]), items, tensors, prints)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a part: {error!r}") from None
 

@@ -171,6 +171,7 @@ class Keeper:
                 durable=self._is_stored,  # Not by our own plan or wish: some hear of one later.
                 about=self._logbook.latest,
                 aliases=self._objects.aliases(),
+                caches=self._objects.caches(),
             )
             while not saver.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
                 self._show_life()

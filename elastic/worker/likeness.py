@@ -1,43 +1,52 @@
-"""Whether members have registered the same: a small sample of what must be alike on all of them.
+"""Whether members have the same state: checksums of what must be alike on all of them.
 
-Each member writes a part of the state, some rows of a tensor each. What the engine keeps alike
-(models, optimizers) fits together; what a script has registered and lets differ by rank would
+Each member writes a part of the state, some rows of a tensor each. Where ranks differ, it would
 become a mix of everybody's rows, and nobody's state.
 
-Rule: a sample costs microseconds, so that the training loop can pay for it; it finds values that
-differ throughout, as those that belong to one rank do, and not one element among millions.
+Rule: all of it is looked at, once for each snapshot, which costs less than copying it does. What is
+sharded differs, and buffers that are not part of a `state_dict` may.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-ELEMENTS = 64
-"""Of each tensor that are looked at, evenly spread."""
-TENSORS = 64
-"""Of each registered object that are looked at, evenly spread."""
+from elastic.worker import checksums
 
 
-def registered_prints(state: Any) -> dict[str, int]:
-    """Return a checksum of a sample of the tensors of each registered object, by its name.
+def state_prints(state: Any, caches: Sequence[Collection[str]] = ()) -> dict[str, int]:
+    """Return a checksum of each prepared and registered object, by what it is called for people.
 
     Args:
         state: of the run, as `Keeper.take` returns it.
+        caches: names of tensors that ranks may have for themselves, by model.
     """
     objects = state.get("objects") if isinstance(state, Mapping) else None
-    registered = objects.get("registered") if isinstance(objects, Mapping) else None
+    if not isinstance(objects, Mapping):
+        return {}
     prints = {}
-    for name, value in (registered or {}).items():
-        tensors = list(_tensors_in(value))
-        if tensors:
-            prints[name] = _print_of(tensors)
+    for number, model in enumerate(objects.get("models") or ()):
+        own = caches[number] if number < len(caches) else ()
+        prints[f"model {number}"] = _print_of({k: v for k, v in model.items() if k not in own})
+    prints["parameters of no prepared model"] = _print_of(objects.get("loose"))
+    for number, optimizer in enumerate(objects.get("optimizers") or ()):
+        prints[f"optimizer {number}"] = _print_of(optimizer)
+    for name, value in (objects.get("registered") or {}).items():
+        with suppress(Exception):  # What cannot be saved is told of where it is packed.
+            prints[f"registered {name}"] = checksums.values_print(value)
     return prints
+
+
+def _print_of(value: Any) -> int:
+    """Return a checksum of all tensors in nested containers."""
+    return checksums.combined(checksums.checksums(list(_tensors_in(value))))
 
 
 def combined(prints: Mapping[str, int]) -> int:
@@ -48,22 +57,6 @@ def combined(prints: Mapping[str, int]) -> int:
 def differing(ours: Mapping[str, int], theirs: Mapping[str, int]) -> list[str]:
     """Return the names of registered objects that are not alike."""
     return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-
-
-def _print_of(tensors: list[torch.Tensor]) -> int:
-    sample = tensors[:: -(-len(tensors) // TENSORS)]
-    crc = 0
-    for tensor in sample:
-        # A view where the memory allows it; small things may be copied.
-        flat = tensor.detach()
-        if flat.is_contiguous():
-            flat = flat.view(-1)
-            flat = flat[:: max(1, -(-flat.numel() // ELEMENTS))]
-        else:
-            flat = flat[:1].reshape(-1)[:ELEMENTS]
-        data = flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        crc = zlib.crc32(data, crc)
-    return crc
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +29,7 @@ from elastic.runtime.snapshot_memory import Mark
 from elastic.worker.arena import Layout, Slot
 from elastic.worker.arrival import Arrival
 from elastic.worker.exchange import WAIT_SLICE_S
-from elastic.worker.likeness import combined, registered_prints
+from elastic.worker.likeness import combined, state_prints
 from elastic.worker.sharded_state import (
     Held,
     answered_by,
@@ -121,7 +121,7 @@ class Saver:
         self._paths, self._writer = tuple(paths), writer
         self._slots: list[Slot] = []
         self._arrangement: Arrangement | None = None
-        self._registered: dict[str, int] = {}
+        self._prints: dict[str, int] = {}
         self._seat = Seat()
         self._last_s = time.monotonic()
         self._served = 0
@@ -293,6 +293,7 @@ class Saver:
         request: int = 0,
         about: Mapping[str, Any] | None = None,
         aliases: Sequence[Mapping[str, str]] = (),
+        caches: Sequence[Collection[str]] = (),
         durable: bool = True,
     ) -> threading.Event:
         """Copy our share of the state, and have it written.
@@ -306,6 +307,7 @@ class Saver:
             request: the wish that this serves.
             about: values that people want to see beside it.
             aliases: see `checkpoint_files.write_rest`.
+            caches: see `likeness.state_prints`.
             durable: False to leave it in memory only.
 
         Returns:
@@ -322,7 +324,7 @@ class Saver:
             self._last_s, self._served = began, max(request, self._served)
         self._end_warming()
         try:
-            slot, mark, arrangement, skeleton = self._copy(state(), steps)
+            slot, mark, arrangement, skeleton = self._copy(state(), steps, caches)
         except Exception as error:
             if durable:
                 self._tell_failed(steps, error)
@@ -350,7 +352,7 @@ class Saver:
                 aliases=tuple(aliases),
                 done=done,
                 request=request,
-                registered=self._registered,
+                prints=self._prints,
             )
         )
         return done
@@ -361,12 +363,14 @@ class Saver:
             name = name_of(steps, self._seat.generation, self.number)
             self._writer.tell(Failure(self._seat.rank, name, str(error)))
 
-    def _copy(self, state: Any, steps: int) -> tuple[Slot, Mark, Arrangement, bytes]:
+    def _copy(
+        self, state: Any, steps: int, caches: Sequence[Collection[str]]
+    ) -> tuple[Slot, Mark, Arrangement, bytes]:
         """Copy our share into the slot whose turn it is."""
         values, tensors, trace = split_and_trace(state)
         arrangement = self._arranged(values, tensors, trace)
         layout, pieces = arrangement.layout, arrangement.pieces
-        self._registered = registered_prints(state)
+        self._prints = state_prints(state, caches)
         seat, slot = self._seat, self._slot_of(self.number)
         if self._is_being_written(slot):
             raise OSError(f"snapshot {self.number}: one in the same place is still being written")
@@ -387,7 +391,7 @@ class Saver:
         text = with_held(skeleton, layout.held)
         mark = Mark(
             self.number, seat.generation, steps, seat.local_world_size, layout.data_bytes,
-            arrangement.places ^ combined(self._registered), len(text), zlib.crc32(text),
+            arrangement.places ^ combined(self._prints), len(text), zlib.crc32(text),
         )  # fmt: skip
         self._skeleton_room = max(self._skeleton_room, 2 * len(text))
         slot.reserve(mark.num_bytes)

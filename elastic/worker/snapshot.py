@@ -32,7 +32,7 @@ class Snapshot:
         aliases: other names of shared parameters, by model.
         done: set once it is durable, or given up.
         request: number of the newest wish for a checkpoint that it was taken after.
-        registered: samples of what the script has registered; see `likeness`.
+        prints: checksums of what must be alike on all ranks; see `likeness`.
     """
 
     generation: int
@@ -48,7 +48,7 @@ class Snapshot:
     aliases: tuple[Mapping[str, str], ...]
     done: threading.Event
     request: int = 0
-    registered: Mapping[str, int] = field(default_factory=dict)
+    prints: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -144,6 +144,17 @@ class TrainState:
             found.append({name: first[id(p)] for name, p in every if first[id(p)] != name})
         return found
 
+    def caches(self) -> list[set[str]]:
+        """List for each model the buffers that `state_dict` leaves out; ranks may differ there."""
+        return [
+            {
+                f"{path}.{own} (buffer)" if path else f"{own} (buffer)"
+                for path, part in model.named_modules()
+                for own in part._non_persistent_buffers_set
+            }
+            for model in self.models
+        ]
+
     def forget_step(self) -> None:
         """A step is done again: scalers have not seen its gradients. Their scale stays."""
         for scaler in self.scalers:

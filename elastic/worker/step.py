@@ -499,8 +499,11 @@ class StepEngine(Preparing):
             names = self._watch.names()
             steps = [p for one in self.state.optimizers for p in parameters_of(one)]
             raise complaints.differs(verdict, self.cursor, {names.get(id(p), "") for p in steps})
-        self._has_state = self._context.world_rank not in verdict.odd
-        log.warning(
+        rank = self._context.world_rank
+        self._has_state = rank not in verdict.odd
+        teller = min({*range(self._context.world_size)} - {*verdict.odd})
+        log.log(
+            logging.WARNING if rank == teller else logging.INFO,
             "state_differed ranks=%s tensors=%d first=%s epoch=%d step=%d: they receive the "
             "others' state, and the step is done again; is the memory of their nodes in order?",
             ",".join(map(str, verdict.odd)), len(verdict.names), "".join(verdict.names[:1]),

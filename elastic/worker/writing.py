@@ -60,8 +60,8 @@ the next snapshot waits, for a member may have failed to write, unless this one 
 UNTOLD_S = 5.0
 """How often a member says again that it failed to write, if storage did not take that either."""
 UNLIKE = (
-    "different values in what train.register() was given, of which each rank writes some rows: "
-    "register what is the same on all ranks, and leave out, or reduce first, what belongs to one"
+    "each rank writes some rows, which together would be nobody's state; let train.register() have "
+    "what is the same on all ranks, and leave out, or reduce first, what belongs to one"
 )
 STALLED_S = 30.0
 """Storage that has taken nothing for so long is away, and loses its hold on memory."""
@@ -258,7 +258,7 @@ class Writer:
             files, snapshot.rank, snapshot.slot, snapshot.layout, snapshot.pieces, self._moves
         )
         _check_unchanged(snapshot)
-        part = replace(part, tensors=snapshot.mark.tensors, registered=snapshot.registered)
+        part = replace(part, tensors=snapshot.mark.tensors, prints=snapshot.prints)
         write_note(files, snapshot.rank, part)
         return self._complete(snapshot, began) if snapshot.rank == 0 else None
 
@@ -271,7 +271,7 @@ class Writer:
                 return
             if snapshot.slot.has_other_than(snapshot.mark):
                 # Who writes finds out whose, and of what.
-                raise GivenUp(f"a worker of this node has other tensors, or {UNLIKE}")
+                raise GivenUp(f"a worker of this node has other tensors, or other values: {UNLIKE}")
             if is_over:
                 break  # Whoever has not copied by now is in the next group, or lost.
         raise GivenUp("a worker of this node has not copied its share")
@@ -309,9 +309,9 @@ class Writer:
             raise GivenUp("a member has not written its part; its group is over, or it is stuck")
         parts, notes = written
         for rank, part in enumerate(parts):
-            unlike = differing(snapshot.registered, part.registered)
+            unlike = differing(snapshot.prints, part.prints)
             if unlike:
-                raise GivenUp(f"rank {rank} and rank 0 have {UNLIKE}: {', '.join(unlike)}")
+                raise GivenUp(f"rank {rank} and rank 0 differ in {', '.join(unlike)}: {UNLIKE}")
             if part.tensors != snapshot.mark.tensors:
                 raise GivenUp(
                     f"rank {rank} has saved other tensors than rank 0: what the train function "

@@ -353,6 +353,7 @@ def evaluating(where: str) -> Any:
                 losses.append(square(model(x), y))
                 texts.append([f"sample {one}" for one in number.tolist()])
         model.train()
+        assert len(held_out) == len(seen)  # As in `total_loss / len(loader)`.
         if where == "inside the pass":
             with torch.no_grad():
                 for _ in held_out:
