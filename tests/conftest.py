@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -21,15 +22,24 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.patience import DEADLINE_S, HANG_S, SLOWNESS
+from tests.patience import (
+    DEADLINE_S,
+    HANG_S,
+    SESSION_MARK,
+    SLOWNESS,
+    Deadline,
+    is_alive,
+    started_here,
+)
 
-# Inherited by every process that a test starts, also by those whose parent is gone.
-SESSION_MARK = "ELASTIC_TEST_SESSION"
-# Python's own, ends with us: it frees shared memory that a process left behind.
-RESOURCE_TRACKER = "multiprocessing.resource_tracker"
+# A folder with one for each test that runs, and where seeds begin that no run had before.
+MARKS = "ELASTIC_TEST_MARKS"
+SEED = "ELASTIC_TEST_SEED"
 LINES_AT_ONCE = 15
 # The longest parts first: what is left for the end then divides well among the cores.
 PARTS = ("chaos", "integration", "simulation", "property", "scenarios", "unit", "tidy")
+# How often the watchdog of a test looks.
+POLL_S = 5.0
 # Where people read, whatever a test has done to the process's own.
 STDERR = pytest.StashKey[int]()
 
@@ -62,28 +72,6 @@ def _no_process_is_left_behind() -> Iterator[None]:
         pytest.fail("processes outlived the tests that started them:\n" + "\n".join(lines))
 
 
-def started_here(mark: str) -> list[psutil.Process]:
-    """Find living processes that carry our mark, or descend from us."""
-    ours = {process.pid: process for process in psutil.Process().children(recursive=True)}
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(SESSION_MARK) == mark:
-                ours[process.pid] = process
-        except psutil.Error:
-            continue  # Gone, or another user's.
-    return [process for _, process in sorted(ours.items()) if is_alive(process)]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Tell a process that can still do something from one that only waits to be reaped."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE and RESOURCE_TRACKER not in " ".join(
-            process.cmdline()
-        )
-    except psutil.NoSuchProcess:
-        return False
-
-
 def described(process: psutil.Process) -> str:
     """Return pid, command, and the test that started it (pytest tells it to every child)."""
     try:
@@ -93,8 +81,22 @@ def described(process: psutil.Process) -> str:
         return f"  pid {process.pid}"
 
 
+@pytest.fixture(scope="session")
+def fresh_seed() -> int:
+    """Give a seed that is another one in each run, and is shown at its beginning."""
+    return int(os.environ[SEED])
+
+
+def pytest_report_header() -> str:
+    """Say how to have the same run again."""
+    return f"fresh seed: {os.environ[SEED]} (the same again: {SEED}={os.environ[SEED]})"
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the way to whoever reads before output is captured."""
+    """Keep the way to whoever reads before output is captured; begin what all processes share."""
+    if not hasattr(config, "workerinput"):
+        os.environ[MARKS] = tempfile.mkdtemp(prefix="elastic-tests-")
+        os.environ.setdefault(SEED, str(random.SystemRandom().randrange(1_000_000)))
     assert sys.__stderr__ is not None
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno())
     if "CI" in os.environ and not hasattr(config, "workerinput"):
@@ -139,39 +141,53 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         item.add_marker(pytest.mark.skip("the process that ran it before has died of it"))
     running.mkdir(parents=True, exist_ok=True)
     stderr = item.config.stash[STDERR]
-    watchdog = threading.Timer(HANG_S, end_hung, (item.nodeid, stderr))
-    watchdog.daemon = True
+    watchdog = Watchdog(item.nodeid, stderr)
     watchdog.start()
-    # If even Python's own threads cannot run, because C++ code holds the interpreter's lock.
-    faulthandler.dump_traceback_later(HANG_S + DEADLINE_S, exit=True, file=stderr)
     try:
         return (yield)
     finally:
         watchdog.cancel()
+        watchdog.join()
         faulthandler.cancel_dump_traceback_later()
         running.rmdir()
 
 
 def mark_of(nodeid: str) -> Path:
     """Return the folder that a test has while it runs, which stays if its process dies of it."""
-    return marks() / f"{zlib.crc32(nodeid.encode()):08x}"
+    return Path(os.environ[MARKS], f"{zlib.crc32(nodeid.encode()):08x}")
 
 
-def marks() -> Path:
-    """Return the folder of these folders, one for all processes of a run."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    return Path(tempfile.gettempdir(), f"elastic-tests-{run}")
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the marks, as whoever has made them."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ[MARKS], ignore_errors=True)
 
 
-def pytest_sessionfinish() -> None:
-    """Remove the marks of a run in one process; xdist's are a few empty folders."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        shutil.rmtree(marks(), ignore_errors=True)
+class Watchdog(threading.Thread):
+    """Ends a test that hangs, unless it ends before."""
+
+    def __init__(self, nodeid: str, stderr: int) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self._nodeid, self._stderr = nodeid, stderr
+        self._is_over = threading.Event()
+
+    def cancel(self) -> None:
+        """The test has ended."""
+        self._is_over.set()
+
+    def run(self) -> None:
+        """Look until the test is over, or hangs."""
+        deadline = Deadline(HANG_S)
+        while not self._is_over.wait(POLL_S):
+            # For code in C++ that holds the interpreter's lock: no thread of Python's runs then.
+            faulthandler.dump_traceback_later(HANG_S, exit=True, file=self._stderr)
+            if deadline.passed():
+                end_hung(self._nodeid, self._stderr)
 
 
 def end_hung(nodeid: str, stderr: int) -> None:
     """Show the stacks of this process and its children, end them, and end this one."""
-    os.write(stderr, f"\n{nodeid} hangs, after {HANG_S:.0f} s:\n".encode())
+    os.write(stderr, f"\n{nodeid} hangs, after {HANG_S:.0f} s or more:\n".encode())
     faulthandler.dump_traceback(stderr)
     processes = started_here(os.environ.get(SESSION_MARK, ""))
     for process in processes:
@@ -201,7 +217,7 @@ def pytest_enter_pdb() -> None:
     """Let people think as long as they want."""
     faulthandler.cancel_dump_traceback_later()
     for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer) and thread.function is end_hung:
+        if isinstance(thread, Watchdog):
             thread.cancel()
 
 

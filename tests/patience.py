@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import anyio
+import psutil
 
 T = TypeVar("T")
 
@@ -26,6 +27,8 @@ SLOWNESS_VARIABLE = "ELASTIC_TEST_SLOWNESS"
 QUIET_WORK_S = 0.35
 SLOWNESS_MAX = 20.0
 POLL_S = 0.01
+# Python's own, ends with us: it frees shared memory that a process left behind.
+RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
 
 def _work_s() -> float:
@@ -51,6 +54,72 @@ DEADLINE_S = 90.0 * SLOWNESS
 """What has not happened by then never will; no test takes so long when it passes."""
 HANG_S = 4 * DEADLINE_S
 """A test that is older is ended, with all of its processes (tests/conftest.py)."""
+BUSY_SHARE = 0.05
+"""Of one core: idle clusters use less, and a machine with ten times our load leaves us more."""
+LONGEST_TIMES = 4
+"""Whoever is busy gets so many times as long, and no longer: it may be an endless loop."""
+
+# Inherited by every process that a test starts, also by those whose parent is gone.
+SESSION_MARK = "ELASTIC_TEST_SESSION"
+
+
+class Deadline:
+    """Tells what hangs from what is slow, because others have begun to use the machine since.
+
+    Time alone does not say: after it, what the tests' processes still compute does.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._seconds = DEADLINE_S if seconds is None else seconds
+        self._since = time.monotonic()
+        self._last = self._since + LONGEST_TIMES * self._seconds
+        self._used_s = 0.0
+        self._is_first = True
+
+    def passed(self) -> bool:
+        """Return whether the time is over, and nothing moves or it is over for good."""
+        now = time.monotonic()
+        if now - self._since < self._seconds:
+            return False
+        used_s = cpu_s()
+        # The first time it is only known what was used in all.
+        is_busy = self._is_first or used_s - self._used_s > BUSY_SHARE * (now - self._since)
+        self._is_first, self._used_s, self._since = False, used_s, now
+        return now > self._last or not is_busy
+
+
+def cpu_s() -> float:
+    """Return the processor's seconds that this process and what tests have started have used."""
+    total = 0.0
+    for process in [psutil.Process(), *started_here(os.environ.get(SESSION_MARK, ""))]:
+        try:
+            times = process.cpu_times()
+            total += times.user + times.system
+        except psutil.Error:
+            continue  # It is gone.
+    return total
+
+
+def started_here(mark: str) -> list[psutil.Process]:
+    """Find living processes that carry our mark, or descend from us."""
+    ours = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(SESSION_MARK) == mark:
+                ours[process.pid] = process
+        except psutil.Error:
+            continue  # Gone, or another user's.
+    return [process for _, process in sorted(ours.items()) if is_alive(process)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Tell a process that can still do something from one that only waits to be reaped."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and RESOURCE_TRACKER not in " ".join(
+            process.cmdline()
+        )
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_for(holds: Callable[[], T], what: str | Callable[[], str] = "") -> T:
@@ -60,18 +129,18 @@ def wait_for(holds: Callable[[], T], what: str | Callable[[], str] = "") -> T:
         holds: asked every 10 ms.
         what: is waited for, for the error; a function if it also tells how things stand.
     """
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = Deadline()
     while not (found := holds()):
-        assert time.monotonic() < deadline, _never(holds, what)
+        assert not deadline.passed(), _never(holds, what)
         time.sleep(POLL_S)
     return found
 
 
 async def wait_for_async(holds: Callable[[], T], what: str | Callable[[], str] = "") -> T:
     """Do the same on an event loop, which goes on meanwhile."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = Deadline()
     while not (found := holds()):
-        assert time.monotonic() < deadline, _never(holds, what)
+        assert not deadline.passed(), _never(holds, what)
         await anyio.sleep(POLL_S)
     return found
 

@@ -31,11 +31,20 @@ NO_DEVICES = ("", "-1", "NoDevFiles", "none", "void")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as NVML shows it; `index` is in PCI bus order."""
+    """One GPU; `index` is the number that CUDA gives it.
+
+    CUDA counts those that this process may open, in PCI bus order (CUDA_DEVICE_ORDER); NVML counts
+    the others as well, such as those of another job of this machine.
+
+    Attributes:
+        is_shifted: NVML gives it another number. Whether CUDA leaves a broken one out of its count
+            is known to nobody, so that such a GPU is handed on by its UUID.
+    """
 
     index: int
     uuid: str
     name: str
+    is_shifted: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,8 @@ def read_nvml() -> tuple[Gpu, ...] | str:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return f"no GPUs: NVML says {error}"
-    found, lost = [], []
+    found: list[Gpu] = []
+    lost: list[str] = []
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
@@ -98,7 +108,8 @@ def read_nvml() -> tuple[Gpu, ...] | str:
                 lost.append(f"GPU {index}: {error}")
                 log.warning("gpu_left_out index=%d error=%r", index, str(error))
                 continue
-            found.append(Gpu(index, text_of(uuid), text_of(name)))
+            is_shifted = index != len(found)
+            found.append(Gpu(len(found), text_of(uuid), text_of(name), is_shifted))
     except pynvml.NVMLError as error:
         return f"no GPUs: NVML failed while counting them: {error}"
     finally:
@@ -120,7 +131,7 @@ def choose_devices(gpus: Sequence[Gpu], visible: str | None) -> Devices:
     nothing hides all that stand after it. Parts of a GPU (MIG) are kept as they are named.
     """
     if visible is None:
-        entries = tuple(str(gpu.index) for gpu in gpus)
+        entries = tuple(gpu.uuid if gpu.is_shifted else str(gpu.index) for gpu in gpus)
         return Devices(entries, type_of(gpus), f"{len(gpus)} found by NVML")
     kept: list[str] = []
     seen: list[Gpu] = []
@@ -275,6 +286,9 @@ def worker_env(
     elif limit is not None:
         # A thread for each processor of the machine, and they would wait for each other's time.
         added["OMP_NUM_THREADS"] = str(num_processors(cgroups))
+    if not env.keys() & {"TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG"}:
+        # Warnings of c10d about what we do, such as hosts without a name; not those of Python.
+        added["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     if devices.entries:  # Also where numbers in CUDA_VISIBLE_DEVICES chose among them.
         added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which they were counted.
     return {**added, **env}

@@ -62,14 +62,10 @@ def exit_cause(
     """Return the cause that a wait status tells; `last_line` goes into the detail."""
     if status.si_code == os.CLD_EXITED:
         return ExitCause(ExitKind.CODE, status.si_status, last_line)
-    try:
-        name = signal.Signals(status.si_status).name
-    except ValueError:
-        name = ""  # Real-time signals have numbers only.
     core = "core dumped" if status.si_code == os.CLD_DUMPED else ""
     is_memory = status.si_status == signal.SIGKILL and memory_kills.is_new()
     memory = OUT_OF_MEMORY if is_memory else ""
-    detail = ", ".join(part for part in (name, core, memory, last_line) if part)
+    detail = ", ".join(part for part in (core, memory, last_line) if part)
     return ExitCause(ExitKind.SIGNAL, status.si_status, detail)
 
 

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from elastic.agent.kernel import (
 )
 from elastic.agent.logs import Logs, OutputCopy, output_pipe
 from elastic.agent.zygote import Zygote, reap_adopted
+from elastic.core.config import STACKS_SIGNAL
 from elastic.core.events.agent import (
     AgentEvent,
     ProcessExited,
@@ -204,7 +204,7 @@ class ChildProcesses:
         if child is not None and not child.exited:
             # To the process alone: in what it started nobody may handle the signal.
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGUSR1)
+                os.kill(child.pid, STACKS_SIGNAL)
 
     def pids(self) -> dict[int, int]:
         """Return the pid of every process that has not exited, by its number."""

@@ -33,10 +33,10 @@ from elastic.client.terminal import (
 )
 from elastic.client.values import parse_duration, parse_num_workers
 from elastic.client.watching import Follower
-from elastic.client.wording import duration, workers
+from elastic.client.wording import duration, has_ended, where_it_goes_on, workers
 from elastic.core.config import DRAIN_TIMEOUT_S_MAX, JobSpec, ns
 from elastic.core.view import JobView
-from elastic.core.world import NodePhase, host_of
+from elastic.core.world import JobPhase, NodePhase, host_of
 from elastic.errors import Refused
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import is_loopback, parse_endpoints
@@ -89,6 +89,10 @@ class SubmitCommand(click.Command):
 @click.option(
     "--max-failures", default=0, help="How often the script may fail; -1 for ever. Lost nodes, "
     "kills and drains do not count.",
+)  # fmt: skip
+@click.option(
+    "--grace", default=30.0, type=click.FloatRange(min=0), metavar="SECONDS",
+    help="When the job is stopped, a script's own handler of SIGTERM has so long.",
 )  # fmt: skip
 @click.option("--num-to-keep", default=-1, help="Checkpoints that are kept; -1 for all.")
 @click.option(
@@ -182,31 +186,44 @@ def _exit_as(view: JobView) -> None:
 @click.command()
 @click.argument("job", default="")
 @click.option("--reason", default="", help="Shown with the job.")
+@click.option(
+    "--now", "--force", is_flag=True, help="Where it stands: nothing is saved, no handler called."
+)
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Until its workers ended.")
-@click.option("--force", is_flag=True, help="Without JOB: kill at once.")
 @timeout_option
 @click.pass_obj
 @reporting_errors
 def stop(
-    target: Target, job: str, reason: str, *, wait: bool, force: bool, timeout_s: float | None
+    target: Target, job: str, reason: str, timeout_s: float | None, *, now: bool, wait: bool
 ) -> None:
     """Stop JOB (id or name) and its workers; exit 0 once that is done.
+
+    A loop over train.epochs() that has a run directory is saved first, and ends between two steps.
+    Other scripts have their own handlers of SIGTERM called, and --grace to end in.
 
     Without JOB: end what 'elastic start' has started on this machine, as 'ray stop' does.
     """
     if not job:
-        stop_machine(force=force)
+        stop_machine(force=now)
         return
     with target.connect() as client:
         client.call_timeout_s = timeout_s
         job_id = client.get(job).record.spec.job_id
-        client.stop(job_id, reason)
+        client.stop(job_id, reason, now=now)
+        at_once = target.command("stop", "--now", job_id)
         if not wait:
-            click.echo(f"job {job} stops", err=True)
+            click.echo(f"job {job} stops" + ("" if now else f"; at once: {at_once}"), err=True)
             return
+        if not (now or has_ended(client.get(job_id))):
+            click.echo(f"job {job} stops once it is saved; at once: {at_once}", err=True)
         follower = Follower(client, job_id, Printer(ranks=None))
         follower.timeout_s = timeout_s
-        follower.run()
+        view = follower.run()
+    record = view.record
+    note_end(record.spec.run_path, job_id, record.phase, record.reason)
+    if record.phase is JobPhase.STOPPED:
+        how = f"submit it again under the name {record.spec.name}"
+        click.echo(where_it_goes_on(view, how), err=True)
 
 
 @click.command(context_settings={"show_default": True})

@@ -35,10 +35,10 @@ class CtrlC:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
-    def check(self) -> None:
-        """Raise KeyboardInterrupt here if Ctrl-C was pressed."""
-        if self._came:
-            raise KeyboardInterrupt
+    def take(self) -> bool:
+        """Return whether Ctrl-C was pressed since the last time."""
+        came, self._came = self._came, False
+        return came
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._came:

@@ -133,15 +133,20 @@ class Client:
                 raise
         return job_id
 
-    def stop(self, job: str, reason: str = "") -> None:
-        """Stop a job; its workers end afterwards.
+    def stop(self, job: str, reason: str = "", *, now: bool = False) -> None:
+        """Stop a job: one that can be saved is saved first, and leaves at a boundary.
+
+        Args:
+            job: id or name.
+            reason: shown with it.
+            now: where it stands; scripts are not asked either.
 
         Raises:
             NotFound: there is none.
             Refused: it has ended already.
             ElasticError: see the class.
         """
-        request = jobs_pb2.StopJobRequest(job=job, reason=reason)
+        request = jobs_pb2.StopJobRequest(job=job, reason=reason, now=now)
         self._ask("Stop", request, timeout_s=CHANGE_TIMEOUT_S)
 
     def checkpoint(self, job: str) -> int:

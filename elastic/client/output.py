@@ -1,7 +1,8 @@
 """Output of workers on its way to the screen: whole lines, and the last traceback kept back.
 
-Rule: nothing is lost. A traceback waits a moment, because when it is the one that ended the job
-it is shown last and only once, by whoever reports the end.
+Rule: a traceback waits a moment, because when it is the one that ended the job it is shown last and
+only once, by whoever reports the end. One that tells of a broken group is somebody else's death:
+it stands in the worker's log, and is not shown. Nothing else is lost.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastic.core.broken import tells_of_broken
 from elastic.wire.codec_jobs import LogChunk
 
 TRACEBACK = "Traceback (most recent call last):"
+LINKS = ("During handling of the above exception", "The above exception was the direct cause")
+"""Stand between the tracebacks of a chain, which is one to us."""
 HOLD_S = 3.0
 HELD_CHARS_MAX = 200_000
 LINE_CHARS_MAX = 16_384
@@ -74,16 +78,18 @@ class Lines:
         if len(text) - cut > LINE_CHARS_MAX:
             cut = len(text)
         text, voice.begun = text[:cut], text[cut:]
-        if not voice.held:
-            start = text.find(TRACEBACK) if self.holds_tracebacks else -1
-            if start < 0:
-                return self._shown(voice, text)
-            start = text.rfind("\n", 0, start) + 1  # It may stand behind "[rank0]: ".
+        text, was_held, voice.held = voice.held + text, bool(voice.held), ""
+        if not self.holds_tracebacks:
+            return self._shown(voice, text)
+        text = without_noticed(text)
+        start = text.find(TRACEBACK)
+        if start < 0 or len(text) - start > HELD_CHARS_MAX:
+            return self._shown(voice, text)
+        start = text.rfind("\n", 0, start) + 1  # It may stand behind "[rank0]: ".
+        if not was_held:
             voice.held_since_ns = now_ns
-            voice.held = text[start:]
-            return self._shown(voice, text[:start])
-        voice.held += text
-        return self._released(voice) if len(voice.held) > HELD_CHARS_MAX else ""
+        voice.held = text[start:]
+        return self._shown(voice, text[:start])
 
     def overdue(self, now_ns: int) -> str:
         """Return what was kept back for long enough."""
@@ -110,7 +116,7 @@ class Lines:
         return shown
 
     def _released(self, voice: _Voice) -> str:
-        text, voice.held = voice.held, ""
+        text, voice.held = without_noticed(voice.held, is_all=True), ""
         return self._shown(voice, text)
 
     def _shown(self, voice: _Voice, text: str) -> str:
@@ -119,6 +125,42 @@ class Lines:
         # Not splitlines(): a bar that is drawn over itself with \r is one line.
         lines = text.removesuffix("\n").split("\n")
         return "".join(f"{voice.prefix}{line}\n" for line in lines)
+
+
+def without_noticed(text: str, *, is_all: bool = False) -> str:
+    """Return whole lines without the tracebacks that end in the words of a broken group.
+
+    Args:
+        text: what one worker printed.
+        is_all: nothing follows that might belong to the last one.
+    """
+    kept: list[str] = []
+    lines = text.splitlines(keepends=True)
+    at = 0
+    while at < len(lines):
+        end = _end_of_traceback(lines, at, is_all) if TRACEBACK in lines[at] else at
+        block = lines[at : max(end, at + 1)]
+        prefix = lines[at].partition(TRACEBACK)[0]
+        if end == at or not any(tells_of_broken(line.removeprefix(prefix)) for line in block):
+            kept += block
+        at += len(block)
+    return "".join(kept)
+
+
+def _end_of_traceback(lines: list[str], start: int, is_all: bool) -> int:
+    """Return the index behind a chain of tracebacks; `start` if more of it may come."""
+    prefix = lines[start].partition(TRACEBACK)[0]  # torch puts "[rank0]: " before each line.
+    at, is_open = start + 1, True
+    while at < len(lines):
+        line = lines[at].removeprefix(prefix)
+        if is_open and not line.startswith((" ", "\t")):
+            is_open = False  # The exception itself.
+        elif not is_open and line.strip() and TRACEBACK in line:
+            is_open = True
+        elif not is_open and line.strip() and not line.startswith(LINKS):
+            return at
+        at += 1
+    return at if is_all and not is_open else start
 
 
 def prefix_of(chunk: LogChunk) -> str:

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
+from elastic.client.losses import SOON_S, Losses
 from elastic.client.output import Lines
 from elastic.client.voices import Voices
 from elastic.client.wording import (
@@ -36,7 +37,6 @@ from elastic.wire.codec_jobs import LogChunk, TimedNote
 REPEAT_S = 30.0
 """A wait that lasts is said again after this long, where nothing moves on the screen."""
 METRICS_INTERVAL_S = 1.0
-SOON_S = 2.0
 BY_ORDER = "stopped"
 """A worker that ended by order of the coordinator is no news."""
 COLOURS = {
@@ -49,9 +49,9 @@ COLOURS = {
     JobPhase.STOPPED: "yellow",
 }
 RULED = {
-    "change_planned": "a change is planned: {reason}",
     "checkpoint_refused": "checkpoint {path} does not count: {reason}",
     "gives_back": "{workers} will be given back to another job",
+    "left_early": "{reason}",
     "notes_dropped": "{number} events were too many to be told",
 }
 
@@ -94,6 +94,8 @@ class Printer:
         self._said: tuple[object, ...] = ()
         self._said_ns = 0
         self._generation = 0
+        self._losses = Losses()
+        self._planned: tuple[str, int] = ("", 0)
         self._metrics: dict[str, Any] = {}
         self._metrics_ns = 0
         self._metrics_due = False
@@ -123,6 +125,7 @@ class Printer:
         Args:
             said_elsewhere: a traceback that the caller shows, and that is left out here.
         """
+        self._say_loss(is_over=True)
         self._write(self._lines.rest(said_elsewhere))
         if self._metrics_due:
             self._say_metrics()
@@ -147,11 +150,8 @@ class Printer:
         state = (record.phase, missing(view))
         if state != self._said:
             self._said = state
-            if record.phase is JobPhase.STOPPING:
-                # As a rule over in a moment: said only if it is not.
-                self._said_ns = self._clock.monotonic_ns() - round((REPEAT_S - SOON_S) * 1e9)
-            else:
-                self._say_state()
+            # As a rule over in a moment: said only if it is not.
+            self._said_ns = self._clock.monotonic_ns() - round((REPEAT_S - SOON_S) * 1e9)
 
     def note(self, timed: TimedNote) -> None:
         """Take something that happened."""
@@ -162,10 +162,14 @@ class Printer:
                 self._generation = generation
                 cause = fields.get("cause", "")
                 self._say_group(int(fields.get("world_size", "0")), cause, fields.get("reason", ""))
+        elif name == "group_training":
+            line = self._losses.trains(int(fields.get("generation", "0")), timed.unix_ns)
+            if line:
+                self.say(line)
         elif name == "worker_gone" and not fields.get("cause", "").startswith(BY_ORDER):
-            rank = fields.get("rank", "-1")
-            place = f" (rank {rank})" if rank != "-1" else ""
-            self.say(f"worker {fields.get('worker')}{place} is gone: {fields.get('cause')}")
+            self._lost(fields, timed.unix_ns)
+        elif name == "change_planned":
+            self._planned = (fields.get("reason", ""), self._clock.monotonic_ns())
         elif name in RULED:
             blank = dict.fromkeys(("reason", "path", "number", "workers"), "")
             self.say(RULED[name].format_map({**blank, **fields}))
@@ -199,6 +203,11 @@ class Printer:
     def tick(self) -> None:
         """Let time pass: show what was kept back, repeat a wait that lasts."""
         self._write(self._lines.overdue(self._clock.monotonic_ns()))
+        self._say_loss()
+        reason, since_ns = self._planned
+        if reason and self._age_s(since_ns) >= SOON_S:
+            self._planned = ("", 0)
+            self.say(f"a change is planned: {reason}")
         if self._metrics_due and self._age_s(self._metrics_ns) >= METRICS_INTERVAL_S:
             self._say_metrics()
         if self._live is None and self._age_s(self._said_ns) >= REPEAT_S:
@@ -213,7 +222,25 @@ class Printer:
 
     # ------------------------------------------------------------ lines
 
+    def _lost(self, fields: dict[str, str], at_unix_ns: int) -> None:
+        rank = fields.get("rank", "-1")
+        who = f"worker {fields.get('worker')}{f' (rank {rank})' if rank != '-1' else ''}"
+        if rank == "-1":  # It was in no group: nothing stood still.
+            self.say(f"lost {who}, {fields.get('cause')}")
+            return
+        now_ns = self._clock.monotonic_ns()
+        self._losses.add(who, fields.get("cause", ""), at_unix_ns=at_unix_ns, now_ns=now_ns)
+
+    def _say_loss(self, *, is_over: bool = False) -> None:
+        line = self._losses.overdue(self._clock.monotonic_ns(), is_over=is_over)
+        if line:
+            self.say(line)
+
     def _say_group(self, size: int, cause: str, reason: str = "") -> None:
+        self._planned = ("", 0)
+        if self._losses:
+            self._losses.formed(self._generation, size)
+            return
         more = "" if cause in ("", "start") else f" ({': '.join(filter(None, (cause, reason)))})"
         self.say(f"generation {self._generation}: {workers(size)}{more}")
 

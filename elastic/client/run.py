@@ -28,6 +28,7 @@ from elastic.client.jobs import Client, new_job_id
 from elastic.client.printer import Printer
 from elastic.client.run_options import run_options
 from elastic.client.show import failure_text
+from elastic.client.stopping import stop_saved
 from elastic.client.submission import plain_name
 from elastic.client.terminal import (
     EXIT_FAILED,
@@ -50,9 +51,9 @@ from elastic.client.torchrun import (
 )
 from elastic.client.voices import LogWish, Voices, parse_streams
 from elastic.client.watching import Follower, follow
-from elastic.client.wording import workers
+from elastic.client.wording import where_it_goes_on, workers
 from elastic.core.config import JobSpec
-from elastic.core.world import Node, NodePhase
+from elastic.core.world import JobPhase, Node, NodePhase
 from elastic.errors import ElasticError, Unavailable, UsageError
 from elastic.storage.run_record import Owner
 
@@ -80,7 +81,11 @@ def run(target: Target, /, detach: bool, standalone: bool, **given: Any) -> None
 
     Nodes are the agents of a coordinator (--coord, ELASTIC_COORD). Without one this machine is
     the only node: a coordinator and an agent are started for the script, and end with it. When
-    workers are lost, the others run the script again in the same processes, in a new group.
+    workers are lost, all run the script again, in new processes that form a new group.
+
+    Ctrl-C, SIGTERM and SIGHUP stop the job: a loop over train.epochs() is saved and ends between
+    two steps, another script has its own handler of SIGTERM called and --grace to end in. A second
+    Ctrl-C ends it at once. Other signals, such as SIGUSR1, are not passed on: send them to workers.
     """
     context = click.get_current_context()
     launch, wish = _launch(context, given), _log_wish(given)
@@ -102,9 +107,9 @@ def run(target: Target, /, detach: bool, standalone: bool, **given: Any) -> None
     with _ending_signals() as came:
         try:
             if cluster is None:
-                _run_here(launch, logs)
+                _run_here(launch, logs, came)
             else:
-                _run_there(launch, logs, cluster, detach=detach)
+                _run_there(launch, logs, cluster, came, detach=detach)
         except KeyboardInterrupt:
             raise click.exceptions.Exit(128 + came[0] if came else EXIT_INTERRUPTED) from None
 
@@ -136,7 +141,7 @@ def _launch(context: click.Context, given: dict[str, Any]) -> Launch:
     if given["run_path"]:
         if not os.path.isabs(given["script"]):
             _misused(f"--run-path needs an absolute path, {given['script']} is none")
-        given = {**given, "no_python": False, "fresh_process": False}
+        given = {**given, "no_python": False}
     if given["args"][:1] == ("--",):  # It ends torchrun's own flags there, too.
         given = {**given, "args": given["args"][1:]}
     shared = take_job_options(dict(given))
@@ -230,14 +235,20 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A job that is to be followed."""
+    """A job that is to be followed.
+
+    Attributes:
+        is_named: the user has chosen its name.
+        came: signals, beside Ctrl-C, that told this command to end.
+    """
 
     spec: JobSpec
     logs: LogWish
-    size: Size
+    is_named: bool
+    came: list[int]
 
 
-def _run_here(launch: Launch, logs: LogWish) -> None:
+def _run_here(launch: Launch, logs: LogWish, came: list[int]) -> None:
     """Run on a cluster that is started for it."""
     cluster, node = _start(launch)
     try:
@@ -245,7 +256,8 @@ def _run_here(launch: Launch, logs: LogWish) -> None:
         _say_size(launch, size)
         with Client(cluster.address, cluster.access) as client:
             spec = _submit(client, launch, size, only=node)
-            _follow(client, _Job(spec=spec, logs=logs, size=size), check=cluster.check)
+            job = _Job(spec=spec, logs=logs, is_named=bool(launch.name), came=came)
+            _follow(client, job, check=cluster.check)
     finally:
         stop_cluster(cluster)
 
@@ -273,7 +285,9 @@ def _start(launch: Launch) -> tuple[Cluster, Node]:
     return cluster, node
 
 
-def _run_there(launch: Launch, logs: LogWish, target: Target, *, detach: bool) -> None:
+def _run_there(
+    launch: Launch, logs: LogWish, target: Target, came: list[int], *, detach: bool
+) -> None:
     """Run on a cluster that is there."""
     with target.connect() as client:
         nodes = [n.node for n in client.status().view.nodes if n.phase is NodePhase.READY]
@@ -284,7 +298,7 @@ def _run_there(launch: Launch, logs: LogWish, target: Target, *, detach: bool) -
             click.echo(f"follow it: {target.command('logs', '-f', spec.job_id)}", err=True)
             click.echo(spec.job_id)
             return
-        _follow(client, _Job(spec=spec, logs=logs, size=size))
+        _follow(client, _Job(spec=spec, logs=logs, is_named=bool(launch.name), came=came))
 
 
 def _say_size(launch: Launch, size: Size) -> None:
@@ -315,7 +329,7 @@ def _submit(client: Client, launch: Launch, size: Size, *, only: Node | None = N
 
 
 def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = None) -> None:
-    """Show the output until the job ends, and exit as it does; an interrupt ends the job.
+    """Show the output until the job ends, and exit as it does; an interrupt stops the job.
 
     Args:
         client: of the cluster.
@@ -323,9 +337,17 @@ def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = Non
         check: see `watching.follow`.
     """
     spec = job.spec
+    has_come = False
+
+    def interrupted() -> float | None:
+        nonlocal has_come
+        has_come = True
+        limit_s = spec.grace_s if job.came else None
+        return stop_saved(client, spec, "interrupted", limit_s=limit_s)
+
     printer = Printer(ranks=(), voices=Voices(job.logs))
     try:
-        view = follow(client, spec.job_id, printer, check=check)
+        view = follow(client, spec.job_id, printer, on_interrupt=interrupted, check=check)
     except Unavailable:
         raise  # Nobody hears us.
     except BaseException:  # Whatever it is: an interrupt, a file or a pipe that takes no output.
@@ -333,6 +355,11 @@ def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = Non
         raise
     record = view.record
     note_end(spec.run_path, spec.job_id, record.phase, record.reason)
+    if record.phase is JobPhase.STOPPED:
+        named = "again" if job.is_named else f"with --name {spec.name}"
+        _say(where_it_goes_on(view, f"the same command {named}"))
+    if has_come:
+        raise KeyboardInterrupt
     code = ending_code(view)
     if code == EXIT_FAILED and (story := failure_text(view)):
         click.echo(story, err=True)
@@ -341,9 +368,9 @@ def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = Non
 
 
 def _stop(client: Client, spec: JobSpec) -> None:
-    """Stop a job and wait for its workers, within reason."""
+    """Stop a job where it stands, and wait for its workers, within reason."""
     with contextlib.suppress(ElasticError, TimeoutError):
-        client.stop(spec.job_id, "interrupted")
+        client.stop(spec.job_id, "interrupted", now=True)
         last = Follower(client, spec.job_id, Printer(ranks=None))
         last.timeout_s = STOP_WAIT_S
         view = last.run()

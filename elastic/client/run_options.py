@@ -17,13 +17,12 @@ from elastic.client.torchrun import AS_MANY, IGNORED
 from elastic.client.values import parse_ranks
 from elastic.client.voices import PREFIX
 
-IGNORED_FLAGS = ("virtual-local-rank",)
 IGNORED_CHOICES = {
     "start-method": ("spawn", "fork", "forkserver"),
     "numa-binding": ("node", "socket", "exclusive", "core-complex"),
 }
 IGNORED_NUMBERS: dict[str, Any] = {
-    "node-rank": int, "master-port": int, "monitor-interval": float, "shutdown-timeout": int,
+    "node-rank": int, "master-port": int, "monitor-interval": float,
 }  # fmt: skip
 
 Command = Callable[..., Any]
@@ -62,8 +61,6 @@ OURS = (
         metavar="PATH|URL", help="Parent of the run directory; all nodes must reach it.",
     ),
     _our("--detach", is_flag=True, help="Print the job's id and leave it to the cluster."),
-    _our("--fresh-process", is_flag=True,
-        help="Each group runs the script in new processes, as torchrun does."),
 )  # fmt: skip
 
 THEIRS = (
@@ -74,9 +71,14 @@ THEIRS = (
     click.option("--standalone", is_flag=True, help="On this machine alone."),
     click.option("--max-restarts", default=0, show_default=True, type=click.IntRange(min=0),
         help="How often the script may fail; lost workers and nodes do not count."),
+    click.option("--shutdown-timeout", "--grace", "shutdown_timeout", default=30.0,
+        type=click.FloatRange(min=0), show_default=True, metavar="SECONDS",
+        help="When the job is stopped, a script's own handler of SIGTERM has so long."),
     click.option("-m", "--module", "is_module", is_flag=True, envvar="PET_MODULE",
         help="SCRIPT is the name of a module."),
     click.option("--no-python", is_flag=True, help="SCRIPT is a program of its own."),
+    click.option("--virtual-local-rank", is_flag=True,
+        help="Each worker sees its own GPU only, and LOCAL_RANK is 0."),
     click.option("--run-path", is_flag=True, help="SCRIPT runs in the worker's own interpreter, "
         "as it does in any case; wins over --no-python."),
     click.option("--rdzv-id", default="", help="TORCHELASTIC_RUN_ID, and part of the name."),
@@ -107,9 +109,7 @@ def run_options(command: Command) -> Command:
 
 def _ignored(flag: str) -> Callable[[Command], Command]:
     settings: dict[str, Any] = {"help": f"No effect: {IGNORED[flag]}."}
-    if flag in IGNORED_FLAGS:
-        settings["is_flag"] = True
-    elif flag in IGNORED_CHOICES:
+    if flag in IGNORED_CHOICES:
         settings["type"] = click.Choice(IGNORED_CHOICES[flag])
     elif flag in IGNORED_NUMBERS:
         settings["type"] = IGNORED_NUMBERS[flag]

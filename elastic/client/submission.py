@@ -43,6 +43,7 @@ class Options:
     num_to_keep: int
     storage_path: str
     working_dir: str
+    grace: float = 30.0
     shared: JobOptions = field(default_factory=JobOptions)
 
 
@@ -73,6 +74,7 @@ def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
         backend=options.backend,
         hang_timeout_s=options.hang_timeout,
         max_failures=options.max_failures,
+        grace_s=options.grace,
         num_to_keep=options.num_to_keep,
         run_path=run_path_of(options.storage_path, name),
     )

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from elastic.client.job_options import JobOptions
 from elastic.client.submission import entry_of, plain_name, run_path_of
-from elastic.core.config import JobSpec, check_name
+from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec, check_name
 from elastic.core.policy.placement import explain_misfit
 from elastic.core.world import Entry, EntryKind, JobId, Node, sorted_pairs
 from elastic.errors import ConfigError, UsageError
 
 PROGRAM = "elastic.worker.program"
-OF_PYTHON = "--python"
-"""Before a program's arguments: it is run by the worker's own Python."""
 AS_MANY = ("auto", "cpu", "gpu")
 THREADS = "OMP_NUM_THREADS"
 
@@ -39,8 +37,6 @@ IGNORED: Mapping[str, str] = {
     "logs-specs": "--tee, --redirects and --local-ranks-filter say where output goes",
     "numa-binding": "workers are bound to no CPU; start the agent under numactl for that",
     "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job, and call no handler of a script",
-    "shutdown-timeout": "a worker that is told to end is killed after 5 s",
-    "virtual-local-rank": "a worker with a GPU sees only that one, and LOCAL_RANK is 0, always",
 }
 """Flags that are accepted, and what happens instead of what they ask for."""
 
@@ -53,11 +49,12 @@ class Launch:
         script: path of the script, name of the module, or of the program.
         is_module: `-m`.
         no_python: the script is a program of its own.
-        fresh_process: each attempt runs in a new process, as torchrun's do.
+        virtual_local_rank: a worker sees its own GPU only, and LOCAL_RANK is 0.
         nodes: (min, max) of --nnodes.
         nproc_per_node: a number, or one of `AS_MANY`.
         num_workers: (min, max) of --min and --max, None for torchrun's way of counting.
         max_restarts: how often the script may fail.
+        shutdown_timeout: seconds that a script's handler of SIGTERM has.
         threads: OMP_NUM_THREADS of whoever starts this, "" if unset.
         working_dir: where workers run it, "" for the current directory.
         shared: what `elastic submit` asks as well.
@@ -67,11 +64,12 @@ class Launch:
     args: tuple[str, ...] = ()
     is_module: bool = False
     no_python: bool = False
-    fresh_process: bool = False
+    virtual_local_rank: bool = False
     nodes: tuple[int, int] = (1, 1)
     nproc_per_node: str = "1"
     num_workers: tuple[int, int] | None = None
     max_restarts: int = 0
+    shutdown_timeout: float = 30.0
     rdzv_id: str = ""
     role: str = "default"
     name: str = ""
@@ -207,8 +205,9 @@ def job_spec(launch: Launch, size: Size, *, job_id: str, stamp: str) -> JobSpec:
         workers_per_replica=size.per_node,
         own_steps=True,
         # A program of its own forms its own group; the worker around it computes nothing.
-        backend="gloo" if _is_program(launch) else "auto",
+        backend="gloo" if launch.no_python else "auto",
         max_failures=launch.max_restarts,
+        grace_s=launch.shutdown_timeout,
         run_path=run_path_of(launch.storage, name),
     )
     return launch.shared.apply(spec, {"GPU": size.gpus} if size.gpus else {})
@@ -221,23 +220,18 @@ def _stem(launch: Launch) -> str:
     return plain_name(name.rpartition("/")[2].removesuffix(".py"))
 
 
-def _is_program(launch: Launch) -> bool:
-    return launch.no_python or launch.fresh_process
-
-
 def _entry(launch: Launch, size: Size) -> Entry:
     is_path = not (launch.is_module or launch.no_python)
     entry = entry_of(launch.script, is_module=not is_path, working_dir=launch.working_dir)
     args = launch.args
     if launch.no_python:
         args = (launch.script, *args)
-    elif launch.fresh_process:
-        args = (OF_PYTHON, *(("-m",) if launch.is_module else ()), entry.target, *args)
-    if _is_program(launch):
         entry = replace(entry, kind=EntryKind.MODULE, target=PROGRAM)
     ours = {"ROLE_NAME": launch.role} if launch.role != "default" else {}
     if launch.rdzv_id:
         ours["TORCHELASTIC_RUN_ID"] = launch.rdzv_id
+    if launch.virtual_local_rank:
+        ours[VIRTUAL_LOCAL_RANK] = "1"
     if threads := launch.threads or default_threads(size):
         ours[THREADS] = threads
     return replace(entry, args=args, env=sorted_pairs(ours))

@@ -33,6 +33,7 @@ OUTPUT_GRACE_S = 5.0
 JOIN_TIMEOUT_S = 2.0
 
 OnReport = Callable[[dict[str, Any]], None]
+OnInterrupt = Callable[[], float | None]
 OnNote = Callable[[Note], None]
 
 
@@ -100,6 +101,7 @@ def follow(
     *,
     on_report: OnReport | None = None,
     on_note: OnNote | None = None,
+    on_interrupt: OnInterrupt | None = None,
     check: Callable[[], None] | None = None,
 ) -> JobView:
     """Follow a job until it has ended and its workers are gone.
@@ -110,6 +112,8 @@ def follow(
         printer: shows it; opened and closed here.
         on_report: called with what rank 0 reported, in the caller's thread.
         on_note: called with everything that is noted of the job, in the caller's thread.
+        on_interrupt: called at the first Ctrl-C, in the caller's thread, and the job is followed
+            on; for so many seconds if it returns a number.
         check: called some times a second until the job has ended, in the caller's thread; raises
             what makes following futile.
 
@@ -117,10 +121,11 @@ def follow(
         The job as it was last seen: its phase says how it ended.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C, the second one with `on_interrupt`, or the time it gave is over.
         ElasticError: the job is not known, or the coordinator was away for too long.
     """
     follower = Follower(client, job, printer, on_report=on_report, on_note=on_note)
-    follower.check = check
+    follower.check, follower.on_interrupt = check, on_interrupt
     return follower.run()
 
 
@@ -152,7 +157,7 @@ class Follower:
 
     Attributes:
         timeout_s: how long to follow, None for as long as it takes.
-        check: see `follow`.
+        check, on_interrupt: see `follow`.
     """
 
     def __init__(
@@ -167,6 +172,7 @@ class Follower:
         """Prepare; see `follow`."""
         self.timeout_s: float | None = None
         self.check: Callable[[], None] | None = None
+        self.on_interrupt: OnInterrupt | None = None
         self._client = client
         self._job = job
         self._printer = printer
@@ -182,7 +188,7 @@ class Follower:
 
         Raises:
             TimeoutError: the time was over first; the job goes on.
-            KeyboardInterrupt: Ctrl-C, within a quarter of a second; the job goes on.
+            KeyboardInterrupt: see `follow`; within a quarter of a second. The job goes on.
             ElasticError: see `follow`.
         """
         with CtrlC() as ctrl_c:
@@ -210,8 +216,17 @@ class Follower:
     def _until_over(self, ctrl_c: CtrlC) -> None:
         started_ns = self._clock.monotonic_ns()
         give_up_ns: int | None = None
+        end_ns: int | None = None
         while True:
-            ctrl_c.check()
+            if ctrl_c.take():
+                if self.on_interrupt is None:
+                    raise KeyboardInterrupt
+                tell, self.on_interrupt = self.on_interrupt, None
+                limit_s = tell()
+                if limit_s is not None:
+                    end_ns = self._clock.monotonic_ns() + round(limit_s * 1e9)
+            if end_ns is not None and self._clock.monotonic_ns() > end_ns:
+                raise KeyboardInterrupt
             if self.timeout_s is not None and self._is_after(started_ns, self.timeout_s):
                 raise TimeoutError(self._late())
             try:

@@ -16,11 +16,11 @@ WAITING = "waiting: "
 METRICS_CHARS_MAX = 120
 
 
-def duration(length_ns: int) -> str:
+def duration(length_ns: int, *, digits: int = 1) -> str:
     """Return a length of time as people say it: "3.2 s", "4m 10s", "2h 5m", "3d 4h"."""
     seconds = max(0, length_ns) / NS_PER_S
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.{digits}f} s"
     minutes, rest = divmod(int(seconds), 60)
     if minutes < 60:
         return f"{minutes}m {rest}s"
@@ -83,6 +83,22 @@ def ending_line(view: JobView) -> str:
     record = view.record
     why = view.reason or record.reason
     return f"job {record.spec.name} {record.phase.value}{': ' if why else ''}{why}"
+
+
+def where_it_goes_on(view: JobView, how: str) -> str:
+    """Return from where a job that was stopped goes on, as the last line that a user reads.
+
+    Args:
+        view: of the job, at its end.
+        how: what is to be done for it.
+    """
+    record = view.record
+    newest = record.checkpoints[-1].path if record.checkpoints else ""
+    if newest:
+        return f"go on from {newest}: {how}"
+    if record.spec.own_steps and record.spec.run_path:
+        return f"it goes on from what its script has saved: {how}"
+    return "no checkpoint was recorded: it would begin anew"
 
 
 def parsed_metrics(text: str) -> dict[str, Any]:

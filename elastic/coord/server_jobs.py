@@ -87,7 +87,8 @@ class JobsService:
         """Stop a job."""
         job_id = self._find(request.job)
         reason = request.reason or "stopped by a user"
-        await self._desk.ask(lambda request_id: StopRequested(request_id, job_id, reason))
+        now = request.now
+        await self._desk.ask(lambda request_id: StopRequested(request_id, job_id, reason, now))
         return jobs_pb2.StopJobResponse()
 
     @answering

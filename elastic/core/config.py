@@ -7,6 +7,7 @@ nanoseconds once, by the `_ns` properties.
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import dataclass, field
 
 from elastic.core.projects import ProjectShare, check_projects
@@ -19,6 +20,8 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ENTRY_BYTES_MAX = 16 * 1024 * 1024
 """A pickled train function larger than this carries data that belongs in a file."""
 PRIORITY_MAX = 1000
+VIRTUAL_LOCAL_RANK = "ELASTIC_VIRTUAL_LOCAL_RANK"
+"""Variable of a job's environment; "1": each worker sees its own GPU only, and LOCAL_RANK is 0."""
 PREEMPT_SHRINK, PREEMPT_WHOLE = "shrink", "whole"
 PREEMPTIONS = (PREEMPT_SHRINK, PREEMPT_WHOLE)
 """What a job of higher priority may take from those that train: what is above their mins, or all.
@@ -34,6 +37,10 @@ KNOWN_ACCELERATORS = (
 def ns(seconds: float) -> int:
     """Turn seconds into integer nanoseconds."""
     return round(seconds * NS_PER_S)
+
+
+STACKS_SIGNAL = signal.SIGRTMIN + 9
+"""What has a worker write the stacks of its threads: one that no script and no scheduler uses."""
 
 
 def check_name(what: str, name: str) -> None:
@@ -83,6 +90,7 @@ class JobSpec:
         own_steps: its code shares out its steps itself, as scripts for torchrun do, so that a group
             of any size can train it.
         resumes: its run directory has a state to go on from, or `resume_from` is one.
+        grace_s: when the job is stopped, a script's own handler of SIGTERM has so long.
     """
 
     job_id: JobId
@@ -110,6 +118,7 @@ class JobSpec:
     non_preemptible: bool = False
     own_steps: bool = False
     resumes: bool = False
+    grace_s: float = 30.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -138,6 +147,10 @@ class JobSpec:
             raise ConfigError(
                 f"job {self.name}: hang_timeout_s={self.hang_timeout_s}: expected a finite number "
                 f">= 0 (0 for never)"
+            )
+        if not 0 <= self.grace_s < float("inf"):
+            raise ConfigError(
+                f"job {self.name}: grace_s={self.grace_s}: expected a finite number >= 0"
             )
         if self.max_failures < -1:
             raise ConfigError(

@@ -264,11 +264,16 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class StopWorker:
-    """End this worker: ask, and kill after the grace period. Unknown ids are no error."""
+    """End this worker: ask, and kill after the grace period. Unknown ids are no error.
+
+    Attributes:
+        asks: a script that has a handler of its own for SIGTERM gets it, and has all that time.
+    """
 
     worker_id: WorkerId
     grace_ns: int
     reason: str
+    asks: bool = False
 
 
 @dataclass(frozen=True)
@@ -421,7 +426,8 @@ class Assign:
 
     Attributes:
         host: address that this worker's store and gloo bind to and announce.
-        devices: accelerators it may see, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
+        devices: accelerators that are its own, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
+        node_devices: those that the job's workers of this node have, in the order of the workers.
         log_dir: directory of its output files, for people.
         ahead: call the train function before there is a group, up to where it needs one.
         snapshots: paths of the agent's memory for this job, one for each slot; empty: the worker
@@ -438,14 +444,20 @@ class Assign:
     ahead: bool = False
     snapshots: tuple[str, ...] = ()
     tls: tuple[str, ...] = ()
+    node_devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End; the agent kills after `grace_ns`."""
+    """End; the agent kills after `grace_ns`.
+
+    Attributes:
+        asks: as in `StopWorker`; a later order without it ends the script at once.
+    """
 
     reason: str
     grace_ns: int
+    asks: bool = False
 
 
 @dataclass(frozen=True)

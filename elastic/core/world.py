@@ -199,12 +199,15 @@ class WorkerReport:
         exit: how it ended; set exactly when phase is EXITED.
         failure: the exception that user code raised, if it did.
         result: JSON of what the train function returned, set when FINISHED.
+        left: how and where it left the train function, for people; set when FINISHED.
         in_place: its training loop goes on when the group changes.
         copies_every: a copy of the run's state is to lie on another node after each so many steps;
             0 for none.
         copies_sharded: of that state each node has rows alone, and a copy of each is wanted.
         micro_batches: that its loop's steps are shared out in, and so the most workers that the
             group can have; 0 while it is not known.
+        spent: its process has begun the script or train function, outside of any loop that goes on,
+            and begins it no second time: another process takes its place in the next group.
     """
 
     worker_id: WorkerId
@@ -220,6 +223,8 @@ class WorkerReport:
     copies_every: int = 0
     copies_sharded: bool = False
     micro_batches: int = 0
+    left: str = ""
+    spent: bool = False
 
 
 @dataclass(frozen=True)
@@ -305,6 +310,8 @@ class Assignment:
         copies_key: proves to them that the job may have it; a secret.
         copies_fingerprints: of the certificates that those agents made for themselves, in the order
             of `copies`, "" for one that shows none such; () if all do.
+        node_devices: accelerators that the job's workers of this node have, in the order of the
+            workers; the agent adds them.
     """
 
     job_id: JobId
@@ -323,6 +330,7 @@ class Assignment:
     copies_key: str = field(default="", repr=False)
     copies_dealt: bool = False
     copies_fingerprints: tuple[str, ...] = ()
+    node_devices: tuple[str, ...] = ()
 
 
 class Strategy(Enum):

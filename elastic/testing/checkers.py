@@ -16,6 +16,9 @@ from elastic.errors import ElasticError
 from elastic.testing.crowd_checks import CrowdChecks
 from elastic.testing.row_checks import RowChecks
 
+LEFT_S_MAX = 30.0
+"""A coordinator that is replaced meanwhile hears of it again, and judges anew."""
+
 
 class CheckFailed(ElasticError):
     """A property does not hold; the run that showed it can be replayed by its seed."""
@@ -326,6 +329,14 @@ class Checkers:
     def still_hung(self, worker_ids: list[str]) -> None:
         """These workers hung for longer than they may."""
         self.require(not worker_ids, "a hung worker is killed in time", " ".join(worker_ids))
+
+    def waits_in_vain(self, job_id: JobId, seconds: float) -> None:
+        """Members have waited for so long for one that has left for good."""
+        self.require(
+            seconds <= LEFT_S_MAX,
+            "a job in which one member has left ends",
+            f"job {job_id}: the others wait for it since {seconds:.0f} s",
+        )
 
     def started(self, node_id: NodeId, busy: int, num_slots: int) -> None:
         """An agent runs this many workers now."""

@@ -17,6 +17,7 @@ from elastic.core.events.worker import (
     FormGroup,
     GroupFailed,
     InterruptTrain,
+    LetGo,
     Looked,
     PipeClosed,
     ResolveReport,
@@ -89,8 +90,11 @@ class SimProcess:
         self.is_stopped = False
         self.is_hung = False
         self.slow_until_ns = 0
+        self.starts_until_ns = 0
+        self.has_stepped = True
         self.beats = 0
         self.held_step = 0
+        self.has_begun = False
         self.waiting_since_ns = 0
         self.spot = parts.OPEN
         self.wish, self.rests = Generation(0), Generation(0)
@@ -114,7 +118,17 @@ class SimProcess:
 
     def is_slow(self) -> bool:
         """Return whether its step takes longer than the others'."""
-        return self.timeline.now_ns < self.slow_until_ns
+        return self.timeline.now_ns < max(self.slow_until_ns, self.starts_until_ns)
+
+    def start(self, duration_ns: int) -> None:
+        """Its first step takes so long, and shows no movement; once in its life."""
+        if not self.starts_until_ns:
+            self.starts_until_ns = self.timeline.now_ns + duration_ns
+            self.has_stepped = False
+
+    def is_starting(self) -> bool:
+        """Return whether its first step is under way, and shows no movement."""
+        return self.timeline.now_ns < self.starts_until_ns
 
     def is_in(self, generation: Generation) -> bool:
         """Return whether its main thread is in the train function in this generation."""
@@ -123,12 +137,16 @@ class SimProcess:
 
     def linger(self) -> None:
         """Its group makes no step: it waits for the others, or the others for it."""
-        if not self.moves():
+        if not self.moves() or self.is_starting():
             pass
         elif self.is_slow():
             self.beats += 1
         elif not self.waiting_since_ns and not self.spot.is_hidden:
             self.waiting_since_ns = self.timeline.now_ns
+        self.take_time()
+
+    def take_time(self) -> None:
+        """Let the control thread do what is due."""
         due_ns = self.machine.next_deadline_ns()
         if self.can_run() and due_ns is not None and due_ns <= self.timeline.now_ns:
             self._look()
@@ -136,13 +154,14 @@ class SimProcess:
     def go_on(self) -> None:
         """Its group makes a step again."""
         self.beats += 1
-        self.waiting_since_ns, self.spot = 0, parts.OPEN
+        self.waiting_since_ns, self.spot, self.has_stepped = 0, parts.OPEN, True
         self._look()
 
     def _look(self) -> None:
         since_ns = self.waiting_since_ns
         waiting_ns = self.timeline.now_ns - since_ns + 1 if since_ns else 0
-        self.tell_machine(Looked(self.beats, waiting_ns, begun=self.spot.begun))
+        seen = Looked(self.beats, waiting_ns, begun=self.spot.begun, has_stepped=self.has_stepped)
+        self.tell_machine(seen)
 
     def receive(self, message: PipeToWorker) -> None:
         """The agent wrote to the pipe."""
@@ -225,6 +244,8 @@ class SimProcess:
             self.plane.enter(self, effect.assignment)
         elif isinstance(effect, AbortGroup):
             self._abort(effect.generation)
+        elif isinstance(effect, LetGo):
+            self.plane.let_go(self, effect.generation)
         elif isinstance(effect, InterruptTrain):
             event = TrainLeft(effect.generation, at_boundary=False)
             self._later(self.answer_main, event)

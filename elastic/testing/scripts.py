@@ -37,6 +37,12 @@ class Script:
         saved_from_ns: storage takes nothing of it before.
         save_ns: its slowest members need so long to save what they leave behind.
         evaluates_ns: rank 0 returns so much later than the others.
+        starts_ns: a process needs so long for its first step, and shows no movement meanwhile, as
+            compilers and devices that start in native code do not.
+        works_ns: rank 0 works so long after each report with a checkpoint; the others wait.
+        leaves_at: the step in which the last rank returns, while the others wait for it; -1 for
+            never.
+        leaves: how often it does so before it is "fixed".
     """
 
     steps: int
@@ -52,7 +58,11 @@ class Script:
     saved_from_ns: int = 0
     save_ns: int = 0
     evaluates_ns: int = 0
+    starts_ns: int = 0
+    works_ns: int = 0
     tell_every: int = 0
+    leaves_at: int = -1
+    leaves: int = 0
 
 
 class Holder(Protocol):

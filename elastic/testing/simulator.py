@@ -42,6 +42,7 @@ from elastic.core.messages import (
     Release,
 )
 from elastic.core.policy.dialects import SINCE_MINORS
+from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import JobId, Node, NodeId
 from elastic.errors import ElasticError
 from elastic.testing import crowd, draws, holders
@@ -78,8 +79,14 @@ PATIENT_SEED, PATIENCE = 3, 4
 TELLING_SEED = 5
 """Of nine seeds, the one whose scripts report what nobody stores, once, in the middle. Not among
 many jobs: without a checkpoint there is no boundary at which one gives way to another."""
+LEFT_SEED = 12
+"""Of thirteen seeds, one in which a member leaves while the others wait for it."""
 OLD_SEED = 6
 """Of sixteen seeds, all of sharded runs, the one in which some agents are of the version before."""
+STARTING_SEED = 3
+"""Of seventeen seeds, the one in which first steps take several times as long as a worker may
+stand still, and rank 0 works alone after its reports. Not among many jobs: their waits are
+bounded."""
 SLACK_NS = 3 * S
 """The coordinator may hear of what happened so much later, when its disk is slow."""
 
@@ -182,6 +189,11 @@ class Simulation:
         parts = (self.agents, self.coordinators, self.plane.copying)
         seen = holders.Cluster(*parts, self.network.conditions, self.disk)
         return holders.Holders(self.timeline, self.checkers, seen)
+
+    @property
+    def is_starting_slowly(self) -> bool:
+        """Return whether this is a run of slow first steps."""
+        return self.seed % 17 == STARTING_SEED and not crowd.has_crowd(self.seed)
 
     @property
     def coordinator(self) -> CoordinatorHost:
@@ -292,11 +304,16 @@ class Simulation:
         self.faults.heal()
         self._finish_upgrade()
         self.crowd.heal()
-        steps_ns = sum(one.steps * one.step_ns for one in self.plane.scripts.values())
+        steps_ns = sum(
+            one.steps * one.step_ns + 4 * one.starts_ns + 3 * one.works_ns
+            for one in self.plane.scripts.values()
+        )
         limit = max(LIVENESS_NS, WAITING_NS + steps_ns)
         until = self.timeline.now_ns + limit
         self.timeline.after(1 * S, self._keep_alive)
-        longest = draws.HANG_TIMEOUTS_S[-1] + self.coordinator.config.form_timeout_s
+        longest = draws.HANG_TIMEOUTS_S[-1]
+        longest *= FIRST_TIMES if self.is_starting_slowly else 1
+        longest += self.coordinator.config.form_timeout_s
         self.timeline.after(round(longest * S) + HUNG_SLACK_NS, self._check_hung)
         if not self.timeline.run_until(until, self._is_done):
             raise CheckFailed(
@@ -349,6 +366,13 @@ class Simulation:
         script = replace(script, in_parts=self.seed % 3 == PARTS_SEED)
         if self.seed % 9 == TELLING_SEED and not crowd.has_crowd(self.seed):
             script = replace(script, tell_every=script.steps // 2 + 1, report_every=script.steps)
+        if self.is_starting_slowly:
+            longest_ns = round(spec.hang_timeout_s * S)
+            script = replace(script, starts_ns=4 * longest_ns, works_ns=2 * longest_ns)
+            script = replace(script, report_every=max(script.report_every, script.steps // 2))
+        if self.seed % 13 == LEFT_SEED and not self.checkers.is_gentle:
+            # Once only, or each time at the same place: then trying again would not help.
+            script = replace(script, leaves_at=10, leaves=1_000 if self.seed % 2 else 1)
         self.plane.scripts[spec.job_id] = script
         self.checkers.specs[spec.job_id] = spec
         self.timeline.after(at_ns, self._submit, spec)
@@ -385,6 +409,8 @@ class Simulation:
         """In the liveness phase a drained agent is started again by its operator."""
         for agent in self.agents:
             agent.start()
+        for job_id in self.plane.scripts:
+            self.checkers.waits_in_vain(job_id, self.plane.waits_in_vain_ns(job_id) / S)
         self.plane.copying.check_copied(
             [j for j, s in self.plane.scripts.items() if s.copies_every]
         )

@@ -56,6 +56,7 @@ class SimGroup:
     first_step: int = 0
     step_running: bool = False
     is_stalled: bool = False
+    left_ns: int = 0
 
 
 class DataPlane:
@@ -68,6 +69,7 @@ class DataPlane:
         self.groups: dict[tuple[JobId, Generation], SimGroup] = {}
         self.scripts: dict[JobId, Script] = {}
         self.raised: dict[JobId, int] = {}
+        self.left: dict[JobId, int] = {}
         self.saves_served: dict[JobId, int] = {}
         self.copying = Copying(timeline, checkers, self._trained)
         self.copying.is_wanted = lambda job_id: bool(self.scripts[job_id].copies_every)
@@ -151,12 +153,20 @@ class DataPlane:
         group = self.groups[(assignment.job_id, assignment.generation)]
         group.inside.add(assignment.rank)
         script = self.scripts[group.job_id]
+        self.checkers.require(
+            script.in_place or not process.has_begun,
+            "a process begins a script once",
+            f"job {group.job_id} generation {group.generation}: {process.worker_id} begins again",
+        )
+        process.has_begun = True
         if script.copies_every:
             process.tell_machine(CopiesWanted(script.copies_every, script.is_sharded))
         if script.micro_batches:
             process.tell_machine(StepsCut(script.micro_batches))
         if script.in_place:
             process.tell_machine(LoopMoved(inside=True))
+        if script.starts_ns:
+            process.start(script.starts_ns)
         if group.is_over:
             process.break_out(assignment.generation)
         else:
@@ -175,7 +185,7 @@ class DataPlane:
             return
         members = group.members.values()
         if self.is_held(group, members) or any(p.is_slow() for p in members):
-            # Somebody stopped, hangs, is slow or unheard: the others wait, and time passes.
+            # Somebody stopped, hangs, starts, is slow or unheard: the others wait, time passes.
             self.timeline.after(20 * MS, self._end_step, group)
             if self.scripts[group.job_id].in_parts:
                 parts.stall(group.members, group.step)
@@ -203,7 +213,9 @@ class DataPlane:
         self._save_if_wished(group)
         if script.in_place:
             self.loops.stepped(group.members.values(), group.step)
-        if group.step == script.raise_at and self.raised.get(group.job_id, 0) < script.raises:
+        if group.step == script.leaves_at and self.left.get(group.job_id, 0) < script.leaves:
+            self._leave_early(group)
+        elif group.step == script.raise_at and self.raised.get(group.job_id, 0) < script.raises:
             self.raised[group.job_id] = self.raised.get(group.job_id, 0) + 1
             self._raise(group)
         elif group.step >= script.steps:
@@ -237,6 +249,45 @@ class DataPlane:
         event = TrainRaised(group.generation, failure, group_broken=False)
         group.members[0].answer_main(event)
 
+    def _leave_early(self, group: SimGroup) -> None:
+        """The last rank returns, and the others wait for it from here on."""
+        self.left[group.job_id] = self.left.get(group.job_id, 0) + 1
+        if group.world_size == 1:
+            self._next_step(group)
+            return
+        group.left_ns = self.timeline.now_ns
+        self._return(group, group.world_size - 1)
+        self._await_who_left(group)
+
+    def _await_who_left(self, group: SimGroup) -> None:
+        """Nobody makes a step any more, until the group is over."""
+        if group.is_over:
+            return
+        for process in group.members.values():
+            if process.is_in(group.generation):
+                process.linger()
+            else:
+                process.take_time()
+        self.timeline.after(20 * MS, self._await_who_left, group)
+
+    def let_go(self, process: SimProcess, generation: Generation) -> None:
+        """A process that has returned closes its connections: its neighbours notice."""
+        group = self.groups.get((process.job_id, generation))
+        if group is not None and not group.is_over:
+            self.lost(process)
+
+    def waits_in_vain_ns(self, job_id: JobId) -> int:
+        """Return for how long a group has waited for a member that has left, 0 if none does."""
+        group = max(
+            (g for (j, _), g in self.groups.items() if j == job_id),
+            key=lambda g: g.generation,
+            default=None,
+        )
+        if group is None or not group.left_ns:
+            return 0
+        waits = any(p.is_in(group.generation) and p.moves() for p in group.members.values())
+        return self.timeline.now_ns - group.left_ns if waits else 0
+
     def _finish(self, group: SimGroup) -> None:
         group.is_over = True
         for rank in group.members:
@@ -255,6 +306,9 @@ class DataPlane:
     def _report(self, group: SimGroup) -> None:
         """A report with a checkpoint: rank 0 tells, all agree whether to leave here."""
         self._tell(group, f"checkpoint-{group.step}")
+        works_ns = self.scripts[group.job_id].works_ns
+        if works_ns:
+            group.members[0].slow_until_ns = self.timeline.now_ns + works_ns
         if self._is_left(group):
             self._leave(group)
         else:

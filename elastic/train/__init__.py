@@ -30,8 +30,9 @@ if TYPE_CHECKING:
         ScalingConfig,
         SyncConfig,
     )
+    from elastic.train.evaluating import gather_for_metrics
     from elastic.train.failures import UserExceptionWithTraceback
-    from elastic.train.loop import epochs, get_logged, log, register, stepped
+    from elastic.train.loop import epochs, get_logged, log, register, stepped, steps
     from elastic.train.preemption import PreemptionInfo, get_preemption_info
     from elastic.train.result import Result
     from elastic.train.session import (
@@ -74,6 +75,7 @@ _HOME = {
     "get_checkpoint": "session",
     "get_context": "session",
     "get_preemption_info": "preemption",
+    "gather_for_metrics": "evaluating",
     "epochs": "loop",
     "get_logged": "loop",
     "is_driver": "session",
@@ -81,6 +83,7 @@ _HOME = {
     "register": "loop",
     "report": "session",
     "stepped": "loop",
+    "steps": "loop",
     "working": "session",
 }
 _ERRORS = {
@@ -117,6 +120,7 @@ __all__ = [
     "ValidationTaskConfig",
     "WorkerGroupError",
     "epochs",
+    "gather_for_metrics",
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
@@ -127,6 +131,7 @@ __all__ = [
     "register",
     "report",
     "stepped",
+    "steps",
     "working",
 ]
 

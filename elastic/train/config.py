@@ -443,12 +443,15 @@ class TorchConfig(BackendConfig):
         consistency: of a loop over `train.epochs()`. "bitwise": gradients are added in an order
             that does not depend on the number of workers, so that the weights have the same
             bits whatever happened to the group. "samples": every step has the same samples.
+        virtual_local_rank: each worker sees its own GPU only, as cuda:0, and LOCAL_RANK is 0. By
+            default it sees all that the run has on its node, and its own is cuda:LOCAL_RANK.
     """
 
     backend: str | None = None
     timeout_s: float = 1800.0
     consistency: str = "bitwise"
     init_method: str = "env"
+    virtual_local_rank: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

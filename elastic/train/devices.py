@@ -8,7 +8,7 @@ from elastic.train.session import require_context
 
 
 def get_device() -> torch.device:
-    """Return this worker's device: its GPU, or the CPU if it has none.
+    """Return this worker's device: its GPU, `cuda:LOCAL_RANK`, or the CPU if it has none.
 
     Raises:
         UsageError: called outside a train function.
@@ -17,7 +17,9 @@ def get_device() -> torch.device:
 
 
 def get_devices() -> list[torch.device]:
-    """Return all devices of this worker; a worker with several GPUs sees them as cuda:0, ...
+    """Return all devices of this worker, one for each of its GPUs.
+
+    The other GPUs that the process sees are those of its peers on this node.
 
     Raises:
         UsageError: called outside a train function.
@@ -27,7 +29,4 @@ def get_devices() -> list[torch.device]:
 
 def _devices(what: str) -> list[torch.device]:
     context = require_context(what)
-    device = torch.device(context.device)
-    if device.type != "cuda":
-        return [device]
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device(name) for name in context.devices or ("cpu",)]

@@ -1,8 +1,9 @@
 """Loaders that deal the data out over the group: by micro-batches of a step, or by rank.
 
 Rule: inside a loop over `train.epochs()` a prepared loader yields micro-batches of steps, which
-are the same at every world size. Anywhere else, and while nothing is trained (no gradients, or
-the model in evaluation mode), it yields this rank's share of one pass, as in Ray Train.
+are the same at every world size. While nothing is trained (no gradients; in that loop also if the
+model is in evaluation mode) it yields this rank's whole batches of one pass, each sample once.
+Anywhere else it yields this rank's share of one pass, padded to equal size, as in Ray Train.
 """
 
 from __future__ import annotations
@@ -12,32 +13,21 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from elastic.core.policy.streams import Cut
 from elastic.errors import UsageError
+from elastic.train.dealing import Order, Pass, RankBatches, RankSampler, loader_like
 from elastic.train.devices import get_device
+from elastic.train.evaluating import begin_pass, forget_pass
 from elastic.train.expecting import is_whole
 from elastic.train.session import require_context, require_place
 from elastic.worker.context import WorkerContext
-from elastic.worker.loader import MicroBatchLoader, is_plain
+from elastic.worker.loader import MicroBatchLoader, Weigh, is_plain
 from elastic.worker.prepared import is_training
 from elastic.worker.step import StepEngine
+from elastic.worker.stepping import Step
 from elastic.worker.streams import MicroBatches, StreamLoader
-
-KEPT_ARGUMENTS = (
-    "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
-    "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor",
-    "persistent_workers", "pin_memory_device", "in_order",
-)  # fmt: skip
-"""Arguments of the user's DataLoader that the prepared one keeps: all but dataset and sampler."""
 
 
 def prepare_data_loader(
@@ -48,6 +38,7 @@ def prepare_data_loader(
     *,
     global_batch_size: int | None = None,
     streams: str | None = None,
+    weigh: Weigh | None = None,
 ) -> PreparedLoader:
     """Let each rank see its part of the data, on its device.
 
@@ -73,8 +64,16 @@ def prepare_data_loader(
     NumPy's and Python's own generators, which are seeded for each sample; `set_epoch(epoch)` is
     called where it has that.
 
-    Outside of that loop the data is dealt out by rank, as in Ray Train, and an iterable dataset
-    is left as it is: every rank sees all of it, unless it deals itself out by rank.
+    While nothing is trained, under `torch.no_grad()`, batch k of those that one process would read
+    goes to rank k modulo W: each sample is seen once, and a rank may have one batch less than
+    others, or none, so that collectives belong behind the loop; see `train.gather_for_metrics`.
+
+    Outside of that loop training data is dealt out by rank, as in Ray Train: if it does not divide
+    evenly, some samples are seen twice. An iterable dataset is left as it is there: every rank
+    sees all of it, unless it deals itself out by rank.
+
+    Any sampler that has a length is kept: it is asked for the order of each epoch, with all
+    generators seeded for that, so that every rank gets the same. A DistributedSampler is replaced.
 
     Args:
         data_loader: as for one process; its `batch_size` is that of a micro-batch.
@@ -86,10 +85,15 @@ def prepare_data_loader(
             micro-batch for each worker of the largest group.
         streams: how an iterable dataset becomes streams: "shard", "worker" or "count"; by
             default "shard" if it has that method, "count" otherwise.
+        weigh: called with a micro-batch, as the loader yields it, returns what it counts in the
+            mean over its step: a number from 0 on. For a loss that is a mean over tokens it is
+            their number, `lambda batch: (batch["labels"] != -100).sum()`: then gradients and
+            logged values of padded or packed text are those of one process that takes the mean
+            over all tokens of the step. By default a micro-batch counts by its samples.
 
     Raises:
-        UsageError: the loader has a sampler of its own, which cannot be dealt out by guess, it
-            is no DataLoader, or the global batch does not fit.
+        UsageError: the loader has a batch sampler of its own, which cannot be dealt out by guess,
+            or a sampler without length; it is no DataLoader, or the global batch does not fit.
     """
     context = require_context("prepare_data_loader")
     if not isinstance(data_loader, DataLoader):
@@ -98,6 +102,15 @@ def prepare_data_loader(
             f" got a {type(data_loader).__name__}"
         )
     is_iterable = isinstance(data_loader.dataset, IterableDataset)
+    batches: Any = data_loader.batch_sampler
+    if data_loader.batch_size is None and is_plain(batches, BatchSampler) and add_dist_sampler:
+        # The same loader in other words.
+        data_loader = loader_like(
+            data_loader,
+            sampler=batches.sampler,
+            batch_size=batches.batch_size,
+            drop_last=batches.drop_last,
+        )
     cut = _cut_of(streams, is_iterable)
     num_micro_batches = _micro_batches_of(context, data_loader, global_batch_size)
     return PreparedLoader(
@@ -107,6 +120,7 @@ def prepare_data_loader(
         deals=add_dist_sampler and not is_iterable,
         num_micro_batches=num_micro_batches,
         streams=cut if is_iterable and add_dist_sampler else None,
+        weigh=weigh,
     )
 
 
@@ -154,51 +168,14 @@ def _micro_batches_of(
     return number
 
 
-def _with_sampler(loader: DataLoader[Any], rank: int, world_size: int) -> DataLoader[Any]:
-    """Return the same loader over this rank's part of the indices."""
-    if loader.batch_sampler is not None and not is_plain(loader.batch_sampler, BatchSampler):
-        raise UsageError(
-            f"prepare_data_loader: the loader has its own batch_sampler "
-            f"({type(loader.batch_sampler).__name__}); let it deal out by rank itself and pass "
-            f"add_dist_sampler=False"
-        )
-    sampler: Any = loader.sampler
-    shuffles = is_plain(sampler, RandomSampler) and _is_whole_shuffle(sampler)
-    if not shuffles and type(sampler) is not SequentialSampler:
-        raise UsageError(
-            f"prepare_data_loader: the loader has its own sampler ({type(sampler).__name__}); "
-            f"use shuffle=True or False, or deal out by rank and pass add_dist_sampler=False"
-        )
-    seed = _seed_of(loader, 0)
-    kept = {name: getattr(loader, name) for name in KEPT_ARGUMENTS if hasattr(loader, name)}
-    if loader.num_workers == 0:
-        # DataLoader refuses these without worker processes, even at their defaults.
-        kept.pop("prefetch_factor")
-        kept.pop("multiprocessing_context")
-    if loader.batch_size is None:
-        kept.pop("drop_last")
-    if not kept.get("pin_memory_device"):
-        kept.pop("pin_memory_device", None)
-    dealt: DistributedSampler[Any] = DistributedSampler(
-        loader.dataset,
-        num_replicas=world_size,
-        rank=rank,
-        shuffle=shuffles,
-        seed=seed % 2**31,
-        drop_last=loader.drop_last,
-    )
-    return DataLoader(loader.dataset, sampler=dealt, **kept)
-
-
-def _is_whole_shuffle(sampler: RandomSampler) -> bool:
-    """Return whether it draws every sample once, as DataLoader(shuffle=True) does."""
-    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-
-
 class PreparedLoader:
     """A DataLoader that yields this rank's batches on its device.
 
-    Everything else (`dataset`, `batch_size`, `sampler`, ...) is the loader's.
+    Everything else (`dataset`, `batch_size`, `collate_fn`, ...) is the loader's. `sampler` has
+    `set_epoch`, as scripts for Ray Train and torchrun call it.
+
+    Attributes:
+        evaluated: the newest pass of evaluation, None if there was none.
     """
 
     def __init__(
@@ -210,6 +187,7 @@ class PreparedLoader:
         deals: bool = True,
         num_micro_batches: int = 1,
         streams: Cut | str | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
         """Wrap a loader.
 
@@ -220,7 +198,9 @@ class PreparedLoader:
             deals: deal the samples out; otherwise the loader does so by itself.
             num_micro_batches: V, of a step.
             streams: how an iterable dataset is cut into streams, "" to choose; None if it is none.
+            weigh: says what a micro-batch counts in its step.
         """
+        self._weigh = weigh
         self._streams = streams
         self._users = loader
         self._device = device
@@ -229,11 +209,17 @@ class PreparedLoader:
         self._num_micro_batches = num_micro_batches
         # A shuffle of our own is chosen from the first pass on; of the user's, when he says so.
         self._epoch = 0 if deals else None
-        self._dealt_for: tuple[int, int] | None = None
         self._by_step: MicroBatches | None = None
         self._loader = loader
-        if deals and not hasattr(loader.sampler, "__getitem__"):
-            _with_sampler(loader, 0, 1)  # What cannot be dealt out is refused at once.
+        self._whole: tuple[RankBatches, DataLoader[Any]] | None = None
+        self._sampler: RankSampler | None = None
+        self.evaluated: Pass | None = None
+        if deals:  # What cannot be dealt out is refused at once.
+            self._order = Order(loader, _seed_of(loader, 0))
+            self._sampler = RankSampler(
+                loader.dataset, self._order, self.set_epoch, drop_last=loader.drop_last
+            )
+            self._loader = loader_like(loader, sampler=self._sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of the next pass; those after it count on from there.
@@ -241,6 +227,8 @@ class PreparedLoader:
         Without effect inside a loop over `train.epochs()`, which chooses it.
         """
         self._epoch = epoch
+        if self._sampler is not None:
+            self._sampler.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass."""
@@ -248,13 +236,32 @@ class PreparedLoader:
         engine = context.engine
         if engine is not None and engine.has_begun and _trains(engine):
             return self._moved(engine.micro_batches(self._micro_batches(engine)))
-        return self._moved(self._pass_by_rank(require_place("a prepared loader")))
+        # In that loop what is not trained with is evaluated. In others only gradients can tell:
+        # in evaluation mode DistributedDataParallel still does the same on all ranks.
+        evaluates = (engine is not None and engine.has_begun) or not torch.is_grad_enabled()
+        place = require_place("a prepared loader")
+        if evaluates and self._deals:
+            return self._moved(self._evaluate(place))
+        return self._moved(self._pass_by_rank(place))
+
+    def steps(self) -> Iterator[Step]:
+        """Begin a pass in steps; see `train.steps`."""
+        engine = require_context("train.steps").engine
+        if engine is None or not engine.has_begun:
+            raise UsageError(
+                "train.steps: outside the loop over train.epochs(): write "
+                "'for epoch in train.epochs(n): for step in train.steps(loader): ...'"
+            )
+        return engine.steps(self._micro_batches(engine), self._on_device)
 
     def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            if self._device is not None:
-                batch = _moved(batch, self._device, non_blocking=self._non_blocking)
-            yield batch
+            yield self._on_device(batch)
+
+    def _on_device(self, batch: Any) -> Any:
+        if self._device is None:
+            return batch
+        return _moved(batch, self._device, non_blocking=self._non_blocking)
 
     def _micro_batches(self, engine: StepEngine) -> MicroBatches:
         if self._by_step is None:
@@ -266,9 +273,12 @@ class PreparedLoader:
                     seed=seed,
                     cut=self._streams if isinstance(self._streams, Cut) else None,
                     book=engine.streams,
+                    weigh=self._weigh,
                 )
             elif self._deals:
-                self._by_step = MicroBatchLoader(self._users, num_micro_batches=number, seed=seed)
+                self._by_step = MicroBatchLoader(
+                    self._users, num_micro_batches=number, seed=seed, weigh=self._weigh
+                )
             else:
                 raise UsageError(
                     "a loader that deals its data out by itself (add_dist_sampler=False) cannot be "
@@ -280,24 +290,56 @@ class PreparedLoader:
 
     def _pass_by_rank(self, context: WorkerContext) -> Iterator[Any]:
         """Yield this rank's share of one pass; each completed iteration counts for telemetry."""
-        if self._deals:
+        epoch, sampler = self._next_epoch(), self._loader.sampler
+        self.evaluated = None
+        forget_pass()
+        if self._sampler is not None:
             self._deal_by_rank(context)
-        sampler = self._loader.sampler
-        if self._epoch is not None:
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self._epoch)
-            self._epoch += 1
-        counts = context.engine is None or not context.engine.has_begun
+            self._sampler.epoch = epoch
+        elif self._epoch is not None and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
         for batch in self._loader:
             yield batch
-            if counts:
+            if context.engine is None or not context.engine.has_begun:
                 context.note_step()
 
+    def _evaluate(self, context: WorkerContext) -> Iterator[Any]:
+        """Yield this rank's batches of one pass, each sample once."""
+        batches, loader = self._by_whole_batches(context)
+        batches.epoch = self._next_epoch()
+        read = self.evaluated = begin_pass(context.generation)
+        counts = context.engine is None or not context.engine.has_begun
+        try:
+            for (number, size), batch in zip(batches.sizes().items(), loader, strict=True):
+                read.sizes[number] = size
+                yield batch
+                if counts:
+                    context.note_step()
+        finally:
+            read.is_open = False
+
+    def _next_epoch(self) -> int:
+        """Return the number of the pass that begins, and count it."""
+        epoch = self._epoch or 0
+        if self._epoch is not None:
+            self._epoch += 1
+        return epoch
+
+    def _by_whole_batches(self, context: WorkerContext) -> tuple[RankBatches, DataLoader[Any]]:
+        """Return our batches of an evaluation, and the loader that reads them."""
+        if self._whole is None:
+            size = self._users.batch_size
+            batches = RankBatches(self._order, size, drop_last=self._users.drop_last)
+            kind = "sampler" if size is None else "batch_sampler"
+            self._whole = batches, loader_like(self._users, **{kind: batches})
+        batches, loader = self._whole
+        batches.rank, batches.world_size = context.world_rank, context.world_size
+        return batches, loader
+
     def _deal_by_rank(self, context: WorkerContext) -> None:
-        place = (context.world_rank, context.world_size)
-        if self._dealt_for != place:
-            self._loader = _with_sampler(self._users, *place)
-            self._dealt_for = place
+        if self._sampler is not None:
+            self._sampler.rank = context.world_rank
+            self._sampler.num_replicas = context.world_size
 
     def __len__(self) -> int:
         """Return the steps of an epoch if an optimizer was prepared, else this rank's batches."""

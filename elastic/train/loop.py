@@ -15,11 +15,15 @@ and go beneath it; what it computes depends on none of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic.errors import UsageError
 from elastic.train.session import require_engine
 from elastic.worker.state import Stateful
+
+if TYPE_CHECKING:
+    from elastic.train.loaders import PreparedLoader
+    from elastic.worker.stepping import Step
 
 
 def epochs(total: int, *, start: int = 0) -> Iterator[int]:
@@ -40,6 +44,37 @@ def epochs(total: int, *, start: int = 0) -> Iterator[int]:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise UsageError(f"train.epochs: {name}={value!r}: expected an int, 0 or more")
     return require_engine("train.epochs").epochs(total, start)
+
+
+def steps(loader: PreparedLoader) -> Iterator[Step]:
+    """Yield the optimizer steps of an epoch: one iteration for each, at every world size.
+
+        for epoch in train.epochs(10):
+            for step in train.steps(loader):
+                for x, y in step:               # this rank's micro-batches
+                    loss = F.cross_entropy(model(x), y)
+                    loss.backward()
+                    train.log(loss=loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    It computes what the loop over micro-batches computes, with the same bits. Choose it where
+    something counts iterations: whatever stands behind the inner loop happens once in a step. See
+    `Step` for what may stand there.
+
+    Args:
+        loader: prepared; read it either in steps or in micro-batches.
+
+    Raises:
+        UsageError: the loader is not prepared, or this is not inside a loop over `train.epochs()`.
+    """
+    if not hasattr(loader, "steps"):
+        raise UsageError(
+            f"train.steps: expected a loader that prepare_data_loader has returned, got a "
+            f"{type(loader).__name__}"
+        )
+    return loader.steps()
 
 
 def log(**values: Any) -> None:

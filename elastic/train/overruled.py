@@ -38,6 +38,7 @@ OPTIONS: Mapping[str, str] = {
     "preemptible": "--non-preemptible",
     "backend": "--backend",
     "timeout_s": NO_OPTION,
+    "virtual_local_rank": "--env ELASTIC_VIRTUAL_LOCAL_RANK=1",
 }
 """Fields whose value in the job a worker does not know -> the option of `elastic submit`."""
 
@@ -106,7 +107,7 @@ def _known(
     # With 0 it would train in its own process, which it does.
     if scaling.num_workers not in (0, ScalingConfig().num_workers) and wanted != (low, high):
         said.append(f"num_workers={scaling.num_workers!r} (--num-workers {bounds})")
-    if scaling.use_gpu and not context.num_devices:
+    if scaling.use_gpu and not context.devices:
         said.append("use_gpu=True (--use-gpu)")
     if run.name not in (None, context.job_name):
         said.append(f"name={run.name!r} (--name {context.job_name})")

@@ -436,7 +436,7 @@ class TrainContext:
 
     def get_trial_resources(self) -> dict[str, float]:
         """Return what this worker has of its node, as far as it knows."""
-        return {"CPU": 1.0, "GPU": float(self.worker.num_devices)}
+        return {"CPU": 1.0, "GPU": float(len(self.worker.devices))}
 
 
 class Storage(str):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from elastic.client.attempts import TRAINER_FILE, Plan, note_end
 from elastic.client.output import Lines
 from elastic.client.submission import NAME_CHARS_MAX, run_path_of
-from elastic.core.config import JobSpec
+from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
 from elastic.errors import ElasticError, NameTaken, Unavailable, UsageError
 from elastic.storage.files import Files
@@ -219,7 +219,8 @@ class DataParallelTrainer:
     def fit(self) -> Result:
         """Train, and return the result.
 
-        Ctrl-C, and an error in a callback, stop the job and its workers. Where `elastic submit`
+        Ctrl-C stops the job: it is saved, and ends between two steps; a second one ends it at once,
+        and so does an error in a callback. Where `elastic submit`
         runs the script, each worker trains here, and the command line's options count: a line says
         which of the script's do not.
 
@@ -306,6 +307,7 @@ class DataParallelTrainer:
     def _fit_on_cluster(self) -> Result:
         """Submit, follow, and bring the result home."""
         from elastic.client.jobs import Client
+        from elastic.client.stopping import stop_saved
         from elastic.client.watching import Printer, follow
         from elastic.train.cluster import check_fits, require_cluster
 
@@ -315,8 +317,13 @@ class DataParallelTrainer:
             if cluster.is_embedded:
                 check_fits(spec, [known.node for known in client.status().view.nodes])
             spec = self._submit(client, cluster)
-            job_id = spec.job_id
+            job_id, has_come = spec.job_id, False
             telling = self._tells(spec.name, job_id, spec.run_path)
+
+            def interrupted() -> float | None:
+                nonlocal has_come
+                has_come = True
+                return stop_saved(client, spec, "interrupted in its script")
 
             def on_note(note: Note) -> None:
                 self._on_note(note)
@@ -337,6 +344,7 @@ class DataParallelTrainer:
                     Printer(),
                     on_report=self._on_report,
                     on_note=on_note,
+                    on_interrupt=interrupted,
                     check=check,
                 )
                 telling.failed(view.record.failures, lambda: failures_of(view.record))
@@ -350,7 +358,18 @@ class DataParallelTrainer:
                 _stop(client, spec, "its script failed")
                 raise
             self._keep_output(client, spec)
+        if has_come:
+            note_end(spec.run_path, spec.job_id, view.record.phase, view.record.reason)
+            raise KeyboardInterrupt(f"run {spec.name} has stopped; {self._going_on(view)}")
         return self._finish(spec, view)
+
+    def _going_on(self, view: JobView) -> str:
+        from elastic.client.wording import where_it_goes_on
+
+        how = "run the script again"
+        if self.run_config.name is None:
+            how = f"TorchTrainer.restore({view.record.spec.run_path!r})"
+        return where_it_goes_on(view, how)
 
     def _submit(self, client: Client, cluster: Cluster) -> JobSpec:
         """Submit under the first name that is free, together with its run directory."""
@@ -534,6 +553,7 @@ class DataParallelTrainer:
         scaling, torch_config = self.scaling_config, self.torch_config
         checkpoints = self.run_config.checkpoint_config
         function = self.train_loop_per_worker
+        env = {VIRTUAL_LOCAL_RANK: "1"} if torch_config.virtual_local_rank else {}
         entry = Entry(
             kind=EntryKind.FUNCTION,
             target=getattr(function, "__qualname__", repr(function)),
@@ -638,7 +658,7 @@ def _checked(what: str, value: Config | None, kind: type[Config]) -> Config:
 def _stop(client: Client, spec: JobSpec, reason: str) -> None:
     """Stop a job that nobody follows any more; whatever ended the following is told instead."""
     with contextlib.suppress(ElasticError):
-        client.stop(spec.job_id, reason)
+        client.stop(spec.job_id, reason, now=True)
         note_end(spec.run_path, spec.job_id, JobPhase.STOPPED, reason)
 
 

@@ -27,7 +27,8 @@ MESSAGE_BYTES_MAX = 2 * ENTRY_BYTES_MAX
 """No message is larger, on the pipe or over gRPC: twice what the largest job needs."""
 
 FOR_PEOPLE = frozenset({
-    "detail", "drain_reason", "error_type", "message", "position", "reason", "text", "traceback",
+    "detail", "drain_reason", "error_type", "left", "message", "position", "reason", "text",
+    "traceback",
 })  # fmt: skip
 """String fields that nothing is decided by: what is not Unicode in them is escaped, not refused."""
 

@@ -5,13 +5,17 @@ Rule: each text says what was found and what to write instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
 from elastic.worker.prepared import is_training
+
+if TYPE_CHECKING:
+    from elastic.worker.divergence import Verdict
 
 
 def no_optimizer() -> UsageError:
@@ -77,6 +81,52 @@ def check_forward(models: Sequence[nn.Module]) -> None:
                 )
 
 
+def differs(verdict: Verdict, cursor: Cursor, stepped: Container[str]) -> UsageError:
+    """Ranks have different weights, and nobody knows whose are right."""
+    names, odd = verdict.names, ", ".join(map(str, verdict.odd))
+    first = names[0] if names else "the state"
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    who = f"rank {odd} and the other ranks" if verdict.is_majority else f"rank 0 and rank {odd}"
+    if first.startswith("the order"):
+        what = (
+            "the sampler must give every rank the same: let it draw from its generator attribute, "
+            "or from torch's, NumPy's or Python's own generators, which are seeded for each epoch, "
+            "and keep nothing from the epochs before"
+        )
+    elif first.startswith("registered "):
+        what = (
+            "register what is the same on all ranks, and change it once for each step, where "
+            "train.stepped() says so"
+        )
+    elif "(buffer)" in first:
+        what = (
+            "forward in training mode, or code of this script, has changed it outside of a step on "
+            "each rank by itself: call model.eval() for what is not trained with, and change it "
+            "only by values that are the same on all ranks"
+        )
+    elif first not in stepped:
+        what = (
+            "no prepared optimizer steps it, so that something else has changed it on each rank by "
+            "itself: write optimizer = prepare_optimizer(optimizer) for what trains it, before the "
+            "loop over train.epochs()"
+        )
+    else:
+        what = (
+            "something has changed it on each rank by itself: prepare every optimizer that steps "
+            "it by prepare_optimizer(optimizer), and change weights otherwise only by values that "
+            "are the same on all ranks, where train.stepped() says so"
+        )
+    again = (
+        f"; that was so {verdict.healed} times before, and the others' state has not helped"
+        if verdict.is_majority and verdict.healed
+        else ""
+    )
+    return UsageError(
+        f"{first}{more}: {who} have different values before step {cursor.step} of epoch "
+        f"{cursor.epoch}{again}: {what}"
+    )
+
+
 def not_stepped(cursor: Cursor) -> UsageError:
     """An iteration ended without a call of `optimizer.step()`."""
     return UsageError(
@@ -119,4 +169,30 @@ def stepped_outside(optimizer: object, models: Sequence[nn.Module]) -> UsageErro
     return UsageError(
         f"{type(optimizer).__name__}.step() was called in an epoch, with gradients of this rank "
         f"alone, which belong to no step of the group: {why}"
+    )
+
+
+def step_not_stepped(cursor: Cursor) -> UsageError:
+    """A step of `train.steps` was computed, and no optimizer asked to step."""
+    return UsageError(
+        f"optimizer.step() was not called in step {cursor.step} of epoch {cursor.epoch}: call it "
+        f"once for each step of train.steps(), after its micro-batches; call step.skip() for one "
+        f"that is to change nothing"
+    )
+
+
+def step_not_computed(cursor: Cursor) -> UsageError:
+    """A loop over `train.steps` went on before a step's micro-batches were all computed."""
+    return UsageError(
+        f"step {cursor.step} of epoch {cursor.epoch} was left before all of its micro-batches were "
+        f"computed: read it to its end ('for batch in step: ...'), or call step.run(compute)"
+    )
+
+
+def stepped_inside(optimizer: object) -> UsageError:
+    """An optimizer was asked to step in the middle of a step of `train.steps`."""
+    return UsageError(
+        f"{type(optimizer).__name__}.step() was called while the micro-batches of a step are "
+        f"computed: call it behind them, once, outside of 'for batch in step' and of what step.run "
+        f"calls"
     )

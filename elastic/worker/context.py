@@ -38,8 +38,7 @@ class WorkerContext:
         world_rank, world_size: in the group.
         local_rank, local_world_size: among the group's workers on this node.
         node_rank, num_nodes: of this node among the group's nodes.
-        device: "cpu", or the first accelerator that this process sees, such as "cuda:0".
-        num_devices: accelerators that this process may use, 0 on CPU.
+        devices: accelerators that are this worker's own, such as ("cuda:3",); () on CPU.
         max_workers: the largest group that the job may have.
         reach: how the other members reach this one.
         config: what the user gave to the train function; None for scripts.
@@ -72,8 +71,7 @@ class WorkerContext:
     local_world_size: int
     node_rank: int
     num_nodes: int
-    device: str
-    num_devices: int = 0
+    devices: tuple[str, ...] = ()
     max_workers: int = 1
     reach: Reach = field(default_factory=Reach)
     config: Any = None
@@ -93,6 +91,11 @@ class WorkerContext:
     engine: StepEngine | None = field(default=None, repr=False)
     join: Callable[[], WorkerContext] | None = field(default=None, repr=False)
     shielded: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)
+
+    @property
+    def device(self) -> str:
+        """Return the first accelerator of this worker, "cpu" if it has none."""
+        return self.devices[0] if self.devices else "cpu"
 
     @property
     def newest_checkpoint(self) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import select
+import signal
 import sys
 import threading
 import traceback
@@ -20,10 +21,12 @@ from elastic.core.events.shared import Note
 from elastic.core.events.worker import (
     AbortGroup,
     AgentTold,
+    AskScript,
     EnterTrain,
     ExitWorker,
     FormGroup,
     InterruptTrain,
+    LetGo,
     Looked,
     PipeClosed,
     ResolveReport,
@@ -43,6 +46,7 @@ from elastic.errors import ElasticError, Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import note_text
 from elastic.wire.pipe import Pipe
+from elastic.worker import signals
 from elastic.worker.activity import Flow
 from elastic.worker.collective_watch import CollectiveWatch
 from elastic.worker.exchange import Exchange
@@ -133,7 +137,7 @@ class ControlThread:
     def _hear(self) -> None:
         try:
             while (message := self._pipe.receive(0)) is not None:
-                self._step(AgentTold(message))
+                self._step(AgentTold(message, signals.is_handled(signal.SIGTERM)))
         except Unavailable:
             self._lose_pipe()
 
@@ -162,11 +166,15 @@ class ControlThread:
     def _perform(self, effect: WorkerEffect) -> None:
         if isinstance(effect, SendPipe):
             self._send(effect.message)
-        elif isinstance(effect, (Setup, FormGroup, EnterTrain)):
+        elif isinstance(effect, (Setup, FormGroup, EnterTrain, LetGo)):
             self._exchange.give_order(effect)
         elif isinstance(effect, AbortGroup):
             self._exchange.set_aborted(effect.generation)
             self._groups.abort(effect.generation)
+        elif isinstance(effect, AskScript):
+            log.info("script_asked_to_end reason=%r", effect.reason)
+            self._exchange.is_asked = True
+            signals.send_to_main(signal.SIGTERM)
         elif isinstance(effect, InterruptTrain):
             self._interrupter.interrupt(effect.generation, effect.reason, final=effect.final)
         elif isinstance(effect, WishBoundary):

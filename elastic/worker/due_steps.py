@@ -24,10 +24,15 @@ of its `step`."""
 
 
 class DueSteps:
-    """The optimizers that were asked to step, and what belongs to the same step."""
+    """The optimizers that were asked to step, and what belongs to the same step.
+
+    Attributes:
+        is_stepping: they step at this moment.
+    """
 
     def __init__(self) -> None:
         """Begin with none."""
+        self.is_stepping = False
         self._calls: list[Call] = []
         self._asked: dict[int, torch.optim.Optimizer] = {}
         self._gradients: dict[int, torch.Tensor | None] = {}
@@ -106,8 +111,12 @@ class DueSteps:
 
     def do(self) -> None:
         """Step, in the order in which they were asked."""
-        for call in self._calls:
-            call()
+        self.is_stepping = True
+        try:
+            for call in self._calls:
+                call()
+        finally:
+            self.is_stepping = False
         self._forget_steps()
 
     def end(self) -> None:

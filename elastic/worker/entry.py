@@ -1,13 +1,14 @@
-"""The entry point of a job: a pickled function, a script or a module, ready to be called again.
+"""The entry point of a job: a pickled function, a script or a module, ready to be called.
 
-Rule: everything that can be found wrong before a group forms is found by `load`. Each call begins
-afresh, a function with its own copy of the config: what an earlier generation changed in it, or
-what a failed attempt left half done, does not leak into the next one.
+Rule: everything that can be found wrong before a group forms is found by `load`. A function that
+is called again has its own copy of the config each time: what an earlier generation changed in it,
+or what a failed attempt left half done, does not leak into the next one.
 """
 
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -16,7 +17,8 @@ import logging
 import os
 import runpy
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import SourceFileLoader
@@ -28,11 +30,12 @@ import cloudpickle
 
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
-from elastic.worker import loose_ends
 from elastic.worker.error_file import error_file
-from elastic.worker.fresh_start import FreshStart
 
 RUN_NAME = "__main__"
+INSTALLED = ("site-packages", "dist-packages")
+SHARED = frozenset({*sys.stdlib_module_names, "torch", "elastic"})
+"""Packages that are never a script's own."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,7 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], Call]:
             so before the environment names its rank.
 
     Returns:
-        A function that prepares one call; it is to be used anew for each. For a script it makes
-        the process as it was before the first one.
+        A function that prepares one call; it is to be used anew for each.
 
     Raises:
         UsageError: the directory, the script or the module is not on this node.
@@ -109,31 +111,23 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], Call]:
     else:
         _check_module(entry)
         run = partial(_run_module, entry)
-    known, start, left = frozenset(sys.modules), FreshStart(), loose_ends.LeftThreads(folders)
-
-    def prepare() -> Call:
-        loose_ends.forget_modules(known, folders)
-        if start.begin():
-            left.tell()
-        return Call(partial(_run_afresh, run, folders))
-
-    return prepare
+    return lambda: Call(partial(_run_to_end, run))
 
 
-def _run_afresh(run: Callable[[], None], folders: list[str]) -> None:
-    """Run a script as in a process of its own, from its imports to its last thread.
+def _run_to_end(run: Callable[[], None]) -> None:
+    """Run a script until it ends, which it may do by `sys.exit`."""
+    with error_file():
+        run()
 
-    Args:
-        run: runs it.
-        folders: where its own modules are.
+
+def end_script() -> None:
+    """Do what Python does where a script ends, in a process that runs no other one.
+
+    Its threads and the work in its executors are waited for, and what it registered with `atexit`
+    has the time that it takes: a checkpoint that a thread still writes belongs to its success.
     """
-    with error_file(), loose_ends.watching(folders) as watched:
-        try:
-            run()
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
-        watched.end()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
 
 
 def _put_first(directory: str) -> None:
@@ -212,8 +206,23 @@ def _import_ahead(path: str, folders: list[str]) -> None:
             if spec is None:
                 continue
             places = [spec.origin] if spec.has_location else spec.submodule_search_locations or []
-            if not loose_ends.is_of_script(name, places, folders):
+            if not is_of_script(name, places, folders):
                 importlib.import_module(name)
+
+
+def is_of_script(name: str, places: Iterable[str | None], folders: Iterable[str]) -> bool:
+    """Return whether a module belongs to a script, and is not installed.
+
+    Args:
+        name: of the module.
+        places: its file, or the folders of a package without one.
+        folders: of the script, and where it finds its modules.
+    """
+    if name.partition(".")[0] in SHARED:
+        return False
+    paths = [Path(place) for place in places if place is not None]
+    inside = [p for p in paths if not set(INSTALLED).intersection(p.parts)]
+    return any(path.is_relative_to(folder) for path in inside for folder in folders)
 
 
 def _imported_first(path: str) -> list[str]:

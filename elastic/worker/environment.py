@@ -36,8 +36,6 @@ def for_job(assign: Assign, started_with: Mapping[str, str]) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": spec.name,
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_failures),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # Also when it is empty: a worker without a device must not see those of others.
-        "CUDA_VISIBLE_DEVICES": ",".join(assign.devices),
     }
     defaults = (
         # What torch.use_deterministic_algorithms asks for; read before CUDA is first used.
@@ -59,9 +57,6 @@ def for_generation(
 ) -> dict[str, str]:
     """Return what to set before the train function is called in a group.
 
-    A process that sees only accelerators of its own finds the one that scripts choose by
-    LOCAL_RANK always in the first place (torchrun: --virtual-local-rank).
-
     Args:
         assign: who the worker is.
         assignment: its place in the group.
@@ -71,7 +66,7 @@ def for_generation(
     place = {
         "RANK": str(assignment.rank),
         "WORLD_SIZE": str(assignment.world_size),
-        "LOCAL_RANK": "0" if assign.devices else str(assignment.local_rank),
+        "LOCAL_RANK": str(assignment.local_rank),
         "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
         "GROUP_RANK": str(assignment.node_rank),
         "NODE_RANK": str(assignment.node_rank),

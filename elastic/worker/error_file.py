@@ -6,7 +6,6 @@ killed at any moment, and what it has made then stays. What is raised is told wi
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
 import tempfile
@@ -15,26 +14,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_numbers = itertools.count()
 
 
 @contextmanager
 def error_file() -> Iterator[None]:
-    """Name a file in the environment, one for each run of a script; removed after it."""
+    """Name a file in the environment for as long as a script runs; removed after it."""
     directory = _directory()
     if directory is None:
         yield
         return
-    file = directory / f"{os.getpid()}-{next(_numbers)}.json"
-    before = os.environ.get(VARIABLE)
+    file = directory / f"{os.getpid()}.json"
+    file.unlink(missing_ok=True)  # Of an earlier process with this number.
     os.environ[VARIABLE] = str(file)
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(VARIABLE, None)
-        else:
-            os.environ[VARIABLE] = before
         file.unlink(missing_ok=True)
 
 

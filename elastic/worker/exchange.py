@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from elastic.core.events.worker import (
     EnterTrain,
     FormGroup,
+    LetGo,
     ResolveReport,
     Setup,
     TellPreemption,
@@ -25,7 +26,7 @@ from elastic.core.messages import Progress
 from elastic.core.world import NO_GENERATION, Generation, RefusalCode
 from elastic.worker.activity import Activity
 
-Order = Setup | FormGroup | EnterTrain
+Order = Setup | FormGroup | EnterTrain | LetGo
 """What the main thread can be told to do; it does one at a time."""
 
 WAIT_SLICE_S = 0.02
@@ -56,11 +57,13 @@ class Exchange:
 
     Attributes:
         activity: what the main thread shows of itself.
+        is_asked: the script was sent SIGTERM, for it to end.
     """
 
     def __init__(self) -> None:
         """Open the descriptor that wakes the control thread."""
         self.activity = Activity()
+        self.is_asked = False
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._posted: queue.SimpleQueue[WorkerEvent | Progress] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -5,7 +5,7 @@ Rule: which samples a micro-batch has is asked of `Epochs` alone; `Feed` reads t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,13 +18,15 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from elastic.core.policy.cursor import Cursor, Epochs, Permutation, shuffle_seed
 from elastic.core.policy.microbatch import Span
 from elastic.errors import UsageError, check
+from elastic.worker.drawn import Drawn
 from elastic.worker.feed import Feed, Key, check_prefetch
 from elastic.worker.seeding import Request, SeededCollate, SeededDataset
-from elastic.worker.share import Share
+from elastic.worker.share import Share, ToldShare
 
 BLOCK_SAMPLES = 1024
 BLOCK_PIECES = 64
@@ -41,6 +43,7 @@ class Batch:
         count: its samples. 0 in a ragged last step that has none left for it: `value` is then
             that of the step's first samples, so that there is something to compute with.
         value: as the user's collate_fn gave it.
+        weight: what it counts in the mean over the step: its samples, or what `weigh` says.
         more: another step may follow as far as this micro-batch's stream is concerned; of a
             dataset whose samples have numbers it says nothing.
     """
@@ -49,7 +52,40 @@ class Batch:
     micro_batch: int
     count: int
     value: Any
+    weight: float
     more: bool = False
+
+
+Weigh = Callable[[Any], Any]
+"""Says of a micro-batch's value what it counts, such as the number of its tokens."""
+WEIGHT_PARTS, WEIGHT_MAX = 2.0**20, 2.0**32
+"""Weights are multiples of 1 / WEIGHT_PARTS: sums of a step's are exact, in whatever order."""
+
+
+def weight_of(weigh: Weigh | None, value: Any, count: int) -> float:
+    """Return what a micro-batch counts.
+
+    Args:
+        weigh: the user's; None to count samples.
+        value: of the micro-batch.
+        count: its samples; without any it counts nothing.
+
+    Raises:
+        UsageError: the user's function returns no such number.
+    """
+    if weigh is None or not count:
+        return float(count)
+    found = weigh(value)
+    try:
+        number = float(found)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 <= number < WEIGHT_MAX:
+        raise UsageError(
+            f"prepare_data_loader(weigh=...): weigh returned {found!r} for a micro-batch; expected "
+            f"one number, from 0 to 2**32, such as its count of tokens that the loss is a mean of"
+        )
+    return round(number * WEIGHT_PARTS) / WEIGHT_PARTS
 
 
 class MicroBatchLoader:
@@ -63,18 +99,26 @@ class MicroBatchLoader:
         epochs: how the data is cut into steps and micro-batches.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, num_micro_batches: int, seed: int) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        num_micro_batches: int,
+        seed: int,
+        weigh: Weigh | None = None,
+    ) -> None:
         """Take over what the user's loader does; nothing is started before the first `next`.
 
         Args:
             loader: the user's; it is not read itself.
             num_micro_batches: V, of a step.
             seed: of the shuffle and of augmentation; 0 <= seed < 2**63.
+            weigh: says what a micro-batch counts, None to count samples.
 
         Raises:
             UsageError: its samples cannot be asked for by number, or there are none.
         """
-        size, shuffle, sampler = _order_of(loader)
+        size, shuffle, sampler = _order_of(loader, seed)
         self.epochs = Epochs(
             num_samples=size,
             micro_batch=int(loader.batch_size or 0),
@@ -84,6 +128,9 @@ class MicroBatchLoader:
             drop_last=loader.drop_last,
         )
         self._order: _Order | None = None
+        self._weigh = weigh
+        self._share: ToldShare | None = None
+        self._sampler = sampler
         self._feed = Feed(loader, _ByNumber(loader, seed, sampler), seed=seed)
 
     def deal(self, cursor: Cursor, held: Span) -> None:
@@ -118,7 +165,8 @@ class MicroBatchLoader:
         epoch, step, number = order.key  # type: ignore[union-attr]
         order.advance()  # type: ignore[union-attr]
         first, last = self.epochs.positions(step, number)
-        return Batch(Cursor(epoch, step), number, last - first, value)
+        weight = weight_of(self._weigh, value, last - first)
+        return Batch(Cursor(epoch, step), number, last - first, value, weight)
 
     def close(self) -> None:
         """End the worker processes and forget what they read; again is no harm."""
@@ -133,9 +181,25 @@ class MicroBatchLoader:
         del epoch
         return self.epochs.steps
 
-    def share(self, batch: Batch, rank: int, world_size: int) -> Share:
+    def order_print(self, epoch: int) -> int:
+        """Return a number that differs where a sampler of the user's orders an epoch otherwise."""
+        return self._sampler.print(epoch) if isinstance(self._sampler, Drawn) else 0
+
+    def share(self, batch: Batch, rank: int, world_size: int) -> Share | ToldShare:
         """Return what a rank has to do in the step of a micro-batch that it has taken."""
-        return Share.of(self.epochs, batch.cursor.step, rank=rank, world_size=world_size)
+        epochs, order = self.epochs, self._order
+        if self._weigh is None:
+            return Share.of(epochs, batch.cursor.step, rank=rank, world_size=world_size)
+        if self._share is None or order is None or batch.micro_batch == order.first:
+            self._share = ToldShare(
+                batch.cursor,
+                epochs.micro_batch,
+                rank=rank,
+                world_size=world_size,
+                num_micro_batches=epochs.num_micro_batches,
+            )
+        self._share.note(batch.micro_batch, batch.count, batch.weight)
+        return self._share
 
 
 class _ByNumber:
@@ -151,7 +215,9 @@ class _ByNumber:
 
     def request(self, tag: int, piece: _Piece) -> Request:
         numbers = piece.numbers
-        indices = numbers if self._sampler is None else [self._sampler[place] for place in numbers]
+        sampler = self._sampler
+        order = sampler.of(piece.key[0]) if isinstance(sampler, Drawn) else sampler
+        indices = numbers if order is None else [order[place] for place in numbers]
         return Request(tag, piece.key[0], indices, numbers)
 
     def turn_of(self, key: Key) -> int | None:
@@ -181,6 +247,11 @@ class _Order:
         self._epochs = epochs
         self._held = held
         self.key: Key = (cursor.epoch, cursor.step, held[0])
+
+    @property
+    def first(self) -> int:
+        """Return the number of a step's first micro-batch that is wanted."""
+        return self._held[0]
 
     def is_at(self, cursor: Cursor, held: Span) -> bool:
         """Return whether this is the order of such a deal, as it is now."""
@@ -250,8 +321,8 @@ def permuted(permutation: Permutation, positions: NDArray[np.uint64]) -> NDArray
 # --------------------------------------------------------------------------- what is refused
 
 
-def _order_of(loader: DataLoader[Any]) -> tuple[int, bool, Any]:
-    """Return the length of an epoch, whether we shuffle, and the user's sampler if we index it.
+def _order_of(loader: DataLoader[Any], seed: int) -> tuple[int, bool, Any]:
+    """Return the length of an epoch, whether we shuffle, and the user's sampler if that orders it.
 
     Raises:
         UsageError: the loader's samples have no numbers, or no order that we could know.
@@ -260,7 +331,11 @@ def _order_of(loader: DataLoader[Any]) -> tuple[int, bool, Any]:
     check_prefetch(loader)
     sampler: Any = loader.sampler
     own = _is_indexed(sampler)
-    size = len(sampler) if own else _length_of(loader.dataset)
+    of_all = isinstance(sampler, DistributedSampler)  # It knows of ranks; we deal out by ourselves.
+    is_torchs = of_all or is_plain(sampler, RandomSampler) or type(sampler) is SequentialSampler
+    size = _length_of(loader.dataset) if is_torchs else 0
+    if not of_all:
+        size = _length_of(sampler, "sampler")
     if size < 1:
         what = f"sampler ({type(sampler).__name__})" if own else "dataset"
         raise UsageError(
@@ -269,14 +344,11 @@ def _order_of(loader: DataLoader[Any]) -> tuple[int, bool, Any]:
         )
     if own:
         return size, False, sampler
-    shuffles = is_plain(sampler, RandomSampler) and not sampler.replacement
-    if not (shuffles or type(sampler) is SequentialSampler) or len(sampler) != size:
-        raise UsageError(
-            f"prepare_data_loader: the loader has its own sampler ({type(sampler).__name__}), "
-            f"whose order cannot be known ahead; use shuffle=True, or a sampler with __getitem__ "
-            f"and __len__ (a list of indices is one), or torch.utils.data.Subset for a part"
-        )
-    return size, shuffles, None
+    if is_shuffle(sampler, loader.dataset):
+        return size, True, None
+    if isinstance(sampler, DistributedSampler) or type(sampler) is SequentialSampler:
+        return size, False, None
+    return size, False, Drawn(sampler, seed)
 
 
 def _check_batches(loader: DataLoader[Any]) -> None:
@@ -308,17 +380,26 @@ def is_plain(sampler: Any, kind: type) -> bool:
     return cls is kind or is_stateful
 
 
+def is_shuffle(sampler: Any, dataset: Any) -> bool:
+    """Return whether a sampler draws every sample once, as DataLoader(shuffle=True) does."""
+    if isinstance(sampler, DistributedSampler):
+        return bool(sampler.shuffle)
+    if not is_plain(sampler, RandomSampler) or sampler.replacement:
+        return False
+    return bool(len(sampler) == len(sampler.data_source) == _length_of(dataset))
+
+
 def _is_indexed(sampler: Any) -> bool:
     kind = type(sampler)
     is_sized = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
     return is_sized and not isinstance(sampler, Mapping)
 
 
-def _length_of(dataset: Any) -> int:
+def _length_of(dataset: Any, what: str = "dataset") -> int:
     try:
         return len(dataset)
     except (TypeError, NotImplementedError) as error:
         raise UsageError(
-            f"prepare_data_loader: the dataset ({type(dataset).__name__}) does not know its "
+            f"prepare_data_loader: the {what} ({type(dataset).__name__}) does not know its "
             f"length, which the steps of an epoch follow from; give it __len__"
         ) from error

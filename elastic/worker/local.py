@@ -314,10 +314,10 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
     store = _own_keys()
     job_id, generation, newest = _shared_facts(store, rank, run, clock)
     local_rank = int(environ.get("LOCAL_RANK", "0"))
-    device = "cpu"
+    devices: tuple[str, ...] = ()
     if run.use_gpu:
-        device = f"cuda:{local_rank % torch.cuda.device_count()}"
-        torch.cuda.set_device(device)
+        devices = (f"cuda:{local_rank % torch.cuda.device_count()}",)
+        torch.cuda.set_device(devices[0])
     place = Place(JobId(job_id), generation, rank, world_size)
     writer = None
     if directory is not None:
@@ -344,8 +344,7 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
         local_world_size=int(environ.get("LOCAL_WORLD_SIZE", "1")),
         node_rank=int(environ.get("GROUP_RANK", "0")),
         num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
-        device=device,
-        num_devices=1 if run.use_gpu else 0,
+        devices=devices,
         max_workers=world_size,
         reach=Reach(_own_address(), run.timeout_s),
         config=run.config,

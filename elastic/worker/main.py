@@ -19,9 +19,11 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from types import FrameType
 
 import click
+
+from elastic.core.config import STACKS_SIGNAL
+from elastic.worker.signals import leave_to_agent
 
 PR_SET_PDEATHSIG = 1
 EXIT_AGENT_GONE = 70
@@ -72,12 +74,6 @@ def name_process(name: str) -> None:
         file.write(name)
 
 
-def leave_to_agent(number: int, _frame: FrameType | None) -> None:
-    """Take a signal that was meant for the whole node: the agent has it too, and decides."""
-    # Not through a stream or a logger: the main thread may be inside of one right now.
-    os.write(2, f"{signal.Signals(number).name} is left to the agent\n".encode())
-
-
 class PlainChildren:
     """Lets a fork of this process end on SIGTERM and SIGINT, as whoever made it expects.
 
@@ -113,9 +109,10 @@ def set_up_process() -> None:
     # A handler and not SIG_IGN, which every program that user code starts would inherit.
     signal.signal(signal.SIGINT, leave_to_agent)
     signal.signal(signal.SIGTERM, leave_to_agent)
+    signal.signal(signal.SIGUSR1, leave_to_agent)  # SLURM sends it to a whole step.
     PlainChildren()
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")

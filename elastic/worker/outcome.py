@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elastic.core.broken import broken_words_in
 from elastic.core.world import Failure
 from elastic.errors import GroupError, ProgramFailed
+from elastic.worker.collective_watch import INSTALLED
 from elastic.worker.numbers import plain_number
 
 log = logging.getLogger(__name__)
@@ -35,20 +38,6 @@ OUR_PACKAGES = (
 )
 OURS = ("runpy",)
 """Modules that stand between the runner and the user's first frame."""
-
-BROKEN_WORDS = (
-    "gloo/transport",
-    "[gloo]",
-    "mesh: ",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Application timeout caused pair closure",
-    "NCCL error",
-    "NCCL communicator was aborted",
-    "NCCL communicator encountered error",
-    "ProcessGroup was aborted",
-)
-"""Text of a RuntimeError that torch raises in a collective when a peer is gone."""
 
 
 def failure_of(error: BaseException, position: str = "") -> Failure:
@@ -77,6 +66,18 @@ def failure_of(error: BaseException, position: str = "") -> Failure:
         traceback=_sendable("".join(lines))[-TRACEBACK_CHARS_MAX:],
         position=position,
     )
+
+
+def where_raised(error: BaseException) -> str:
+    """Return the innermost place of user code that an exception came from, "" for none.
+
+    Returns:
+        As "leave (train.py:12)".
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(INSTALLED):
+            return f"{frame.name} ({os.path.basename(frame.filename)}:{frame.lineno})"
+    return ""
 
 
 def _text(error: BaseException) -> str:
@@ -127,11 +128,6 @@ def _is_broken_collective(error: BaseException) -> bool:
     if isinstance(error, ProgramFailed):
         return broken_words_in(error.traceback)
     return isinstance(error, RuntimeError) and broken_words_in(str(error))
-
-
-def broken_words_in(text: str) -> bool:
-    """Return whether a text says that a collective broke."""
-    return any(word in text for word in BROKEN_WORDS)
 
 
 def exit_code_of(error: SystemExit) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic.errors import UsageError
 
@@ -30,9 +31,15 @@ class Phase(Enum):
     """This rank has more micro-batches in this step: nothing happens yet but gradients."""
     DUE = "due"
     """The last one: gradients are reduced, and the step is committed."""
+    COMPUTING = "computing"
+    """Inside a step of `train.steps`: its micro-batches are computed, nothing else happens yet."""
+    SETTLED = "settled"
+    """All of such a step that needs other ranks is done: its optimizers are to step, here alone."""
     COMMITTED = "committed"
     VOID = "void"
     """The group broke: the rest of this iteration does nothing, the step is done again."""
+    ADOPTED = "adopted"
+    """Others have committed this step, and gave us their state: the rest does nothing."""
 
 
 OPEN = (Phase.GATHERING, Phase.DUE)
@@ -100,7 +107,8 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
         raise UsageError("prepare_optimizer: this optimizer is prepared already")
     real = optimizer.step
 
-    @functools.wraps(type(optimizer).step)
+    # With the marks of a scheduler that was made before, which warns where it misses them.
+    @functools.wraps(getattr(real, "__func__", real))
     def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
         if closure is not None:
             raise UsageError(
@@ -259,6 +267,39 @@ def modules_know(zeroed: Callable[[Sequence[torch.nn.Parameter]], None]) -> Iter
         cls.zero_grad = real  # type: ignore[method-assign]
 
 
+@contextmanager
+def strangers_refused(names: Mapping[int, str], is_stepping: Callable[[], bool]) -> Iterator[None]:
+    """Let no optimizer step parameters of a prepared model that was not prepared itself.
+
+    Each rank would step by gradients of its own.
+
+    Args:
+        names: of the parameters, by id.
+        is_stepping: a prepared optimizer steps; one inside it may do its work.
+    """
+
+    def look(optimizer: torch.optim.Optimizer, args: Any, named: Any) -> None:
+        del args, named
+        if getattr(optimizer, MARK, False) or is_stepping():
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is not None and parameter.grad is not None:
+                    raise UsageError(
+                        f"{type(optimizer).__name__}.step() would change {name}, a parameter of a "
+                        f"prepared model, by gradients of this rank alone, because this optimizer "
+                        f"was not prepared: write optimizer = prepare_optimizer(optimizer) for it, "
+                        f"too, before the loop over train.epochs()"
+                    )
+
+    hook = register_optimizer_step_pre_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def _leave(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
@@ -313,9 +354,14 @@ class Prepared(DistributedDataParallel):
         return self._inside()(*args, **named)
 
     def no_sync(self) -> Any:
-        """Do as DistributedDataParallel's, where that is in use."""
-        plain: Any = self.__dict__["_ties"].plain
-        return plain.no_sync() if plain is not None else nullcontext()
+        """Do as DistributedDataParallel's; in steps nothing is sent before the last backward."""
+        ties: _Ties = self.__dict__["_ties"]
+        if ties.is_ours():
+            return nullcontext()
+        if ties.plain is None:
+            ties.plain = ties.wrap(self.module)
+        plain: Any = ties.plain
+        return plain.no_sync()
 
     def train(self, mode: bool = True) -> Prepared:
         """Do as any module's."""

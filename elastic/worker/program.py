@@ -1,9 +1,8 @@
 """A program in place of a train function: run as a child of the worker, anew for each group.
 
-What torchrun does with its scripts, and what `elastic run --no-python` and `--fresh-process` ask
-for: `python -m elastic.worker.program [--python] COMMAND ARGS`. The child finds its place in the
-environment and forms its own group, over a store that rank 0's worker opens for this group alone:
-torch gives the keys of two attempts the same names.
+What `elastic run --no-python` asks for: `python -m elastic.worker.program COMMAND ARGS`. The child
+finds its place in the environment and forms its own group, over a store that rank 0's worker opens
+for this group alone: torch gives the keys of two attempts the same names.
 
 Rule: the child does not outlive the worker, nor the group it was started for. How it ends is how
 the worker ends: a code or a crash is a failure of user code, a kill kills the worker too.
@@ -27,16 +26,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elastic.core.broken import broken_words_in
 from elastic.errors import ProgramFailed, UsageError
 from elastic.worker.context import current
 from elastic.worker.error_file import VARIABLE as ERROR_FILE
 from elastic.worker.group import StoreServer
 from elastic.worker.main import die_with_parent
-from elastic.worker.outcome import broken_words_in
 
 log = logging.getLogger("elastic.worker.program")
 
-OF_PYTHON = "--python"
 LEAVE_S = 3.0
 """Between asking a child of a group that is over to end, and killing it."""
 OTHERS_S = 1.0
@@ -51,15 +49,13 @@ def main(words: list[str], environ: Mapping[str, str]) -> None:
     """Run a command to its end.
 
     Args:
-        words: the command; after `OF_PYTHON`, what this Python is to run.
+        words: the command.
         environ: for the child.
 
     Raises:
         UsageError: it cannot be started.
         ProgramFailed: it failed; says what torch's `@record` wrote down, if it is used.
     """
-    if words[:1] == [OF_PYTHON]:
-        words = [sys.executable, "-u", *words[1:]]
     with _store_for_children(environ) as address:
         killed_by = _run(words, {**environ, **address})
         if killed_by:
@@ -89,10 +85,21 @@ def _wait_for(words: list[str], environ: Mapping[str, str]) -> int:
         # Interrupted in between, nobody would know of it.
         with contextlib.nullcontext() if context is None else context.shielded():
             child = _start(words, environ)
-        return child.wait()
+        with _passing_on(child):
+            return child.wait()
     finally:
         if child is not None:
             _end(child)
+
+
+@contextlib.contextmanager
+def _passing_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Let the child have the SIGTERM with which its job is stopped: it may have a handler."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

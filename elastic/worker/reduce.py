@@ -24,7 +24,7 @@ from elastic.worker.bucket_exchanges import Exchanges
 from elastic.worker.buckets import BUCKET_BYTES, Bucket, Flat, Unit, lay_out
 from elastic.worker.model_buffers import ModelBuffers
 from elastic.worker.rows import ROW, Divisor
-from elastic.worker.share import TOLD, Share, StreamShare
+from elastic.worker.share import TOLD, Share, ToldShare
 from elastic.worker.shown import hide, is_shown, show_so_far, show_zeros
 from elastic.worker.tree_exchange import Deal
 
@@ -77,7 +77,7 @@ class Reducer:
             for place, parameter in enumerate(bucket.parameters)
         }
         self._group: Any = None
-        self._share: Share | StreamShare | None = None
+        self._share: Share | ToldShare | None = None
         self._control: Sequence[float] = ()
         # Of this group, by how the micro-batches are dealt.
         self._made: dict[Deal, Exchanges] = {}
@@ -142,7 +142,7 @@ class Reducer:
 
     # ------------------------------------------------------------------------- a step
 
-    def begin_step(self, share: Share | StreamShare, control: Sequence[float] = ()) -> None:
+    def begin_step(self, share: Share | ToldShare, control: Sequence[float] = ()) -> None:
         """Forget whatever step was before, and begin one.
 
         Args:
@@ -483,11 +483,11 @@ class Reducer:
             raise InvariantViolation("no step has begun in this group")
         return self._exchanges
 
-    def _the_share(self) -> Share | StreamShare:
+    def _the_share(self) -> Share | ToldShare:
         if self._share is None:
             raise InvariantViolation("no step has begun")
         return self._share
 
 
-def _divisor_of(share: StreamShare) -> Divisor:
+def _divisor_of(share: ToldShare) -> Divisor:
     return lambda rows: share.hear([row[OWN : OWN + TOLD] for row in rows])

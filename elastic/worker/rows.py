@@ -22,7 +22,7 @@ ROW = 40
 TAG = 1_000_000
 """Above the tags of transfers; those of buckets are above it."""
 STEP_BITS = 32
-HEAD = 4
+HEAD = 6
 """Numbers before the logged ones."""
 WISHES, SAVES, BUSY, RESTS = 1, 2, 4, 8
 """Bits of a row's first number."""
@@ -42,6 +42,7 @@ class StepRow:
         busy: it has no room for one.
         rests: it knows that all leave after the step, and come back later or never.
         rates: fingerprint of the learning rates that they stepped by, 0 before the first step.
+        print: checksum of a part of the weights before this step, 0 for none; see `divergence`.
         cursor: the step that its gradients belong to.
         stepped: bits of the optimizers that stepped last in this group, 0 before the first step.
         values: what it has logged.
@@ -55,12 +56,13 @@ class StepRow:
     busy: bool = False
     rests: bool = False
     rates: int = 0
+    print: int = 0
 
     def numbers(self) -> list[float]:
         """Return the row as it is sent: each number is exact in a float64."""
         where = (self.cursor.epoch << STEP_BITS) + self.cursor.step
         flags = self.wishes * WISHES + self.saves * SAVES + self.busy * BUSY + self.rests * RESTS
-        head = (flags, where, self.stepped, self.rates)
+        head = (flags, where, self.stepped, self.rates, *halves(self.print))
         return [*map(float, head), *self.values]
 
     @staticmethod
@@ -77,7 +79,18 @@ class StepRow:
             bool(flags & BUSY),
             bool(flags & RESTS),
             int(numbers[3]),
+            whole(*numbers[4:HEAD]),
         )
+
+
+def halves(number: int) -> tuple[int, int]:
+    """Return 64 bits as two numbers, each of which is exact in a float64."""
+    return divmod(number, 1 << 32)
+
+
+def whole(high: float, low: float) -> int:
+    """Return the number of these halves."""
+    return (int(high) << 32) + int(low)
 
 
 def read_rows(rows: Sequence[Sequence[float]]) -> list[StepRow]:
@@ -126,27 +139,28 @@ def fill_row(row: Any, values: Sequence[float]) -> None:
     """Write these numbers into a row, and zeros behind them.
 
     Args:
-        row: a NumPy array of `ROW` float64: writing through a tensor takes ten times as long.
-        values: at most `ROW`.
+        row: a NumPy array of float64: writing through a tensor takes ten times as long.
+        values: at most as many.
     """
-    check(len(values) <= ROW, f"{len(values)} numbers: at most {ROW}")
+    check(len(values) <= len(row), f"{len(values)} numbers: at most {len(row)}")
     row[: len(values)] = values
     row[len(values) :] = 0.0
 
 
 class RowExchange:
-    """Rows of `ROW` numbers, the newest of each rank."""
+    """Rows of numbers, the newest of each rank."""
 
-    def __init__(self, rank: int, world_size: int, group: Any) -> None:
+    def __init__(self, rank: int, world_size: int, group: Any, size: int = ROW) -> None:
         """Allocate the rows.
 
         Args:
             rank: ours.
             world_size: W.
             group: the process group, None for a group of one.
+            size: numbers of a row, the same on all ranks.
         """
         self._rank = rank
-        self._rows = torch.zeros(world_size, ROW, dtype=torch.float64)
+        self._rows = torch.zeros(world_size, size, dtype=torch.float64)
         self._mine = self._rows[rank].numpy()
         self._wires = make_small_wires(group)
 

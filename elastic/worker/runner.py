@@ -2,7 +2,9 @@
 
 Rule: user code runs only inside `_call`, and nothing of a call that ended early outlives it: its
 frames are let go and its group is dropped before the answer is posted. The group of a call that
-returned stays: other members may still be using it.
+returned stays until the order to let go of it: the other members return within moments, as a rule.
+Code that is in no loop over `train.epochs()` is called once: the agent gives its worker's place in
+the next group to another process.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +28,7 @@ from elastic.core.events.worker import (
     FormGroup,
     GroupFailed,
     GroupFormed,
+    LetGo,
     LoopMoved,
     Setup,
     SetupFailed,
@@ -35,7 +39,7 @@ from elastic.core.events.worker import (
     WorkerEvent,
 )
 from elastic.core.messages import Assign
-from elastic.core.world import NO_GENERATION, Assignment
+from elastic.core.world import NO_GENERATION, Assignment, EntryKind
 from elastic.errors import GroupError, InvariantViolation, ProgramFailed, UsageError
 from elastic.runtime.clock import Clock
 from elastic.storage.run_directory import RunDirectory
@@ -44,8 +48,10 @@ from elastic.worker.agreement import Agreement, peers_watch
 from elastic.worker.ahead import joining_on_demand
 from elastic.worker.context import WorkerContext, current, set_current
 from elastic.worker.control import flush_output
+from elastic.worker.devices import Devices
 from elastic.worker.exchange import Exchange
 from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
+from elastic.worker.held import held_back
 from elastic.worker.interrupt import GroupChanged, Interrupter
 from elastic.worker.mesh import Reach
 from elastic.worker.progress import StepCounter
@@ -94,6 +100,7 @@ class Runner:
         self._started_with = started_with
         self._clock = clock
         self._assign: Assign | None = None
+        self._devices: Devices | None = None
         self._server: StoreServer | None = None
         self._prepare: Callable[[], entry.Call] | None = None
         self._run_directory: RunDirectory | None = None
@@ -107,10 +114,15 @@ class Runner:
         self._engine: StepEngine | None = None
         self._carry: Carry | None = None
         self._is_ahead = False
+        self._exited = ""
         self._put_back: Callable[[], None] = lambda: None
 
     def run(self) -> NoReturn:
         """Do what is ordered until the control thread ends the process."""
+        with held_back(self._met):
+            self._run_orders()
+
+    def _run_orders(self) -> NoReturn:
         while True:
             order = self._exchange.wait_for_order()
             if isinstance(order, Setup):
@@ -120,6 +132,8 @@ class Runner:
                 self._exchange.post(event)
             elif isinstance(order, FormGroup):
                 self._exchange.post(self._form(order.assignment))
+            elif isinstance(order, LetGo):
+                self._drop()
             else:
                 self._exchange.post(self._train(order.assignment))
 
@@ -128,7 +142,8 @@ class Runner:
     def _set_up(self, assign: Assign) -> StoreOpened | SetupFailed:
         spec = assign.spec
         try:
-            os.environ.update(environment.for_job(assign, self._started_with))
+            devices = self._devices = Devices(assign)
+            os.environ.update(environment.for_job(assign, self._started_with) | devices.env())
             self._assign = assign
             self._server = StoreServer(assign.host)
             self._run_directory = RunDirectory(spec.run_path) if spec.run_path else None
@@ -179,7 +194,8 @@ class Runner:
         return context
 
     def _form(self, assignment: Assignment) -> GroupFormed | GroupFailed:
-        assign = self._assigned()
+        assign, devices = self._assigned(), self._its_devices()
+        os.environ.update(devices.enter(assignment))
         backend = assign.spec.backend
         if backend == "auto":
             backend = BOTH_BACKENDS if assign.devices else "gloo"
@@ -195,6 +211,8 @@ class Runner:
         )
         try:
             self._groups.form(spec)
+            if "nccl" in backend:
+                devices.started()
         except GroupError as error:
             return GroupFailed(assignment.generation, str(error))
         return GroupFormed(assignment.generation)
@@ -215,12 +233,11 @@ class Runner:
     def _call(self, assign: Assign, assignment: Assignment | None) -> TrainEvent:
         """Call user code and say how it ended."""
         self._place = _place_of(assign, assignment)
-        self._reporter = None
+        self._reporter, self._exited = None, ""
         try:
             result = self._call_again(assign, assignment)
-            if self._reporter is not None:
-                self._reporter.finish()
-            return TrainReturned(self._place.generation, outcome.result_json(result))
+            generation, left = self._place.generation, self._how_it_left()
+            return TrainReturned(generation, outcome.result_json(result), left)
         except BaseException as error:
             event = self._ended_early(self._place.generation, error)
             event = self._recovered_by(event)
@@ -271,26 +288,47 @@ class Runner:
             torch.set_num_threads(threads)
 
     def _run(self, call: entry.Call) -> Any:
-        """Call user code, and wait for its last checkpoint; both end when the group is over."""
-        result = call.run()
+        """Call user code, and wait for all that it has begun; that ends when the group is over."""
+        try:
+            result = call.run()
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+            result, self._exited = None, outcome.where_raised(end) or "its end"
         if self._saver is not None:
             self._saver.finish()
         if self._validator is not None:
             self._validator.finish(lambda: self._is_over(self._place.generation))
+        if self._reporter is not None:
+            self._reporter.finish()
+        is_script = self._assigned().spec.entry.kind is not EntryKind.FUNCTION
+        if is_script and (self._engine is None or not self._engine.keeps):
+            entry.end_script()
         return result
+
+    def _how_it_left(self) -> str:
+        """Say where user code has returned, for those who still train."""
+        engine, where = self._engine, ""
+        if engine is not None and engine.data is not None:
+            where = f" in epoch {engine.cursor.epoch}, step {engine.cursor.step}"
+        if self._exited:
+            return f"left{where} at {self._exited} (exit 0)"
+        return f"left{where} (returned)"
 
     def _enter(self, assign: Assign, assignment: Assignment | None) -> WorkerContext:
         """Let user code find itself in the group that stands; None while there is none."""
         self._assignment = assignment
         self._place = _place_of(assign, assignment)
         if assignment is not None:
-            os.environ.update(environment.for_generation(assign, assignment, self._started_with))
+            place = environment.for_generation(assign, assignment, self._started_with)
+            os.environ.update(place | self._its_devices().place(assignment))
             if self._reporter is not None:
                 self._reporter.close()
             self._reporter = self._make_reporter(assign, assignment)
             self._check_storage(assignment)
             if self._validator is not None:
                 self._validator.enter(assignment.generation, assignment.rank, assignment.checkpoint)
+        self._its_devices().choose()
         context = self._context(assign, assignment)
         if self._engine is not None:
             self._engine.enter(context)
@@ -320,8 +358,6 @@ class Runner:
             log.info("train_left generation=%d at_boundary=%s", generation, at_boundary)
             return TrainLeft(generation, at_boundary)
         exit_code = outcome.exit_code_of(error) if isinstance(error, SystemExit) else None
-        if exit_code == 0:
-            return TrainReturned(generation, outcome.NO_RESULT)
         place = place_of_failure(reporter, self._assigned().spec.entry.kind, generation)
         failure = outcome.failure_of(error, place)
         is_broken = (
@@ -330,9 +366,12 @@ class Runner:
             or self._groups.peer_hung_up()
         )
         if is_broken:
-            log.warning("group_broken generation=%d error=%s", generation, failure.error_type)
+            log.info("group_broken generation=%d error=%s", generation, failure.error_type)
+        if isinstance(error, SystemExit) and self._exchange.is_asked and not is_broken:
+            log.info("script_ended code=%s: as it was asked to", exit_code)
         elif not isinstance(error, ProgramFailed):  # Which has said so itself.
-            print(failure.traceback, file=sys.stderr)
+            # Of a broken group it is for the log: whoever follows the job is not shown it.
+            print(failure.traceback.rstrip("\n"), file=sys.stderr)
         return TrainRaised(generation, failure, group_broken=is_broken, exit_code=exit_code)
 
     def _recovered_by(self, event: TrainEvent) -> TrainEvent:
@@ -350,11 +389,29 @@ class Runner:
             failure = outcome.failure_of(UsageError(text))
             return TrainRaised(event.generation, failure, group_broken=False)
         rung = "restart" if recovery == "restart" else "reenter"
+        if rung == "reenter" and not self._engine.keeps:
+            rung = "fresh_process"
         log.info("recovers rung=%s generation=%d reason=%r", rung, event.generation, why)
         if rung == "restart":
             flush_output()
             os.kill(os.getpid(), signal.SIGKILL)  # A spare takes the place.
         return event
+
+    def _met(self, error: BaseException) -> None:
+        """Keep user code from an error of a group that is over; it is called nowhere else again."""
+        engine, context = self._engine, current()
+        if engine is None or context is None or engine.keeps or engine.recovery == "in_place":
+            return  # A loop goes on by itself, and whoever asked for nothing else is to be told so.
+        generation = context.generation
+        is_over = self._exchange.was_aborted(generation) or self._groups.peer_hung_up()
+        if not (is_over and outcome.is_group_broken(error)):
+            return
+        failure = outcome.failure_of(error)
+        log.info("held_back generation=%d error=%s", generation, failure.error_type)
+        flush_output()
+        self._exchange.post(TrainRaised(generation, failure, group_broken=True))
+        while True:
+            threading.Event().wait()
 
     # ------------------------------------------------------------ groups that change under a loop
 
@@ -462,8 +519,7 @@ class Runner:
             local_world_size=place.local_world_size,
             node_rank=place.node_rank,
             num_nodes=place.num_nodes,
-            device="cuda:0" if assign.devices else "cpu",
-            num_devices=len(assign.devices),
+            devices=self._its_devices().names(),
             max_workers=spec.max_workers,
             reach=Reach(assign.host, spec.collective_timeout_s),
             config=call.config,
@@ -485,6 +541,11 @@ class Runner:
             join=self.join if assignment is None else None,
             shielded=self._interrupter.shielded,
         )
+
+    def _its_devices(self) -> Devices:
+        if self._devices is None:
+            raise InvariantViolation("told to form a group before set-up")
+        return self._devices
 
     def _assigned(self) -> Assign:
         if self._assign is None:

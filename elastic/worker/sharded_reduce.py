@@ -32,7 +32,7 @@ from elastic.worker.model_buffers import ModelBuffers
 from elastic.worker.reduce import Reducer
 from elastic.worker.rows import tell_rows
 from elastic.worker.sharded_state import check_shards
-from elastic.worker.share import TOLD, Share, StreamShare
+from elastic.worker.share import TOLD, Share, ToldShare
 from elastic.worker.state import TrainState
 
 Gradients = list[torch.Tensor | None]
@@ -73,7 +73,7 @@ class ShardedReducer:
         self._names = [(name, p) for unit in units for name, p in unit.parameters]
         self._number_of = {id(unit): number for number, unit in enumerate(units)}
         self._group: Any = None
-        self._share: Share | StreamShare | None = None
+        self._share: Share | ToldShare | None = None
         self._control: Sequence[float] = ()
         self._sums = [self._none(unit) for unit in self._units]
         self._fresh = [self._none(unit) for unit in self._units]
@@ -112,7 +112,7 @@ class ShardedReducer:
 
     # ------------------------------------------------------------------------- a step
 
-    def begin_step(self, share: Share | StreamShare, control: Sequence[float] = ()) -> None:
+    def begin_step(self, share: Share | ToldShare, control: Sequence[float] = ()) -> None:
         """Forget whatever step was before, and begin one; see `Reducer.begin_step`."""
         self._share, self._control, self.rows = share, control, []
         self._sums = [self._none(unit) for unit in self._units]
@@ -252,7 +252,7 @@ class ShardedReducer:
                 "they cannot be averaged; let it change the same ones in every micro-batch"
             )
         share = self._the_share()
-        if isinstance(share, StreamShare):
+        if isinstance(share, ToldShare):
             divisor = share.hear([one[1 : 1 + TOLD] for one in self.rows])
         else:
             divisor = share.divisor
@@ -300,7 +300,7 @@ class ShardedReducer:
             self.broken = error
             self.abandon()
 
-    def _the_share(self) -> Share | StreamShare:
+    def _the_share(self) -> Share | ToldShare:
         check(self._share is not None, "no step has begun")
         return self._share  # type: ignore[return-value]
 
@@ -332,7 +332,7 @@ class Padding:
         kept, self._kept = self._kept, None
         return kept if kept is not None else read()
 
-    def begin_step(self, share: Share | StreamShare) -> None:
+    def begin_step(self, share: Share | ToldShare) -> None:
         """Find out how many this rank owes before its first micro-batch."""
         first, last = share.held
         most = -(-share.deal.num_micro_batches // share.deal.world_size)
@@ -349,7 +349,7 @@ class Padding:
         self._left, self._kept = self._left - 1, batch
         self._reducer.begin_padding()
         try:
-            return replace(batch, count=0, value=copy.deepcopy(batch.value))
+            return replace(batch, count=0, weight=0.0, value=copy.deepcopy(batch.value))
         except Exception as error:
             raise UsageError(
                 f"a step's micro-batches do not divide evenly among the ranks, and this one, which "

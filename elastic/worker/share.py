@@ -1,7 +1,8 @@
 """What one rank has to do in one step, and what each micro-batch counts.
 
-Rule: a micro-batch counts by its samples, and the sum is divided by all samples of the step.
-Where those are not known before, ranks tell them with the gradients.
+Rule: a micro-batch counts by its samples, or by what the loader's `weigh` says of it, and the sum
+is divided once by what all of the step count. Where that is not known before, ranks tell it with
+the gradients.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from elastic.errors import UsageError
 from elastic.worker.rows import Row
 from elastic.worker.tree_exchange import Deal
 
-TOLD = 2
-"""Numbers that a share tells with the gradients: its samples, and whether more follow."""
+TOLD = 3
+"""Numbers that a share tells with the gradients: what it counts, its samples, whether more follow.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ class Share:
         """Return how the micro-batches are dealt out."""
         return Deal(self.rank, self.world_size, self.num_micro_batches)
 
-    def told(self) -> tuple[float, float]:
+    def told(self) -> tuple[float, float, float]:
         """Return what the others must know; nothing, for everyone knows all counts."""
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
 
     @property
     def divisor(self) -> float:
@@ -96,8 +98,8 @@ def _share_of(epochs: Epochs, step: int, rank: int, world_size: int) -> Share:
     )
 
 
-class StreamShare:
-    """The same in a step of streams, whose counts come with the micro-batches.
+class ToldShare:
+    """The same in a step whose micro-batches say themselves what they count, once they are read.
 
     Attributes:
         deal: how the micro-batches are dealt out.
@@ -105,6 +107,74 @@ class StreamShare:
         counts: samples of each micro-batch; 0 for those that are not ours, or not read yet.
         samples: of the step; 0 until all ranks were heard.
     """
+
+    def __init__(
+        self,
+        cursor: Cursor,
+        micro_batch: int,
+        *,
+        rank: int,
+        world_size: int,
+        num_micro_batches: int,
+    ) -> None:
+        """Begin with nothing read.
+
+        Args:
+            cursor: the step.
+            micro_batch: samples of a full micro-batch.
+            rank: ours.
+            world_size: W, at most V.
+            num_micro_batches: V.
+        """
+        self._cursor, self._micro_batch = cursor, micro_batch
+        self.deal = Deal(rank, world_size, num_micro_batches)
+        self.held = deal(rank, world_size, num_micro_batches)
+        self.counts = [0] * num_micro_batches
+        self.samples = 0
+        self._weights: dict[int, float] = {}
+        self._goes_on: dict[int, bool] = {}
+
+    def note(self, number: int, count: int, weight: float, more: bool = False) -> None:
+        """Take what is known of a micro-batch of ours; before it is computed.
+
+        Args:
+            number: of the micro-batch.
+            count: its samples.
+            weight: what it counts; sums of these are exact, so that their order is no matter.
+            more: of a stream: it does not end the epoch with this step.
+        """
+        self.counts[number], self._weights[number] = count, weight
+        self._goes_on[number] = more
+
+    def weight(self, number: int) -> float | None:
+        """Return the factor of a micro-batch's mean gradient; None if it does not count."""
+        weight = self._weights[number]
+        return weight / self._micro_batch if weight else None
+
+    def told(self) -> tuple[float, float, float]:
+        """Return what the others must know."""
+        more = float(any(self._goes_on.values()))
+        return sum(self._weights.values()), float(sum(self.counts)), more
+
+    def hear(self, told: Sequence[Row]) -> float:
+        """Take what all ranks have told, by rank; return the divisor.
+
+        Raises:
+            UsageError: nothing in the step counts.
+        """
+        self.samples = int(sum(row[1] for row in told))
+        weight = sum(row[0] for row in told)
+        if not weight:
+            raise UsageError(
+                f"prepare_data_loader(weigh=...): no micro-batch of step {self._cursor.step} of "
+                f"epoch {self._cursor.epoch} counts anything: weigh has returned 0 for all of its "
+                f"{self.samples} samples; leave such samples out of the data set"
+            )
+        return weight / self._micro_batch
+
+
+class StreamShare(ToldShare):
+    """The same in a step of streams, of which no one knows before how many samples it has."""
 
     def __init__(
         self,
@@ -124,32 +194,19 @@ class StreamShare:
             rank: ours.
             world_size: W, at most V.
         """
-        self._streams, self._cursor, self._end = streams, cursor, end
-        self.deal = Deal(rank, world_size, streams.num_micro_batches)
-        self.held = deal(rank, world_size, streams.num_micro_batches)
-        self.counts = [0] * streams.num_micro_batches
-        self.samples = 0
-        self._goes_on: dict[int, bool] = {}
+        super().__init__(
+            cursor,
+            streams.micro_batch,
+            rank=rank,
+            world_size=world_size,
+            num_micro_batches=streams.num_micro_batches,
+        )
+        self._streams, self._end = streams, end
 
-    def note(self, number: int, count: int, more: bool) -> None:
-        """Take what is known of a micro-batch of ours; before it is computed.
-
-        Args:
-            number: of the micro-batch, and of its stream.
-            count: its samples.
-            more: the stream does not end the epoch with this step.
-        """
-        self.counts[number] = count
-        self._goes_on[number] = more
-
-    def weight(self, number: int) -> float | None:
-        """Return the factor of a micro-batch's mean gradient; None if it does not count."""
-        count = self.counts[number]
-        return count / self._streams.micro_batch if count else None
-
-    def told(self) -> tuple[float, float]:
-        """Return what the others must know: our samples, and whether our streams go on."""
-        return float(sum(self.counts)), float(self._streams.has_next(self._goes_on.values()))
+    def told(self) -> tuple[float, float, float]:
+        """Return what the others must know, such as whether our streams go on."""
+        weight, samples, _ = super().told()
+        return weight, samples, float(self._streams.has_next(self._goes_on.values()))
 
     def hear(self, told: Sequence[Row]) -> float:
         """Take what all ranks have told, by rank; return the divisor.
@@ -158,14 +215,14 @@ class StreamShare:
             UsageError: the step has no samples, or is not full and only full ones count.
         """
         streams, cursor = self._streams, self._cursor
-        self.samples = int(sum(row[0] for row in told))
-        if not self.samples or (streams.drop_last and self.samples < streams.global_batch):
+        samples = int(sum(row[1] for row in told))
+        if not samples or (streams.drop_last and samples < streams.global_batch):
             few = "drop_last leaves no such step: " if streams.drop_last else ""
             raise UsageError(
                 f"prepare_data_loader: {few}step {cursor.step} of epoch {cursor.epoch} has "
-                f"{self.samples} samples of {streams.global_batch} in {streams.num_micro_batches} "
+                f"{samples} samples of {streams.global_batch} in {streams.num_micro_batches} "
                 f"streams: the dataset yields too few of them, or fewer than when it was read first"
             )
-        if not streams.has_next(row[1] > 0 for row in told):
+        if not streams.has_next(row[2] > 0 for row in told):
             self._end(cursor.epoch, cursor.step + 1)
-        return self.samples / streams.micro_batch
+        return super().hear(told)

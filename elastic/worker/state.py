@@ -7,6 +7,7 @@ go on with the very tensors that they know. Everything else goes through `state_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,9 @@ class TrainState:
         self.registered: dict[str, Stateful] = {}
         # Of the optimizers: how many parameters they have, and those that want no gradients.
         self._num_known, self._frozen = 0, list[nn.Parameter]()
+        # What registered objects are given once the iteration is over, and whether they are.
+        self._late: Mapping[str, Any] = {}
+        self._is_late = False
         # States of scalers that the run has used already, and this member not yet.
         self._unused_scalers: list[Any] = []
 
@@ -150,14 +154,17 @@ class TrainState:
         put_shards_back(self.models)
         return {
             "models": [dict(_tensors(model)) for model in self.models],
-            "loose": self._loose(),
+            "loose": self.loose(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scalers": [
                 *(scaler.state_dict() for scaler in self.scalers),
                 *self._unused_scalers,
             ],
-            "registered": {name: thing.state_dict() for name, thing in self.registered.items()},
+            "registered": {
+                name: self._late[name] if name in self._late else thing.state_dict()
+                for name, thing in self.registered.items()
+            },
         }
 
     def put(self, state: State) -> None:
@@ -185,10 +192,30 @@ class TrainState:
             for thing, theirs in zip(getattr(self, kind), state[kind], strict=False):
                 thing.load_state_dict(theirs)
         self._unused_scalers = state["scalers"][len(self.scalers) :]
-        for name, thing in self.registered.items():
-            thing.load_state_dict(state["registered"][name])
+        self._late = state["registered"]
+        if not self._is_late:
+            self.put_late()
 
-    def _loose(self) -> list[torch.Tensor]:
+    @contextmanager
+    def registered_later(self) -> Iterator[None]:
+        """Let `put` leave registered objects alone until `put_late`.
+
+        A loop counts in them what the step at hand has done; whoever sent their state has counted
+        that step.
+        """
+        self._is_late = True
+        try:
+            yield
+        finally:
+            self._is_late = False
+
+    def put_late(self) -> None:
+        """Give registered objects what was held back for them."""
+        late, self._late = self._late, {}
+        for name, state in late.items():
+            self.registered[name].load_state_dict(state)
+
+    def loose(self) -> list[torch.Tensor]:
         """Return the parameters that an optimizer has and no prepared model."""
         known = {id(tensor) for model in self.models for _, tensor in _tensors(model)}
         return [

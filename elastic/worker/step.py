@@ -4,6 +4,10 @@ One object per call of the train function. The loop asks it for micro-batches an
 optimizer steps; in between it reduces gradients, commits, and, whenever the group is over, joins
 the next one, receives state if it is behind, and does the broken step again.
 
+It has two doors. A plain loop reads micro-batches, and asks in each iteration for everything that
+happens once in a step (`micro_batches`). A loop over steps computes all micro-batches of one, and
+asks once, when nothing of it needs another rank any more (`steps`).
+
 Rule: state changes in one place, `_commit`, and groups change in one place, `_change_group`, which
 is reached only while the loop asks for its next micro-batch. There the user's code for the last
 one is through, and all state belongs to whole steps.
@@ -15,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,24 +32,30 @@ from elastic.worker import complaints
 from elastic.worker.c10d import default_group
 from elastic.worker.catching_up import catch_up
 from elastic.worker.context import WorkerContext
-from elastic.worker.due_steps import DueSteps, has_gradients
+from elastic.worker.divergence import Divergence, differ
+from elastic.worker.due_steps import DueSteps, has_gradients, parameters_of
 from elastic.worker.interrupt import GroupChanged
 from elastic.worker.keeping import Keeper
 from elastic.worker.loader import Batch
 from elastic.worker.logbook import Logbook, ReportPlaces
-from elastic.worker.meeting import share_book, share_latest
+from elastic.worker.meeting import share_book, share_bytes, share_latest
 from elastic.worker.outcome import is_group_broken
-from elastic.worker.prepared import OPEN, Phase, modules_know, scalers_know
+from elastic.worker.prepared import OPEN, Phase, modules_know, scalers_know, strangers_refused
 from elastic.worker.preparing import Preparing
 from elastic.worker.reduce import Reducer, Unit
-from elastic.worker.rows import StepRow, rates_print, read_rows, tell_rows
+from elastic.worker.rows import StepRow, halves, rates_print, read_rows, tell_rows, whole
 from elastic.worker.rungs import Carry, Home, Reenter
 from elastic.worker.seeding import seed_everything, seed_step
 from elastic.worker.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
+from elastic.worker.step_values import StepValues
+from elastic.worker.stepping import Step
 from elastic.worker.stream_book import StreamBook
 from elastic.worker.streams import MicroBatches
+from elastic.worker.tree_exchange import Deal
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class StepEngine(Preparing):
@@ -56,6 +66,8 @@ class StepEngine(Preparing):
         state: the prepared and registered objects.
         logbook: what `train.log` said.
         has_begun: the loop over epochs runs, so that groups change in place.
+        keeps: what is reached stays in this process: the loop has run, or the user has it called
+            again here.
         seed: of shuffling, unless the loader brings its own.
         recovery: how this worker comes into the next group, as in `FailureConfig`.
         at_close: what is to be done at the end of the call.
@@ -76,6 +88,7 @@ class StepEngine(Preparing):
         self.logbook, self.streams = Logbook(), StreamBook()
         self.seed, self.recovery = 0, "auto"
         self._home, self._carry = home, carry
+        self.keeps = carry is not None
         self._place: WorkerContext | None = None
         self._consistency = "bitwise"
         self.metadata: dict[str, Any] = {}
@@ -88,11 +101,13 @@ class StepEngine(Preparing):
         self._batch: Batch | None = None
         self._epoch: int | None = None
         self._error: BaseException | None = None
-        self._leaves, self._stepped, self._rates = False, 0, 0
+        self._leaves, self._ends, self._stepped, self._rates = False, False, 0, 0
         self._passed: int | None = None
         # Where each member of this group runs code of its own next; and our reports in it.
         self._places: tuple[Cursor, ...] = ()
         self._reports, self._due, self._padding = ReportPlaces(), DueSteps(), Padding()
+        self._values = StepValues(None)
+        self._watch, self._meets = Divergence(self.state), False
         self._asked: list[torch.optim.Optimizer] = []  # To step, in this iteration.
         self._stack, self.at_close = ExitStack(), ExitStack()
 
@@ -102,6 +117,9 @@ class StepEngine(Preparing):
         self.metadata = dict(options.get("metadata", self.metadata))
         self.recovery = str(options.get("recovery", self.recovery))
         self._keeper.configure(options)
+        if self.recovery == "reenter" and not self.keeps:
+            self.keeps = True
+            self._home.defer(False)
 
     def enter(self, context: WorkerContext) -> None:
         """Be in this group from here on."""
@@ -148,7 +166,9 @@ class StepEngine(Preparing):
         )
         self._stack.enter_context(scalers_know(self))
         self._stack.enter_context(modules_know(self._reducer.parameters_zeroed))
-        self.has_begun = True
+        names = self._watch.begin()
+        self._stack.enter_context(strangers_refused(names, lambda: self._due.is_stepping))
+        self.has_begun = self.keeps = True
         self._home.defer(self.recovery in ("auto", "in_place"))
         if self._context.join is not None:
             self._context.join()  # Everything is built: from here on the others may wait for us.
@@ -183,17 +203,36 @@ class StepEngine(Preparing):
         Raises:
             UsageError: not inside the loop over epochs, or while another loader is read.
         """
-        epoch = self._open_pass(loader)
+        return self._iterations(loader, lambda: self._open_iteration(loader))
+
+    def steps(self, loader: MicroBatches, moved: Callable[[Any], Any]) -> Iterator[Step]:
+        """Yield the steps of an epoch, each to be computed by its receiver; see `train.steps`.
+
+        Args:
+            loader: where their micro-batches come from.
+            moved: what becomes of a micro-batch before it is given to the user.
+
+        Raises:
+            UsageError: as `micro_batches`, or a step was not computed or not stepped.
+        """
+        return self._iterations(loader, lambda: Step(self, loader, moved))
+
+    def _iterations(self, loader: MicroBatches, give: Callable[[], T]) -> Iterator[T]:
+        """Yield what an iteration of the loop is given, until the epoch is over for all."""
+        epoch, is_first = self._open_pass(loader), True
         try:
             while True:
-                self._close_iteration()
+                self._close_iteration(is_first)
+                is_first = False
+                if self._ends:
+                    self._go_to_end(loader)
                 if self._leaves or self._phase is Phase.VOID or self._is_broken():
                     self._change_group()
                 if self.cursor.epoch != epoch:
                     # The others are in a later epoch: their code after this one has run, ours not.
                     raise Reenter("the others are in a later epoch", self._context.generation)
                 if loader.has_step(self.cursor):
-                    yield self._open_iteration(loader)
+                    yield give()
                 elif self._pass_gate():
                     self._passed = epoch
                     break
@@ -201,6 +240,7 @@ class StepEngine(Preparing):
             if self._phase is Phase.COMMITTED:
                 self._due.end()
                 self.logbook.commit_step()  # The loop was left after a step.
+            self.state.put_late()
             self._phase, self._batch = Phase.OUTSIDE, None
             self._padding.forget()
             self._forget_step()
@@ -208,6 +248,59 @@ class StepEngine(Preparing):
                 self._reducer.rest()
             # User code between epochs may take as long as it likes.
             self._context.activity.reset()
+
+    def compute(self, loader: MicroBatches) -> Iterator[Any]:
+        """Yield our micro-batches of one step, until all of it that needs others is done.
+
+        A group that breaks meanwhile is left for the next, where the step is dealt out anew. If
+        its members have committed the step already, it is over for us, too: `Phase.ADOPTED`.
+        """
+        here = self.cursor
+        while self._phase is not Phase.SETTLED:
+            value = self._open_iteration(loader)
+            is_last, self._phase = self._phase is Phase.DUE, Phase.COMPUTING
+            yield value
+            self._context.activity.beats += 1
+            if self._batch is not None and not self._padding.is_under_way:
+                self.logbook.end_micro_batch(self._batch.micro_batch)
+            self._batch = None
+            if not self._is_broken() and (not is_last or self._settle()):
+                continue
+            with self.state.registered_later():
+                self._change_group()
+            if self.cursor != here:
+                self._phase = Phase.ADOPTED
+                self._units_show_zeros()
+                return
+
+    def add_up(self, values: Mapping[str, Any]) -> None:
+        """Add these up over the micro-batches of the step at hand; see `Step.add`."""
+        if self._batch is not None and self._batch.count:
+            self.logbook.add_up(values)
+
+    def end_epoch(self) -> None:
+        """Let the step at hand be the epoch's last one; see `Step.end_epoch`."""
+        self._ends = True
+
+    def skip(self) -> None:
+        """Let the step at hand count without any optimizer's; see `Step.skip`."""
+        if self._phase is Phase.SETTLED:
+            self._commit()
+
+    def has_computed(self) -> bool:
+        """Return whether we have done all of the step at hand that needs other ranks."""
+        return self._phase in (Phase.SETTLED, Phase.COMMITTED)
+
+    def is_computed(self) -> bool:
+        """Return whether that is done, by us or by others."""
+        return self.has_computed() or self._phase is Phase.ADOPTED
+
+    def _go_to_end(self, loader: MicroBatches) -> None:
+        """Leave the rest of the epoch out; whoever joins here finds nothing left in it either."""
+        self._ends, epoch = False, self.cursor.epoch
+        if not loader.steps_of(epoch):
+            self.streams.end(epoch, self.cursor.step)
+        self.cursor = Cursor(epoch, loader.steps_of(epoch))
 
     def _open_pass(self, loader: MicroBatches) -> int:
         if self._epoch is None:
@@ -217,6 +310,7 @@ class StepEngine(Preparing):
         if self._passed == self._epoch:
             raise complaints.read_again(self._epoch)
         self.state.check_known(self._units)
+        self._ends = False
         self._loader, self.data = loader, loader.epochs
         self._keeper.check_data(loader.epochs, self.cursor)
         self._deal()
@@ -242,7 +336,12 @@ class StepEngine(Preparing):
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
             wish = place.link.wish(place.generation)  # Once: it may change.
             told = tuple(self.logbook.row()), *self._keeper.flags(wish)
-            row = StepRow(wish is not None, self.cursor, self._stepped, *told, rates=self._rates)
+            row = StepRow(
+                wish is not None, self.cursor, self._stepped, *told, rates=self._rates,
+                print=self._watch.told(
+                    self._keeper.steps, place.world_size, loader.order_print(self.cursor.epoch)
+                ),
+            )  # fmt: skip
             reducer.begin_step(share, row.numbers())
             self._padding.begin_step(share)
         is_last, padded = batch.micro_batch == last - 1, self._padding.pad(batch)
@@ -253,14 +352,23 @@ class StepEngine(Preparing):
         seed_everything(micro_batch_seed(epochs.seed, self.cursor, batch.micro_batch))
         return self._batch.value
 
-    def _close_iteration(self) -> None:
-        """The loop asks for more: the user's code for the last micro-batch is through."""
+    def _close_iteration(self, is_first: bool) -> None:
+        """The loop asks for more: the user's code for the last micro-batch, or step, is through."""
         self._batch = None
         self._context.activity.beats += 1
-        if self._phase is Phase.DUE and len(self._due):
+        if self._phase in (Phase.DUE, Phase.SETTLED) and len(self._due):
             self._commit()  # Of several optimizers not all were asked to step.
         elif self._phase in OPEN and not (self._asked or self._is_broken()):
             raise complaints.not_stepped(self.cursor)
+        elif self._phase is Phase.SETTLED:
+            raise complaints.step_not_stepped(self.cursor)
+        elif not is_first and self._phase in (Phase.OUTSIDE, Phase.COMPUTING):
+            raise complaints.step_not_computed(self.cursor)
+        if self._phase is Phase.ADOPTED:
+            self._context.note_step()
+            self.state.put_late()
+            self._forget_step()
+            self._phase = Phase.OUTSIDE
         if self._phase is Phase.COMMITTED:
             self._context.note_step()
             self._due.end()
@@ -279,8 +387,10 @@ class StepEngine(Preparing):
             UsageError: it would change the weights of this rank alone, or not at all.
         """
         if self.has_begun and self._phase is not Phase.OUTSIDE:
-            if optimizer in self._asked and self._phase is not Phase.VOID:
+            if optimizer in self._asked and self._phase not in (Phase.VOID, Phase.ADOPTED):
                 raise complaints.stepped_twice(optimizer)
+            if self._phase is Phase.COMPUTING:
+                raise complaints.stepped_inside(optimizer)
             self._take_step(optimizer, real)
             return
         if self._epoch is not None and has_gradients(optimizer):
@@ -297,9 +407,9 @@ class StepEngine(Preparing):
         unit, reducer = self._units[id(optimizer)], self._the_reducer()
         if self._phase is Phase.GATHERING:
             reducer.unit_stepped(unit)
-        if self._phase is not Phase.DUE:
+        if self._phase not in (Phase.DUE, Phase.SETTLED):
             return
-        if self._is_broken() or not reducer.settle(unit):
+        if self._phase is Phase.DUE and (self._is_broken() or not reducer.settle(unit)):
             self._make_void()
             return
         reducer.unit_stepped(unit)
@@ -314,17 +424,52 @@ class StepEngine(Preparing):
         if self.has_begun and self._phase is not Phase.OUTSIDE:
             self._the_reducer().unit_zeroed(self._units[id(optimizer)])
 
+    def _settle(self) -> bool:
+        """Have all of a step that needs other ranks: after that, to commit it is a local matter."""
+        reducer = self._the_reducer()
+        if not all(reducer.settle(unit) for unit in self._units.values()):
+            self._make_void()
+            return False
+        if self._ranks_differ():
+            return False
+        for unit in self._units.values():
+            reducer.unit_stepped(unit)  # What backward gives from here on is of no step.
+        said, place = self.logbook.take_micro_batches(), self._context
+        deal = Deal(place.world_rank, place.world_size, self._the_loader().epochs.num_micro_batches)
+        totals = self._together(lambda: self._values.totals(deal, said))
+        if totals is None:
+            self._make_void()
+            return False
+        with place.shielded():
+            if not self._settle_buffers():
+                return False
+            self.logbook.take_totals(totals)
+            self._phase, self._asked = Phase.SETTLED, []
+            return True
+
+    def _settle_buffers(self) -> bool:
+        """Do the last of a step that needs other ranks.
+
+        From here until it is committed the state is nobody's: half of it is the next step's.
+        """
+        # An aborted NCCL collective ends without an error, so that order counts.
+        if not self._the_reducer().settle_buffers(lambda: not self._is_broken()):
+            self._make_void()
+            return False
+        self._has_state = False
+        return True
+
     def _commit(self) -> None:
         """Change the weights: the step counts, here and, sooner or later, everywhere."""
         self.state.check_still_known(self._units)
         rows = read_rows(self._the_reducer().rows)
+        if self._phase is not Phase.SETTLED and self._ranks_differ():
+            return
         # Half a step must not be left behind; what leaves it all the same is nobody's state.
         with self._context.shielded():
-            # An aborted NCCL collective ends without an error, so that order counts.
-            if not self._the_reducer().settle_buffers(lambda: not self._is_broken()):
-                self._make_void()
+            if self._phase is not Phase.SETTLED and not self._settle_buffers():
                 return
-            self._has_state, self._stepped = False, self._due.bits(self.state.optimizers)
+            self._stepped = self._due.bits(self.state.optimizers)
             self._rates = rates_print(self.state.optimizers)
             seed_step(self.data, self.cursor, self.state.shard_number)
             self._due.do()
@@ -333,6 +478,35 @@ class StepEngine(Preparing):
             self._leaves = any(row.wishes for row in rows)
             self._keeper.committed(rows)
             self.logbook.take_rows([row.values for row in rows])
+
+    def _ranks_differ(self) -> bool:
+        """Return whether the rows of a step show that ranks differ; then it is void."""
+        if not differ([row.print for row in read_rows(self._the_reducer().rows)]):
+            return False
+        self._together(self._heal)
+        return True
+
+    def _heal(self) -> None:
+        """Ranks differ, as all of them know: let the odd ones receive what most have, or raise.
+
+        Raises:
+            RuntimeError: the group broke.
+            UsageError: most ranks have not the same.
+        """
+        self._the_reducer().abandon()  # Buffers are what they were before the step.
+        verdict = self._watch.hear(share_bytes(default_group(), self._watch.said()))
+        if not verdict.can_heal:
+            names = self._watch.names()
+            steps = [p for one in self.state.optimizers for p in parameters_of(one)]
+            raise complaints.differs(verdict, self.cursor, {names.get(id(p), "") for p in steps})
+        self._has_state = self._context.world_rank not in verdict.odd
+        log.warning(
+            "state_differed ranks=%s tensors=%d first=%s epoch=%d step=%d: they receive the "
+            "others' state, and the step is done again; is the memory of their nodes in order?",
+            ",".join(map(str, verdict.odd)), len(verdict.names), "".join(verdict.names[:1]),
+            self.cursor.epoch, self.cursor.step,
+        )  # fmt: skip
+        self._phase, self._meets = Phase.VOID, True  # All of us, in this group.
 
     def _make_void(self) -> None:
         self._error = self._error or self._the_reducer().broken
@@ -353,7 +527,7 @@ class StepEngine(Preparing):
             is_settled = self._the_reducer().settle(self._units[id(optimizer)])
             if not is_settled or self._is_broken():
                 self._make_void()
-        return self._phase in (Phase.OUTSIDE, Phase.DUE)
+        return self._phase in (Phase.OUTSIDE, Phase.DUE, Phase.SETTLED)
 
     def has_stepped(self) -> bool:
         """Return whether what follows an optimizer step happens now."""
@@ -363,8 +537,8 @@ class StepEngine(Preparing):
         """Do for the step what a loop asks for in each iteration: now, with it, or not at all."""
         is_now = self.has_stepped()
         if thing is not None:
-            self._due.at_end(thing, call if self._phase is Phase.DUE else None)
-        elif self._phase is Phase.DUE:
+            self._due.at_end(thing, call if self._phase in (Phase.DUE, Phase.SETTLED) else None)
+        elif self._phase in (Phase.DUE, Phase.SETTLED):
             self._due.add_call(call)
         return call() if is_now else None
 
@@ -374,8 +548,10 @@ class StepEngine(Preparing):
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Average these over the step; see `train.log`."""
-        if self._batch is not None and self._batch.count:
-            self.logbook.add(values, float(self._batch.count))
+        if self._batch is not None:
+            self.logbook.add(values, self._batch.weight)
+        elif self._phase in (Phase.SETTLED, Phase.COMMITTED):
+            self.logbook.add(values, 1.0)  # Of a whole step, once.
 
     def report(self, metrics: str, checkpoint: Any, name: str | None) -> None:
         """Report once per step, or once between epochs; see `train.report`."""
@@ -398,7 +574,7 @@ class StepEngine(Preparing):
     def _change_group(self, *, is_first: bool = False) -> None:
         """Join the newest group, until one stands in which all have the same state.
 
-        The first group stands already, and has only to meet.
+        The first group stands already, and has only to meet; so has one of which some differ.
         """
         began = time.monotonic()
         reducer = self._the_reducer()
@@ -408,10 +584,10 @@ class StepEngine(Preparing):
         at_boundary = self._leaves and error is None
         self._forget_step()
         self._phase = Phase.OUTSIDE
-        stays = is_first
+        stays, self._meets = is_first or self._meets, False
         while True:
+            reducer.attach(None)
             if not stays:
-                reducer.attach(None)
                 if at_boundary:
                     self._keeper.before_leaving(self.cursor, self.data, self._is_called_back)
                 if self.recovery in ("reenter", "restart"):
@@ -435,8 +611,11 @@ class StepEngine(Preparing):
         )  # fmt: skip
 
     def _attach(self) -> None:
-        self._the_reducer().attach(default_group())
+        group = default_group()
+        self._the_reducer().attach(group)
+        self._values = StepValues(group if group.size() > 1 else None)
         self._stepped, self._rates, self._reports = 0, 0, ReportPlaces()
+        self._watch.begin()
         self._deal()
 
     def _agree(self) -> int:
@@ -462,8 +641,13 @@ class StepEngine(Preparing):
         """
         if max(self._places, default=self.cursor) > self.cursor:
             return True  # Others of this group have passed it in the one before.
-        rows = self._together(lambda: tell_rows(default_group(), self.logbook.row()))
-        self.logbook.take_rows(rows or ())
+        all_of_it = halves(self._watch.of_all(self._context.world_size))
+        row = [*map(float, all_of_it), *self.logbook.row()]
+        rows = self._together(lambda: tell_rows(default_group(), row))
+        if rows is not None and differ([whole(*row[:2]) for row in rows]):
+            self._together(self._heal)
+            return False
+        self.logbook.take_rows([row[2:] for row in rows or ()])
         return rows is not None
 
     def _together(self, exchange: Callable[[], Any]) -> Any:
@@ -496,6 +680,17 @@ class StepEngine(Preparing):
         if self._place is None:
             raise InvariantViolation("the step engine is asked before a group stands")
         return self._place
+
+    def _the_loader(self) -> MicroBatches:
+        if self._loader is None:
+            raise InvariantViolation("no loader is read")
+        return self._loader
+
+    def _units_show_zeros(self) -> None:
+        """Let loops look at gradients of a step that others have done."""
+        for unit in self._units.values():
+            for _, parameter in unit.parameters:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _the_reducer(self) -> Reducer | ShardedReducer:
         if self._reducer is None:

@@ -22,7 +22,7 @@ from elastic.core.policy.microbatch import Span
 from elastic.core.policy.streams import Cut, Position, Streams
 from elastic.errors import UsageError, check
 from elastic.worker.feed import Feed, Key, check_prefetch
-from elastic.worker.loader import Batch, MicroBatchLoader
+from elastic.worker.loader import Batch, MicroBatchLoader, Weigh, weight_of
 from elastic.worker.share import StreamShare
 from elastic.worker.stream_book import StreamBook
 from elastic.worker.stream_reader import Pass, StreamCollate, StreamReader, StreamRequest
@@ -46,6 +46,7 @@ class StreamLoader:
         seed: int,
         cut: Cut | None = None,
         book: StreamBook | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
         """Take over what the user's loader does; nothing is started before the first `next`.
 
@@ -55,6 +56,7 @@ class StreamLoader:
             seed: of everything random while samples are read; 0 <= seed < 2**63.
             cut: how the dataset becomes V streams, None to choose what is surely right.
             book: what is known of the streams; one of its own by default.
+            weigh: says what a micro-batch counts, None to count samples.
 
         Raises:
             UsageError: the loader has no batch_size, or its dataset cannot be cut so.
@@ -79,6 +81,7 @@ class StreamLoader:
         # Streams whose readers may have to begin, and have not been told from where.
         self._begins: set[int] = set()
         self._share: StreamShare | None = None
+        self._weigh = weigh
         self.dataset = StreamReader(loader.dataset, self.epochs, every=every)
         self.collate = StreamCollate(loader.collate_fn, self.epochs)
         self._feed = Feed(loader, self, seed=seed)
@@ -115,7 +118,8 @@ class StreamLoader:
         epoch, step, number = self._the_order().key
         self._the_order().advance()
         self._book.read(found.snapshots)
-        return Batch(Cursor(epoch, step), number, found.count, value, found.more)
+        weight = weight_of(self._weigh, value, found.count)
+        return Batch(Cursor(epoch, step), number, found.count, value, weight, found.more)
 
     def close(self) -> None:
         """End the worker processes and forget what they read; again is no harm."""
@@ -130,6 +134,11 @@ class StreamLoader:
         """Return the steps of an epoch, 0 while they are not known."""
         return self._book.steps_of(epoch)
 
+    def order_print(self, epoch: int) -> int:
+        """Return 0: no sampler orders streams."""
+        del epoch
+        return 0
+
     def share(self, batch: Batch, rank: int, world_size: int) -> StreamShare:
         """Return what a rank has to do in the step of a micro-batch that it has taken."""
         first = self._the_order().held[0]
@@ -137,7 +146,7 @@ class StreamLoader:
             self._share = StreamShare(
                 self.epochs, batch.cursor, self._book.end, rank=rank, world_size=world_size
             )
-        self._share.note(batch.micro_batch, batch.count, batch.more)
+        self._share.note(batch.micro_batch, batch.count, batch.weight, batch.more)
         return self._share
 
     def stream_states(self, cursor: Cursor) -> dict[str, Any]:

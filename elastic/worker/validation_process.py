@@ -60,6 +60,9 @@ def main(parent: int, found_fd: int) -> None:
     os.set_inheritable(found_fd, False)
     set_up_process()
     set_up_logs()
+    if seen := os.environ.get("CUDA_VISIBLE_DEVICES"):  # The worker's own, not those of its peers.
+        own = int(os.environ.get("LOCAL_RANK", "0"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[own]
     for name in PLACE:
         os.environ.pop(name, None)
     try:

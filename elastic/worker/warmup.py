@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
-NVIDIA_CONTROL = Path("/dev/nvidiactl")
-"""Is there where the NVIDIA driver is loaded."""
+from elastic.errors import InvariantViolation
+
+DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
+"""One is there where a driver is loaded that torch could start: NVIDIA's, WSL's, AMD's."""
 
 MORE_TO_IMPORT = (
     "fsspec.implementations.local",
@@ -35,10 +37,12 @@ def warm_up() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = torch.optim.Adam([weight])
     # The first backward counts the devices of every kind, which would start the driver.
-    if not NVIDIA_CONTROL.exists():
+    if not (any(path.exists() for path in DRIVERS) or torch.xpu._is_compiled()):
         torch.autograd.backward((weight @ torch.ones(2)).sum())
         optimizer.step()
         optimizer.zero_grad()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise InvariantViolation("CUDA was started in the process that workers are forked from")
     # What is loaded now stays for good: collections between two generations need not visit it.
     gc.collect()
     gc.freeze()

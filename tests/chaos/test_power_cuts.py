@@ -33,8 +33,8 @@ def test_on_a_local_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_s3(s3: Trouble) -> None:
-    said = cut(4, f"s3://{BUCKET}/cuts", seed=2, life_s=5.0)
+def test_on_s3(s3: Trouble, fresh_seed: int) -> None:
+    said = cut(4, f"s3://{BUCKET}/cuts", seed=fresh_seed, life_s=5.0)
     assert "4 power cuts" in said
     assert "4 attempts began anew" not in said
     assert s3.requests

@@ -2,74 +2,34 @@
 
 One job trains on one cluster while test after test strikes it. After each strike the state after
 every step of every rank so far must be that of a run that nobody disturbed: parameters, buffers,
-optimizers, scheduler, random state, and the ledger of samples inside the model.
+optimizers, scheduler, scaler, random state, what was logged, and the ledger of samples inside the
+model.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, JobPhase, WorkerPhase
+from elastic.core.world import ENDED, JobPhase
 from elastic.testing.chaos import check_logs
-from elastic.testing.chaos_jobs import ChaosJob, chaos_job, with_arguments
+from elastic.testing.chaos_jobs import chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster, start_of
 from elastic.testing.traces import Reference, compare, lines_of
+from tests.chaos.struck import PLACES, WORKERS, Run, assert_kept
 from tests.patience import wait_for
 
-WORKERS = 3
-PLACES = ("forward", "backward", "step", "commit", "between")
 HANG_TIMEOUT_S = 3.0
-
-
-@dataclass
-class Run:
-    """A job that is struck again and again."""
-
-    cluster: LocalCluster
-    job: ChaosJob
-    reference: Reference
-    job_id: str = ""
-
-    @property
-    def orders(self) -> Path:
-        return self.job.finish.with_name("orders")
-
-    def full(self, *, after: int = 0, size: int = WORKERS) -> JobView:
-        """Wait until a group of this size, later than that one, has made a step."""
-
-        def trains(view: JobView) -> bool:
-            group = view.record.group
-            assert view.record.phase not in ENDED, (view.reason, view.record.failure)
-            if group is None or group.generation <= after or len(group.members) != size:
-                return False
-            inside = [w for w in view.workers if w.report.generation == group.generation]
-            training = [w for w in inside if w.report.phase is WorkerPhase.TRAINING]
-            return len(training) == size and all(w.steps > 0 for w in training)
-
-        return self.cluster.wait(self.job_id, trains, f"{size} workers that train")
-
-    def order(self, what: str) -> None:
-        """Strike whoever comes to a place first, and wait until it has happened."""
-        order = self.orders / what
-        order.touch()
-        wait_for(lambda: not order.exists(), f"a rank that obeys {what}")
-
-    def pids(self) -> dict[str, int]:
-        """Return the processes of the group's members."""
-        workers = self.cluster.job(self.job_id).workers
-        return {str(w.report.worker_id): w.report.pid for w in workers if w.rank >= 0}
-
-    def check(self) -> None:
-        """Compare every step of every rank so far with the undisturbed run's."""
-        compare(self.job.trace, self.reference.line)
+PACE_S = 0.03
+"""Of a micro-batch: the undisturbed run, which has all of them to do alone, is to stay ahead."""
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +37,9 @@ def runs(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """Give the runs of this module; there is a second one only if a test has ended the first."""
     with ExitStack() as stack:
         directory = tmp_path_factory.mktemp("promise")
-        options = ("--model", "cnn", "--samples", "1000")
-        script = chaos_job("steps", "x", workers=1, directory=directory).spec.entry.target
-        reference = Reference(Path(script), options, directory / "reference")
+        job = chaos_job("steps", "x", workers=1, directory=directory)
+        options = (*job.options, "--model", "cnn")
+        reference = Reference(Path(job.spec.entry.target), options, directory / "reference")
         found = [make_run(cluster, stack.enter_context(reference), directory / "0")]
         yield found
 
@@ -89,9 +49,9 @@ def make_run(cluster: LocalCluster, reference: Reference, directory: Path) -> Ru
     (directory / "orders").mkdir(parents=True)
     job = chaos_job("steps", "promise", workers=WORKERS, directory=directory, save_every=5)
     job = with_arguments(job, "--model", "cnn", "--orders", str(directory / "orders"))
-    return Run(
-        cluster, replace(job, spec=replace(job.spec, hang_timeout_s=HANG_TIMEOUT_S)), reference
-    )
+    entry = replace(job.spec.entry, args=(*job.spec.entry.args, "--pace", str(PACE_S)))
+    spec = replace(job.spec, entry=entry, hang_timeout_s=HANG_TIMEOUT_S)
+    return Run(cluster, replace(job, spec=spec), reference)
 
 
 @pytest.fixture
@@ -104,11 +64,6 @@ def run(runs: list[Run], cluster: LocalCluster, tmp_path: Path) -> Run:
         runs.append(one)
     one.full()
     return one
-
-
-def assert_kept(before: dict[str, int], after: dict[str, int], *, lost: int) -> None:
-    """So many processes were replaced, and the others are the same ones as before."""
-    assert len(set(before.values()) - set(after.values())) == lost, (before, after)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -262,7 +217,10 @@ def test_a_job_is_scaled_and_paused(run: Run) -> None:
 def test_a_stopped_job_is_resumed_by_its_run_and_ends_with_nothing_left(run: Run) -> None:
     cluster = run.cluster
     cluster.client.stop(run.job_id, "to be resumed")
-    cluster.wait(run.job_id, lambda v: v.record.phase in ENDED and not v.workers, "its end")
+    view = cluster.wait(run.job_id, lambda v: v.record.phase in ENDED and not v.workers, "its end")
+    # It was saved where it ended: no step is done again.
+    about = json.loads(view.record.checkpoints[-1].metrics)
+    assert about["steps"] == compare(run.job.trace, run.reference.line)
     run.job_id = cluster.submit(replace(run.job.spec, name="resumed"))
     run.full()
     pids = {pid: start_of(pid) for pid in run.pids().values()}

@@ -123,7 +123,9 @@ def test_kills_amid_large_messages_replace_nobody_else(three: LocalCluster, tmp_
 
 
 @pytest.mark.slow
-def test_whatever_a_seed_draws_changes_nothing(three: LocalCluster, tmp_path: Path) -> None:
+def test_whatever_a_seed_draws_changes_nothing(
+    three: LocalCluster, tmp_path: Path, fresh_seed: int
+) -> None:
     job = job_of("cnn", 3, tmp_path / "faults")
-    outcome = Chaos(three, job).run(draw_faults(seed=7, events=10, every_s=1.0))
+    outcome = Chaos(three, job).run(draw_faults(seed=fresh_seed, events=10, every_s=1.0))
     assert outcome.faults

@@ -114,9 +114,11 @@ def kill_twice(cluster: LocalCluster, job: ChaosJob) -> None:
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_change_nothing(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_kills_at_random_moments_change_nothing(
+    cluster: LocalCluster, tmp_path: Path, fresh_seed: int
+) -> None:
     job = job_of("stateful", 2, 3, tmp_path / "kills")
-    outcome = Chaos(cluster, job).run(draw_kills(seed=3, kills=6, every_s=1.0))
+    outcome = Chaos(cluster, job).run(draw_kills(seed=fresh_seed, kills=6, every_s=1.0))
     assert outcome.faults
 
 

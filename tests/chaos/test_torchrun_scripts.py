@@ -57,37 +57,31 @@ def test_a_killed_worker_is_outlived_with_torchruns_environment_and_weights(
     assert torchrun.wait() == 0, torchrun.said()
     (one, other) = lines(torchrun, "trained")
     assert one == other
-    runs = [launched("in-place", *elastic_run(tmp_path, *WORDS))]
-    assert runs[0].wait() == 0, runs[0].said()
-    module = Path(".".join(SCRIPT.with_suffix("").parts[-3:]))
-    words = (*WORDS, "--fresh-process", "-m")
-    runs.append(launched("fresh", *elastic_run(tmp_path, *words), script=module))
-    assert runs[1].wait() == 0, runs[1].said()
-    for run in runs:
-        assert "killed by SIGKILL" in run.err.read_text(), run.said()
-        found = environments(run)
-        assert len(found) == 4, run.said()
-        assert all(each in environments(torchrun) for each in found), found
-        assert all(each in found for each in environments(torchrun)), found
-        went_on = one.replace("epoch 0:", f"epoch {KILLED_IN}:")
-        assert lines(run, "trained") == [went_on, went_on], run.said()
-        run.assert_nothing_is_left()
+    run = launched("run", *elastic_run(tmp_path, *WORDS))
+    assert run.wait() == 0, run.said()
+    assert "killed by SIGKILL" in run.err.read_text(), run.said()
+    found = environments(run)
+    assert len(found) == 4, run.said()
+    assert all(each in environments(torchrun) for each in found), found
+    assert all(each in found for each in environments(torchrun)), found
+    went_on = one.replace("epoch 0:", f"epoch {KILLED_IN}:")
+    assert lines(run, "trained") == [went_on, went_on], run.said()
+    run.assert_nothing_is_left()
 
 
 @pytest.mark.slow
 def test_an_error_that_record_wrote_down_is_told_once_and_last(
     launched: Callable[..., Script], tmp_path: Path
 ) -> None:
-    for flags in ((), ("--fresh-process", "--tee=3", f"--log-dir={tmp_path}")):
-        name = "fresh" if flags else "in-place"
-        run = launched(name, *elastic_run(tmp_path, "--nproc-per-node=2", *flags), case="raise")
-        assert run.wait() == 1, run.said()
-        err = run.err.read_text()
-        assert "first failure in worker" in err
-        assert err.endswith("ValueError: bad batch at step 7\n")
-        assert err.count("\nValueError: bad batch at step 7\n") == 1, run.said()
-        run.assert_nothing_is_left()
-    shown = (tmp_path / "fresh" / "stdout").read_text()
+    flags = ("--nproc-per-node=2", "--tee=3", f"--log-dir={tmp_path}")
+    run = launched("run", *elastic_run(tmp_path, *flags), case="raise")
+    assert run.wait() == 1, run.said()
+    err = run.err.read_text()
+    assert "first failure in worker" in err
+    assert err.endswith("ValueError: bad batch at step 7\n")
+    assert err.count("\nValueError: bad batch at step 7\n") == 1, run.said()
+    run.assert_nothing_is_left()
+    shown = (tmp_path / "run" / "stdout").read_text()
     assert "[default1]:environment" in shown
     (written,) = tmp_path.glob("elastic_*/attempt_0/0/output.log")
     assert "environment" in written.read_text()

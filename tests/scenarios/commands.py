@@ -3,7 +3,7 @@
     agent NODE [slots=N] [incarnation=N]   an agent connects, with all the workers it remembers
     disconnect NODE                        its stream breaks; agent and workers live on
     submit JOB min=N [max=N] [FIELD=...]   a user submits; FIELD is one of JobSpec
-    stop JOB                               a user stops it
+    stop JOB [now=1]                       a user stops it
     checkpoint JOB                         a user wants a checkpoint now
     saved WORKER NUMBER PATH               the step engine's checkpoint of that number
     pause JOB | resume JOB                 a user pauses it, lets it go on
@@ -46,7 +46,7 @@ PHASES = {
 NUMBERS = (
     "step", "slots", "incarnation", "min", "max", "workers_per_replica", "max_failures",
     "num_to_keep", "hang_timeout_s", "priority", "in_place", "request", "reports_due",
-    "micro_batches", "own_steps",
+    "micro_batches", "own_steps", "now", "grace_s", "spent",
 )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def submit(play: Play, rest: list[str], options: dict[str, Any]) -> None:
 
 
 def stop(play: Play, rest: list[str], options: dict[str, Any]) -> None:
-    play.coordinator.stop(*rest, **options)
+    play.coordinator.stop(*rest, now=bool(options.get("now")))
     play.show()
 
 

@@ -111,7 +111,8 @@ def message_line(message: CoordinatorMessage) -> str:
         return f"start {message.worker_id} of {message.spec.job_id}"
     if isinstance(message, StopWorker):
         grace = f"{message.grace_ns / NS_PER_S:g}s"
-        return f"stop {message.worker_id} within {grace}: {message.reason}"
+        asked = ", script asked" if message.asks else ""
+        return f"stop {message.worker_id} within {grace}{asked}: {message.reason}"
     if isinstance(message, ForgetWorker):
         return f"forget {message.worker_id}"
     if isinstance(message, ReportAck):

@@ -12,6 +12,7 @@ from elastic.core.machine import (
     agent_connection,
     announcing,
     coordinator,
+    early,
     health,
     intake,
     jobs,
@@ -20,6 +21,7 @@ from elastic.core.machine import (
     reports,
     settle,
     suspicion,
+    worker,
 )
 from elastic.core.messages import WorkerUpdate
 from elastic.core.policy import (
@@ -119,6 +121,18 @@ def forms_groups_above_max(patch: Patch) -> None:
 
     patch.setattr(queueing, "claim_of", claim_of)
     patch.setattr(settle, "_stop_surplus", lambda cluster, job: None)
+
+
+@bug
+def holds_on_to_a_group_that_it_has_finished_in(patch: Patch) -> None:
+    """Who has returned never closes its connections."""
+    patch.setattr(worker.WorkerMachine, "_let_go", lambda self: None)
+
+
+@bug
+def takes_a_group_that_was_left_for_one_that_broke(patch: Patch) -> None:
+    """Nobody is charged for it but bad luck."""
+    patch.setattr(early, "has_left", lambda job: False)
 
 
 @bug
@@ -258,6 +272,12 @@ def kills_slow_movers(patch: Patch) -> None:
         return Decision(hang.Hang(late, since_ns) if is_over else hang.Hang(), "is late")
 
     patch.setattr(hang, "judge", judge)
+
+
+@bug
+def kills_who_takes_long_over_the_first_step(patch: Patch) -> None:
+    """A process that has committed no step yet is given no more time than others."""
+    patch.setattr(hang, "FIRST_TIMES", 1)
 
 
 @bug

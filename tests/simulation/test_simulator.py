@@ -15,6 +15,7 @@ from tests.patience import DEADLINE_S
 from tests.simulation import planted, planted_crowds, planted_leavers, planting
 
 SEEDS = 150
+FRESH_SEEDS = 1000
 SEEDS_PER_BUG = 300
 PLANTED_IN = (planted, planted_crowds, planted_leavers)
 """Modules that enter their bugs when they are imported."""
@@ -22,7 +23,16 @@ PLANTED_IN = (planted, planted_crowds, planted_leavers)
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 50))
 def test_no_seed_breaks_a_property(first: int) -> None:
-    for seed in range(first, first + 50):
+    assert_right(range(first, first + 50))
+
+
+@pytest.mark.slow
+def test_no_fresh_seed_breaks_a_property(fresh_seed: int) -> None:
+    assert_right(range(fresh_seed, fresh_seed + FRESH_SEEDS))
+
+
+def assert_right(seeds: range) -> None:
+    for seed in seeds:
         outcome, _, failure = run_seed(seed)
         assert outcome is not None, f"seed {seed}: {failure}"
 

@@ -89,7 +89,6 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/train/here.py": "a run in the user's process puts back what it has set",
     "elastic/train/overruled.py": "a worker's own variables say how large its job may be",
     "elastic/worker/error_file.py": "names the file that torch's @record writes, for each run",
-    "elastic/worker/fresh_start.py": "a script that is run again finds what its first run found",
     "elastic/worker/ahead.py": "notices when user code asks for its place before there is one",
     "elastic/client/embedded.py": "hands on what is not said of the daemons of other clusters",
     "elastic/testing/local_cluster.py": "hands its own environment on to the daemons it starts",

@@ -329,9 +329,9 @@ class Coordinator:
         """Submit a job; its name is its id."""
         return self._ask(SubmitRequested(self._request(), spec(job, low, high, **changes), by))
 
-    def stop(self, job: str, reason: str = "") -> Reply:
+    def stop(self, job: str, reason: str = "", *, now: bool = False) -> Reply:
         """Stop a job."""
-        return self._ask(StopRequested(self._request(), JobId(job), reason))
+        return self._ask(StopRequested(self._request(), JobId(job), reason, now))
 
     def checkpoint(self, job: str) -> Reply:
         """Wish for a checkpoint now."""

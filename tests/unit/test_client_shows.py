@@ -119,8 +119,8 @@ def job(phase: JobPhase, reason: str = "", *, since_ns: int = 100 * S, size: int
     return JobView(record, reason, since_ns, ())
 
 
-def note(name: str, **fields: str) -> TimedNote:
-    return TimedNote(Note(name, "j", tuple(fields.items())), 0)
+def note(name: str, at_s: float = 0, **fields: str) -> TimedNote:
+    return TimedNote(Note(name, "j", tuple(fields.items())), round(at_s * S))
 
 
 def said(printed: io.StringIO) -> list[str]:
@@ -147,23 +147,20 @@ Piped = tuple[Printer, io.StringIO, io.StringIO]
 
 def test_in_a_pipe_each_change_is_one_plain_line(piped: Piped) -> None:
     printer, about, stdout = piped
-    for _ in range(2):
-        printer.job(job(JobPhase.PENDING, "waiting: needs 1 more workers"))
+    printer.job(job(JobPhase.PENDING, "waiting: needs 1 more workers"))
     printer.job(job(JobPhase.RUNNING, size=1))
     printer.note(note("group_formed", generation="1", world_size="1", cause="start"))
-    printer.note(note("worker_gone", worker="n0/1", rank="0", cause="killed by SIGKILL"))
     printer.note(note("worker_gone", worker="n0/1", rank="0", cause="stopped (job succeeded)"))
-    lost = {"cause": "lost", "reason": "lost n0/1"}
-    printer.note(note("group_formed", generation="2", world_size="2", **lost))
+    joins = {"cause": "join", "reason": "2 workers ready"}
+    printer.note(note("change_planned", **joins))
+    printer.note(note("group_formed", generation="2", world_size="2", **joins))
     printer.job(job(JobPhase.RUNNING, size=2))
     printer.output(chunk("hello\n"))
     printer.job(job(JobPhase.SUCCEEDED, "all workers finished"))
     printer.close()
     assert said(about) == [
-        "job demo waits since 0.0 s: needs 1 more workers",
         "generation 1: 1 worker",
-        "worker n0/1 (rank 0) is gone: killed by SIGKILL",
-        "generation 2: 2 workers (lost: lost n0/1)",
+        "generation 2: 2 workers (join: 2 workers ready)",
         "job demo succeeded: all workers finished",
     ]
     assert stdout.getvalue() == "hello\n"
@@ -177,7 +174,38 @@ def test_a_wait_that_lasts_is_said_again(piped: Piped, clock: HandClock) -> None
         clock.now_ns += S
         printer.tick()
     assert said(about) == [
-        f"job demo waits since {age}: needs 1 more workers" for age in ("0.0 s", "30.0 s", "1m 0s")
+        f"job demo waits since {age}: needs 1 more workers" for age in ("2.0 s", "32.0 s")
+    ]
+
+
+def lose(printer: Printer, clock: HandClock, generation: int, wait_s: int) -> None:
+    """Have two workers killed, and let the next group train 0.11 s or later after that."""
+    for worker, rank in (("n0/1", "0"), ("n0/2", "1")):
+        fields = {"worker": worker, "rank": rank, "cause": "killed by SIGKILL"}
+        printer.note(note("worker_gone", 5, **fields))
+        since_ns = clock.now_ns
+        printer.job(job(JobPhase.PENDING, "waiting: 1 of 2 workers", since_ns=since_ns, size=3))
+    for _ in range(wait_s):
+        clock.now_ns += S
+        printer.tick()
+    formed = {"generation": f"{generation}", "world_size": "2", "cause": "lost", "reason": "lost"}
+    printer.note(note("group_formed", 5.1, **formed))
+    printer.note(note("group_training", 5.11 + wait_s, generation=f"{generation}", took_ms="10"))
+    printer.job(job(JobPhase.RUNNING, size=2))
+
+
+def test_a_loss_is_one_line_that_says_who_and_why_and_for_how_long(
+    piped: Piped, clock: HandClock
+) -> None:
+    printer, about, _ = piped
+    lose(printer, clock, 4, 0)
+    lose(printer, clock, 5, 3)  # Which is long enough to be told meanwhile.
+    lost = "lost worker n0/1 (rank 0), killed by SIGKILL; worker n0/2 (rank 1), killed by SIGKILL"
+    assert said(about) == [
+        f"{lost}: training stood still for 0.11 s and goes on with 2 workers (generation 4)",
+        lost,
+        "job demo waits since 2.0 s: 1 of 2 workers",
+        "training stood still for 3.11 s and goes on with 2 workers (generation 5)",
     ]
 
 
@@ -380,3 +408,29 @@ def test_a_new_leader_that_knows_an_older_report_is_not_told_of_again() -> None:
     printer = Printer(Console(file=io.StringIO()), ranks=None)
     follow(cast("Client", played), "demo", printer, on_report=reports.append)
     assert reports == [{"epoch": 0}, {"epoch": 1}, {"epoch": 2}]
+
+
+NOTICED = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 3, in <module>
+[rank1]:     loss.backward()
+[rank1]: RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:30
+
+[rank1]: During handling of the above exception, another exception occurred:
+
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 5, in <module>
+[rank1]:     raise ValueError("step failed") from None
+[rank1]: ValueError: step failed
+"""
+
+
+@pytest.mark.parametrize("size", [len(NOTICED) + 100, 60])
+def test_a_traceback_of_a_rank_that_only_noticed_is_not_shown(size: int) -> None:
+    """Whoever reads the log finds it; in whichever pieces it comes, what follows is not late."""
+    lines = Lines(shows_prefix=False)
+    text = f"epoch 1\n{NOTICED}epoch 1 again\n"
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    shown = "".join(lines.take(chunk(piece), 0) for piece in pieces)
+    assert shown == "epoch 1\nepoch 1 again\n"
+    own = STORY.replace("ValueError", "ConnectionError: Connection reset by peer")
+    assert lines.take(chunk(own + "more\n"), 0) + lines.rest("") == own + "more\n"

@@ -240,14 +240,18 @@ def test_a_containers_share_of_processors_is_what_it_has(
         (tmp_path / name).write_text(text)
     assert cgroup.cpu_limit(tmp_path) == limit
     env = worker_env({}, Devices(()), 1, tmp_path)
-    assert env == ({} if limit is None else {"OMP_NUM_THREADS": "1"})
-    assert num_processors(tmp_path) == (num_processors(tmp_path / "absent") if not env else 1)
+    assert env.get("OMP_NUM_THREADS") == (None if limit is None else "1")
+    everything = num_processors(tmp_path / "absent")
+    assert num_processors(tmp_path) == (everything if limit is None else 1)
 
 
 def test_what_a_user_set_for_workers_stays(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     assert worker_env({"OMP_NUM_THREADS": "7"}, Devices(()), 1, tmp_path)["OMP_NUM_THREADS"] == "7"
     assert worker_env({}, Devices(()), 2, tmp_path)["OMP_NUM_THREADS"] == "1"
+    assert "TORCH_CPP_LOG_LEVEL" not in worker_env(
+        {"TORCH_DISTRIBUTED_DEBUG": "INFO"}, Devices(()), 2, tmp_path
+    )
 
 
 def test_the_tightest_of_the_groups_that_a_process_is_in_counts(

@@ -39,21 +39,29 @@ def plant(patch: pytest.MonkeyPatch, lost: set[int], count: int = 8) -> None:
 def test_a_lost_gpu_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, {5})
     found = find_devices()
-    assert found.entries == ("0", "1", "2", "3", "4", "6", "7")
+    # NVML's numbers behind it may not be CUDA's.
+    assert found.entries == ("0", "1", "2", "3", "4", "GPU-00000006", "GPU-00000007")
     assert (found.accelerator_type, parse_workers("auto", found)) == ("H100", 7)
 
 
 def test_a_node_whose_named_gpus_are_all_lost_does_not_become_a_cpu_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plant(monkeypatch, {2, 3})
-    assert find_devices("1,4").entries == ("1", "4")
+    plant(monkeypatch, {2, 3}, count=4)
+    assert find_devices("1,0").entries == ("1", "0")
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='2,3' names GPUs"):
         find_devices("2,3")
     plant(monkeypatch, set(range(8)))
     assert find_devices().entries == ()
     with pytest.raises(ConfigError, match="can open none of 8"):
         find_devices("0")
+
+
+def test_numbers_count_what_may_be_opened_as_cuda_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM's ConstrainDevices: a job has the last GPUs of eight, and they are its 0 and 1."""
+    plant(monkeypatch, set(range(6)))
+    assert find_devices("0,1").entries == ("0", "1")
+    assert find_devices().entries == ("GPU-00000006", "GPU-00000007")
 
 
 def test_numbers_mean_what_they_were_counted_by() -> None:

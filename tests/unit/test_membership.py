@@ -1,7 +1,8 @@
 """Which workers form the next group: tables of facts, and the act and reason that follow.
 
 A worker is written as "a1:train/2", which is worker a/1 in phase TRAINING of generation 2,
-followed by marks: "x" gone, "?" its node does not answer, "L" leaving, "!" must be out by now.
+followed by marks: "x" gone, "?" its node does not answer, "L" leaving, "!" must be out by now, "s"
+its process is spent.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.policy.decision import Decision
-from elastic.core.policy.membership import UNASKED_S, Act, Candidate, Current, Plan, decide
+from elastic.core.policy.membership import ANEW_S, UNASKED_S, Act, Candidate, Current, Plan, decide
 from elastic.core.world import JobId, NodeId, WorkerId, WorkerPhase
 from tests.strategies import SCRIPT
 
@@ -23,7 +24,7 @@ PHASES = {
     "start": WorkerPhase.STARTING, "ready": WorkerPhase.READY, "form": WorkerPhase.FORMING,
     "train": WorkerPhase.TRAINING, "broken": WorkerPhase.BROKEN, "done": WorkerPhase.FINISHED,
 }  # fmt: skip
-WORKER = re.compile(r"([a-z])(\d+):([a-z]+)/(\d+)([x?L!]*)(?:@(\d+))?")
+WORKER = re.compile(r"([a-z])(\d+):([a-z]+)/(\d+)([x?L!s]*)(?:@(\d+))?")
 
 
 def worker(text: str) -> Candidate:
@@ -41,6 +42,7 @@ def worker(text: str) -> Candidate:
         reachable="?" not in marks,
         leaving="L" in marks or "!" in marks,
         leave_by_ns=NOW if "!" in marks else ns(120) if "L" in marks else None,
+        spent="s" in marks,
     )
 
 
@@ -56,12 +58,13 @@ def ask(
     high: int = 4,
     replica: int = 1,
     now_ns: int = NOW,
+    own_steps: bool = False,
     **current: Any,
 ) -> Decision[Plan]:
     """Decide for generation 1 with these members (open), or for no group if there are none."""
     spec = JobSpec(
         job_id=JobId("j1"), name="digits", entry=SCRIPT, min_workers=low, max_workers=high,
-        workers_per_replica=replica,
+        workers_per_replica=replica, own_steps=own_steps,
     )  # fmt: skip
     known = Current(1, ids(members), **{"is_open": True, **current}) if members else Current()
     return decide(spec, known, [worker(w) for w in workers.split()], now_ns, CONFIG)
@@ -197,6 +200,49 @@ def test_a_group_that_lost_a_member_is_replaced_at_once(
 ) -> None:
     decision = ask(workers, "a1 b1 c1")
     assert (answer(decision), decision.reason) == (expected, reason)
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ("a1:train/1s b1:train/1s", "suspend lost: a1 b1"),
+        ("a1:train/1s b1:broken/1s d1:ready/0", "suspend lost: a1 b1 d1"),
+        # One is still in its script's first lines, the other in a loop that goes on.
+        ("a1:train/1s b1:train/1", "suspend lost: a1 b1"),
+        # Who was only forming the group has begun nothing.
+        ("a1:form/1 b1:form/1", "form lost: a1 b1"),
+    ],
+)
+def test_members_that_cannot_begin_again_are_replaced_first(workers: str, expected: str) -> None:
+    assert answer(ask(workers, "a1 b1 c1")) == expected
+
+
+def test_members_that_are_replaced_wait_for_each_other_for_a_while() -> None:
+    workers = "a2:ready/0@1 b1:train/1s c2:start/0 d2:ready/0@1"
+    since: Any = {"is_open": False, "anew_ns": NOW}
+    waits = ask(workers, "a1 b1 c1", **since)
+    assert (answer(waits), waits.reason) == ("wait", "2 of 4 workers ready, 2 starting")
+    assert waits.wake_ns == NOW + ns(ANEW_S)
+    assert (
+        answer(ask(workers, "a1 b1 c1", now_ns=NOW + ns(ANEW_S), **since)) == "form resume: a2 d2"
+    )
+    assert answer(ask("a2:ready/0 d2:ready/0", "a1 b1 c1", **since)) == "form resume: a2 d2"
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ("a1:train/1s b1:train/1s c1:ready/0", "suspend join: a1 b1 c1"),
+        # Another one is about to be ready as well.
+        ("a1:train/1s b1:train/1s c1:ready/0 d1:start/0", "ask join"),
+        ("a1:train/1s b1:done/1s c1:ready/0", "ask join"),
+        ("a1:train/1 b1:train/1 c1:ready/0", "ask join"),
+    ],
+)
+def test_a_script_that_knows_no_boundary_ends_for_who_is_ready_to_join(
+    workers: str, expected: str
+) -> None:
+    assert answer(ask(workers, "a1 b1", own_steps=True)) == expected
 
 
 def test_the_loss_of_one_worker_costs_its_whole_replica() -> None:

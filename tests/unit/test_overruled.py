@@ -23,7 +23,7 @@ class Callback:
 
 
 def context(**changes: Any) -> WorkerContext:
-    known = {"world_rank": 0, "max_workers": 4, "num_devices": 0, "job_name": "job", "join": None}
+    known = {"world_rank": 0, "max_workers": 4, "devices": (), "job_name": "job", "join": None}
     return cast("WorkerContext", SimpleNamespace(**{**known, "run_path": "/runs/job", **changes}))
 
 
@@ -53,7 +53,7 @@ def test_nothing_is_said_of_defaults_nor_of_what_the_job_has() -> None:
         checkpoint_config=kept,
     )
     scaling = train.ScalingConfig(num_workers=(1, 4), use_gpu=True)
-    assert line(scaling, run, TorchConfig(consistency="samples"), num_devices=1) == ""
+    assert line(scaling, run, TorchConfig(consistency="samples"), devices=("cuda:0",)) == ""
 
 
 def test_what_differs_is_named_with_its_option() -> None:

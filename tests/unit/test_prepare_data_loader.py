@@ -19,12 +19,12 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic.errors import UsageError
-from elastic.train.loaders import KEPT_ARGUMENTS, _moved
+from elastic.train.dealing import KEPT_ARGUMENTS
+from elastic.train.loaders import _moved
 from elastic.train.torch import (
     PreparedLoader,
     get_device,
@@ -114,11 +114,7 @@ def test_passes_are_shuffled_anew_and_set_epoch_chooses_one() -> None:
 @pytest.mark.parametrize(
     ("loader", "says"),
     [
-        (DataLoader(DATA, sampler=SubsetRandomSampler([1, 2])), "SubsetRandomSampler"),
-        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 10)), "WeightedRandomSampler"),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "RandomSampler"),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=3)), "RandomSampler"),
-        (DataLoader(DATA, sampler=MySequence(DATA)), "MySequence"),
+        (DataLoader(DATA, sampler=iter([1, 2])), "sampler .list_iterator. has no __len__"),
         (
             DataLoader(DATA, batch_sampler=type("Mine", (BatchSampler,), {})(range(10), 2, False)),
             "batch_sampler .Mine",
@@ -129,6 +125,45 @@ def test_passes_are_shuffled_anew_and_set_epoch_chooses_one() -> None:
 def test_what_cannot_be_dealt_out_by_guess_is_refused(loader: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         prepare_data_loader(loader)
+
+
+@pytest.mark.usefixtures("_inside")
+def test_the_sampler_of_a_prepared_loader_is_told_of_epochs_from_the_start() -> None:
+    loader = prepare_data_loader(DataLoader(DATA, shuffle=True, batch_size=2))
+    loader.sampler.set_epoch(5)  # As in Ray Train's guides, before the first pass too.
+    fifth = seen(loader)
+    assert isinstance(loader.sampler, DistributedSampler)
+    loader.sampler.set_epoch(0)
+    assert seen(loader) != fifth
+    loader.sampler.set_epoch(5)
+    assert seen(loader) == fifth
+
+
+@pytest.mark.usefixtures("_inside")
+@pytest.mark.parametrize(
+    ("sampler", "ids"),
+    [
+        (SubsetRandomSampler([1, 2]), [1, 2]),
+        (RandomSampler(DATA, num_samples=3), None),
+        (MySequence(DATA), list(range(10))),
+        ([4, 2, 2], [2, 2, 4]),
+        (DistributedSampler(DATA, 4, 3), list(range(10))),
+    ],
+)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_samplers_of_scripts_own_are_dealt_out(sampler: Any, ids: Any, evaluates: bool) -> None:
+    loader = prepare_data_loader(DataLoader(DATA, sampler=sampler, batch_size=4))
+    with torch.set_grad_enabled(not evaluates):
+        found = seen(loader)
+    assert sorted(found) == ids or (ids is None and len(found) == 3)
+
+
+@pytest.mark.usefixtures("_inside")
+def test_torchs_batch_sampler_is_taken_as_the_sizes_that_it_has() -> None:
+    batches = BatchSampler(SequentialSampler(DATA), 4, True)
+    loader = prepare_data_loader(DataLoader(DATA, batch_sampler=batches))
+    assert (loader.batch_size, loader.drop_last) == (4, True)
+    assert seen(loader) == list(range(8))
 
 
 @pytest.mark.usefixtures("_inside")

@@ -116,6 +116,20 @@ def test_statistics_of_a_users_own_layer_are_the_mean_too(make: Make) -> None:
         assert torch.equal(getattr(layers[0][1], own), getattr(layers[1][1], torchs))
 
 
+def test_what_is_received_after_a_broken_step_is_not_put_back_to_its_beginning(make: Make) -> None:
+    model = normed()
+    reducer = make([unit_of(model)], [model])
+    mean_square(model, next(iterations(reducer, (SIZE,) * 2))).backward()
+    reducer.abandon()
+    reducer.attach(None)
+    others = normed()
+    others(torch.randn(8, 5))
+    model.load_state_dict(others.state_dict())
+    reducer.attach(None)
+    for mine, right in zip(model.buffers(), others.buffers(), strict=True):
+        assert torch.equal(mine, right)
+
+
 def test_buffers_are_put_back_where_the_group_is_over_before_the_commit(make: Make) -> None:
     model = normed()
     unit = unit_of(model)

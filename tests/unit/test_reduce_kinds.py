@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from elastic.errors import InvariantViolation
@@ -11,6 +12,7 @@ from elastic.worker.share import TOLD
 from tests.unit.reduce_under_test import (
     SIZE,
     Make,
+    batch,
     gradients,
     iterations,
     mean_square,
@@ -24,6 +26,34 @@ from tests.unit.reduce_under_test import (
 )
 
 _make = pytest.fixture(name="make")(reducers)
+
+
+# ---------------------------------------------------------------- samples
+
+
+@pytest.mark.parametrize("consistency", ["bitwise", "samples"])
+@pytest.mark.parametrize("counts", [(4, 4, 3), (1, 2, 1, 2), (0, 1), (0, 1, 0, 0, 1)])
+def test_every_sample_counts_the_same_in_a_ragged_step(
+    make: Make, consistency: str, counts: tuple[int, ...]
+) -> None:
+    model = mlp()
+    unit = unit_of(model)
+
+    def loss(which: nn.Module, number: int) -> torch.Tensor:
+        # An empty micro-batch is a mean over nothing: all gradients are not a number.
+        return which(batch(number, counts[number])).square().mean()  # type: ignore[no-any-return]
+
+    found = one_step(make([unit], consistency=consistency), unit, model, loss, counts)
+    right = written_out(model, loss, counts)
+    if consistency == "bitwise":
+        assert same(found, right)
+    together = torch.cat([batch(number, count) for number, count in enumerate(counts)])
+    twin = mlp()
+    twin(together).square().mean().backward()
+    for one, other in zip(found, gradients(twin), strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 # ---------------------------------------------------------------- void, buffers, rows

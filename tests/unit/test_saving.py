@@ -13,6 +13,7 @@ import torch
 from elastic.core.world import RefusalCode, is_automatic
 from elastic.storage.marker import MARKER
 from elastic.worker import keeping
+from elastic.worker.arena import Slot
 from elastic.worker.reading import read_checkpoint
 from tests.patience import DEADLINE_S
 from tests.unit.saving_under_test import Run, assert_same
@@ -38,6 +39,30 @@ def test_the_coordinator_is_asked_before_it_counts(tmp_path: Path) -> None:
     told = run.coordinator.told[-1]
     assert told.checkpoint == run.directory.checkpoint_path(name)
     assert is_automatic(told.index)
+
+
+def test_a_copy_that_breaks_off_is_no_snapshot_and_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+
+    def held() -> list[int]:
+        return [mark.steps for _, mark in run.savers[0].held_snapshots()]
+
+    run.save()
+    run.save()
+    assert held() == [2, 1]
+    during = []
+
+    def put(*_: object) -> None:
+        during.append(held())
+        raise MemoryError
+
+    monkeypatch.setattr(Slot, "put", put)
+    with pytest.raises(MemoryError):
+        run.save()
+    assert during == [[2]]
+    assert held() == [2]
 
 
 def test_a_group_that_is_over_is_asked_about_under_the_next_one(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -358,3 +359,13 @@ def test_a_checkpoint_may_be_reported_within_an_epoch(tmp_path: Path) -> None:
     assert (Path(newest.path) / "step").read_text() == str(STEPS)
     assert len(list((tmp_path / "checkpoints").iterdir())) >= 1
     assert len(reported) == STEPS
+
+
+def test_a_scheduler_made_before_the_optimizer_was_prepared_does_not_warn() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    prepare_optimizer(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        scheduler.step()

@@ -64,14 +64,14 @@ def test_values_that_were_not_told_are_forgotten_by_one_that_receives_another_st
     logbook = Logbook()
     logbook.add({"loss": 3.0}, 1.0)
     logbook.commit_step()
-    logbook.receive({"loss": 1.0})
+    logbook.receive({"loss": 1.0}, ["loss"])
     assert logbook.row() == [0.0, 0.0]
     assert logbook.latest == {"loss": 1.0}
 
 
 def test_one_that_missed_the_gate_hears_of_the_last_step_from_one_that_passed_it() -> None:
     passed, missed = Logbook(), Logbook()
-    passed.latest = {"accuracy": 0.9, "loss": 1.0}
+    passed.receive({"accuracy": 0.9, "loss": 1.0}, ["accuracy", "loss"])
     missed.add({"loss": 3.0, "accuracy": 0.5}, 1.0)
     missed.commit_step()
     missed.take_latest([*passed.latest_row(), 0.0, 0.0])

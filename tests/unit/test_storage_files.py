@@ -198,3 +198,28 @@ def test_other_processes_meet_the_same_faults(tmp_path: Path, faults: Faults) ->
 def test_a_fault_that_does_not_exist_is_refused(faults: Faults) -> None:
     with pytest.raises(ValueError, match="kind='fire'"):
         faults.add("fire")
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_then_the_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a machine that loses its power has a marker, and not what the marker stands for."""
+    calls: list[str] = []
+
+    def note(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*args: Any) -> Any:
+            calls.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("fsync", "replace", "link"):
+        note(name)
+    files = Files(str(tmp_path / "run"))
+    files.write("part", b"weights")
+    assert calls == ["fsync", "replace", "fsync"]
+    calls.clear()
+    assert files.create(MARKER, b"{}")
+    assert calls == ["fsync", "link", "fsync"]

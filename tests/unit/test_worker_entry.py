@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import builtins
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ import pytest
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
 from elastic.worker import entry
-from elastic.worker.interrupt import GroupChanged
 from tests.patience import DEADLINE_S
 
 
@@ -155,6 +151,7 @@ from elastic.core.world import Entry, EntryKind
 from elastic.worker import entry
 script, out = sys.argv[1:]
 entry.load(Entry(EntryKind.SCRIPT, script, args=(out,)))().run()
+entry.end_script()
 import os, pathlib
 print(*sorted(one.name for one in pathlib.Path(out).iterdir()), flush=True)
 os._exit(0)
@@ -169,97 +166,6 @@ def test_a_script_has_ended_when_its_threads_and_what_it_registered_have(tmp_pat
         capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert done.stdout.split() == ["atexit", "first", "second", "thread"], done.stderr
-
-
-def run_twice(folder: Path, text: str, **modules: str) -> list[str]:
-    """Run a script twice in this process; returns the files that it has made."""
-    out = folder / "out"
-    out.mkdir()
-    script = script_of(folder, text, **modules)
-    prepare = entry.load(Entry(EntryKind.SCRIPT, str(script), args=(str(out),)))
-    prepare().run()
-    prepare().run()
-    return sorted(path.name for path in out.iterdir())
-
-
-def test_work_that_waits_behind_other_work_is_waited_for(tmp_path: Path) -> None:
-    text = (
-        "import pathlib, sys, time\n"
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "def save(number):\n"
-        "    time.sleep(0.05)\n"
-        "    (pathlib.Path(sys.argv[1]) / str(number)).write_text('')\n"
-        "pool = ThreadPoolExecutor(1)\n"
-        "for number in range(4):\n"
-        "    pool.submit(save, number)\n"
-    )
-    assert run_twice(tmp_path, text) == ["0", "1", "2", "3"]
-
-
-def test_what_an_interrupted_run_left_behind_is_not_waited_for(tmp_path: Path) -> None:
-    text = (
-        "import builtins, queue\n"
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "from elastic.worker.interrupt import GroupChanged\n"
-        "if not hasattr(builtins, 'pool_of_this_test'):\n"
-        "    builtins.pool_of_this_test = ThreadPoolExecutor(1)\n"
-        "    builtins.queue_of_this_test = queue.Queue()\n"
-        "    builtins.pool_of_this_test.submit(builtins.queue_of_this_test.get)\n"
-        "    raise GroupChanged('lost')\n"
-    )
-    prepare = entry.load(Entry(EntryKind.SCRIPT, str(script_of(tmp_path, text))))
-    with pytest.raises(GroupChanged):
-        prepare().run()
-    prepare().run()
-    vars(builtins).pop("queue_of_this_test").put(None)
-    vars(builtins).pop("pool_of_this_test").shutdown()
-
-
-def test_what_a_script_registered_is_called_once_and_that_of_others_at_the_processes_end(
-    tmp_path: Path,
-) -> None:
-    calls: list[str] = []
-    at_the_end = partial(calls.append, "of the process")
-    atexit.register(at_the_end)
-    text = (
-        "import atexit, pathlib, sys, tempfile\n"
-        "folder = tempfile.TemporaryDirectory()\n"
-        "def bye():\n"
-        "    assert pathlib.Path(folder.name).is_dir(), 'others are still there'\n"
-        "    folder.cleanup()\n"
-        "    with open(pathlib.Path(sys.argv[1]) / 'byes', 'a') as file: file.write('x')\n"
-        "def never(): raise SystemExit('unregistered')\n"
-        "atexit.register(bye)\n"
-        "atexit.register(never)\n"
-        "atexit.unregister(never)\n"
-    )
-    try:
-        assert run_twice(tmp_path, text) == ["byes"]
-    finally:
-        atexit.unregister(at_the_end)
-    assert (tmp_path / "out" / "byes").read_text() == "xx"
-    assert calls == []
-
-
-def test_a_package_with_compiled_parts_stays_whole(tmp_path: Path) -> None:
-    package = tmp_path / "package_half_compiled"
-    package.mkdir()
-    # As a compiled part would, it knows the class of the other one for ever.
-    (package / "__init__.py").write_text(
-        "import sys, types\n"
-        "from package_half_compiled import plain\n"
-        "part = types.ModuleType('package_half_compiled.part')\n"
-        "part.__file__ = __file__.replace('__init__.py', 'part.so')\n"
-        "part.Kind = plain.Kind\n"
-        "sys.modules.setdefault(part.__name__, part)\n"
-    )
-    (package / "plain.py").write_text("class Kind: pass\n")
-    text = (
-        "import package_half_compiled, sys\n"
-        "known = sys.modules['package_half_compiled.part'].Kind\n"
-        "assert isinstance(package_half_compiled.plain.Kind(), known)\n"
-    )
-    assert run_twice(tmp_path, text) == []
 
 
 def test_a_script_that_exits_with_a_code_has_failed(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from elastic.core.events.worker import LoopMoved, SendPipe, WorkerEffect
+from elastic.core.events.worker import FormGroup, LoopMoved, SendPipe, TrainLeft, WorkerEffect
 from elastic.core.messages import WorkerUpdate
-from tests.unit.worker_under_test import training
+from elastic.core.world import WorkerPhase
+from tests.unit.worker_under_test import announce, assignment, training
 
 
 def said(effects: list[WorkerEffect]) -> list[bool]:
@@ -18,3 +19,17 @@ def test_a_loop_that_goes_on_in_place_is_told_once_and_stays_known() -> None:
     assert said(worker.event(LoopMoved(inside=True))) == [True]
     assert worker.event(LoopMoved(inside=True)) == []
     assert said(worker.event(LoopMoved(inside=False))) == [False]
+
+
+def test_a_script_begins_once_in_a_process_unless_its_loop_goes_on_there() -> None:
+    spent, keeps = training(), training()
+    assert spent.report.spent
+    keeps.event(LoopMoved(inside=True))
+    keeps.event(LoopMoved(inside=False))
+    assert not keeps.report.spent
+    for worker in (spent, keeps):
+        worker.told(announce(2))
+    left = TrainLeft(1, at_boundary=False)
+    assert FormGroup(assignment(2)) in keeps.event(left)
+    assert not [effect for effect in spent.event(left) if isinstance(effect, FormGroup)]
+    assert spent.report.phase is WorkerPhase.READY

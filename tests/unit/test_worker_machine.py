@@ -7,13 +7,27 @@ from typing import Any
 
 import pytest
 
+from elastic.core.config import NS_PER_S
 from elastic.core.events.shared import Tick
 from elastic.core.events.worker import (
+    AbortGroup,
+    AgentTold,
+    AskScript,
+    ExitWorker,
+    InterruptTrain,
+    Looked,
+    LoopMoved,
+    TrainRaised,
     WishBoundary,
 )
+from elastic.core.machine.worker import END_NS
+from elastic.core.messages import Preemption, Stop
+from elastic.core.world import Failure, LeavingNode, NodeId
 from elastic.errors import InvariantViolation
 from tests.unit.worker_under_test import (
     EVERYWHERE,
+    ME,
+    finished,
     leave,
     training,
 )
@@ -40,8 +54,58 @@ def test_a_boundary_at_which_the_job_rests_is_wished_for_again_and_saved_at() ->
 def test_time_alone_changes_nothing(make: Any) -> None:
     worker = make()
     assert worker.event(Tick()) == []
-    # One that trains is looked at again and again.
-    assert (worker.machine.next_deadline_ns() is None) == (make is not training)
+    # One that trains is looked at again and again; one that has finished lets go of its group.
+    timed = (training, finished)
+    assert (worker.machine.next_deadline_ns() is None) == (make not in timed)
+
+
+def asked(grace_s: int = 30) -> AgentTold:
+    """The order to end, told to a script that has a handler of its own for SIGTERM."""
+    return AgentTold(Stop("job stopped", grace_s * NS_PER_S, asks=True), is_handled=True)
+
+
+def exits_with(code: int) -> TrainRaised:
+    failure = Failure("SystemExit", str(code))
+    return TrainRaised(1, failure, group_broken=False, exit_code=code)
+
+
+def test_a_script_with_a_handler_is_asked_to_end_and_ends_by_itself() -> None:
+    worker = training(1)
+    assert worker.event(asked()) == [AskScript("job stopped")]
+    assert worker.event(asked()) == []
+    assert worker.event(exits_with(143)) == [ExitWorker(0, "job stopped")]
+    assert worker.report.failure is None
+
+
+def test_a_later_order_that_asks_nobody_ends_the_script_at_once() -> None:
+    worker = training(1)
+    worker.event(asked())
+    hurry = AgentTold(Stop("at once", NS_PER_S), is_handled=True)
+    assert worker.event(hurry) == [InterruptTrain(1, "at once", final=True), AbortGroup(1)]
+
+
+def test_a_script_without_a_handler_leaves_at_once_and_its_process_ends_in_any_case() -> None:
+    worker = training(1)
+    told = worker.event(replace(asked(), is_handled=False))
+    assert told == [InterruptTrain(1, "job stopped", final=True), AbortGroup(1)]
+    worker.now_ns += END_NS
+    (end,) = worker.event(Looked(1, 0))
+    assert isinstance(end, ExitWorker)
+
+
+@pytest.mark.parametrize(("rank", "in_place", "is_asked"), [(0, 0, 1), (1, 0, 0), (0, 1, 0)])
+def test_a_script_whose_node_leaves_is_asked_once_and_is_no_failure(
+    rank: int, in_place: bool, is_asked: bool
+) -> None:
+    worker = training(1)
+    if in_place:
+        worker.event(LoopMoved(inside=True))
+    nodes = (LeavingNode(NodeId("n"), (rank,)),)
+    told = AgentTold(Preemption(ME, 1, 30 * NS_PER_S, "spot", nodes), is_handled=True)
+    assert (AskScript("spot") in worker.event(told)) == is_asked
+    assert AskScript("spot") not in worker.event(told)
+    worker.event(exits_with(143))
+    assert (worker.report.failure is None) == is_asked
 
 
 # ---------------------------------------------------------------- what is stale or illegal

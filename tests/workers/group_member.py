@@ -161,6 +161,13 @@ class Member:
         assert self.steps is not None, "no run has begun"
         return self.steps
 
+    def loop(self, name: str, **arguments: Any) -> Any:
+        """Be one rank of a training loop; see `loops`."""
+        # A worker that trains has the engine, and the others of this file do without.
+        from tests.workers import loops
+
+        return loops.run(name, arguments)
+
     def compute(self) -> None:
         """Hold the interpreter, as busy Python code does, until told to stop."""
         self.computes = True

@@ -202,7 +202,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class ShowStacks:
-    """Have the process write the stacks of all its threads to its output (SIGUSR1)."""
+    """Have the process write the stacks of all its threads to its output (a signal)."""
 
     process_id: int
 

@@ -42,6 +42,7 @@ class JobRecord:
         sequence: order of submission.
         min_workers, max_workers: the bounds that a user set later, 0 for those of the spec.
         paused: a user wants it to hold no workers; the phase says whether it holds some still.
+        stopping: why it ends as soon as it holds none, "" if it need not; it is paused, too.
         preempted_by: the job that it gave all its workers to, and the priorities: "j-1 (priority
             10 over 0)"; "" once it trains again.
         submitter: by which token or certificate, "" if users are not told from each other.
@@ -73,6 +74,7 @@ class JobRecord:
     told_to_save: bool = False
     leaves_for: str = ""
     since_unix_ns: int = 0
+    stopping: str = ""
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -164,11 +166,16 @@ class SubmitRequested:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """A user stops a job; answered by `Reply`. Stopping an ended job is refused by name."""
+    """A user stops a job; answered by `Reply`. Stopping an ended job is refused by name.
+
+    Attributes:
+        now: where it stands. Otherwise what can be saved is saved first.
+    """
 
     request_id: str
     job_id: JobId
     reason: str
+    now: bool = False
 
 
 @dataclass(frozen=True)

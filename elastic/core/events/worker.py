@@ -30,9 +30,14 @@ class Started:
 
 @dataclass(frozen=True)
 class AgentTold:
-    """A message came over the pipe."""
+    """A message came over the pipe.
+
+    Attributes:
+        is_handled: the script has a handler of its own for SIGTERM.
+    """
 
     message: PipeToWorker
+    is_handled: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,10 +102,16 @@ class StepsCut:
 
 @dataclass(frozen=True)
 class TrainReturned:
-    """The train function returned; `result` is JSON."""
+    """The train function returned.
+
+    Attributes:
+        result: JSON.
+        left: how and where, for people: "left in epoch 0, step 5 (exit 0)".
+    """
 
     generation: Generation
     result: str
+    left: str = ""
 
 
 @dataclass(frozen=True)
@@ -268,6 +279,24 @@ class AbortGroup:
 
 
 @dataclass(frozen=True)
+class LetGo:
+    """Close the connections to a group that this worker has finished in; the main thread.
+
+    Who waits for it in that group can then never be helped, and finds out: as if it had ended its
+    process.
+    """
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class AskScript:
+    """Send the main thread SIGTERM, for which the script has a handler of its own."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class InterruptTrain:
     """Make the main thread leave the group that it trains in.
 
@@ -346,6 +375,8 @@ WorkerEffect = (
     | FormGroup
     | EnterTrain
     | AbortGroup
+    | LetGo
+    | AskScript
     | InterruptTrain
     | WishBoundary
     | WishSave

@@ -50,6 +50,8 @@ from elastic.core.messages import (
 from elastic.core.world import ExitCause, ExitKind, Node
 from elastic.errors import InvariantViolation, check
 
+OVER = ExitCause(ExitKind.STOPPED, detail="its group is over, its script goes on in a new process")
+
 
 class AgentMachine:
     """Events in, effects out; owned by one task of the agent.
@@ -258,6 +260,7 @@ class AgentMachine:
         books = self._books
         books.connection.turn(books.now_ns)
         self._leave()
+        self._end_spent()
         self._assign_waiting()
         self._spare_holders()
         books.processes.turn(
@@ -269,6 +272,19 @@ class AgentMachine:
         books.copies.turn(books.now_ns, is_registered=books.connection.is_registered())
         books.tell_changes()
         self._finish()
+
+    def _end_spent(self) -> None:
+        """Kill processes that would begin their script a second time: new ones take their place.
+
+        Nothing of the first time is left then: no library that remembers its rank, no port, thread
+        or child. The script gets to run no more code in a group that is over, and has failed as
+        little as its worker.
+        """
+        books = self._books
+        for worker in books.workers.all():
+            process = books.processes.get(worker.process_id)
+            if process is not None and worker.is_over():
+                books.processes.kill(process, OVER)
 
     def _spare_holders(self) -> None:
         """Let stopped workers be that may be the last who have their job's newest state.

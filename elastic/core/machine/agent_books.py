@@ -111,7 +111,7 @@ class AgentBooks:
             self.out.append(note("agent_ending", code=code, reason=why))
             for worker in self.workers.without_process():
                 self.exit_worker(worker, ExitCause(ExitKind.STOPPED, detail=why))
-        order = Stop(why, self.departure.kill_at_ns - self.now_ns)
+        order = Stop(why, self.departure.kill_at_ns - self.now_ns, asks=True)
         for process in self.processes.working():
             self.processes.stop(process, order, self.now_ns)
 

@@ -129,7 +129,8 @@ def _stop(books: AgentBooks, message: StopWorker) -> None:
     process = books.processes.get(worker.process_id)
     if process is not None:
         books.note(worker, "worker_stopping", reason=message.reason)
-        books.processes.stop(process, Stop(message.reason, message.grace_ns), books.now_ns)
+        order = Stop(message.reason, message.grace_ns, message.asks)
+        books.processes.stop(process, order, books.now_ns)
     elif worker.has_exited():
         books.workers.tell(worker)
     else:
@@ -147,6 +148,9 @@ def _forward(
         return
     if isinstance(message, Announce):
         worker.group_size = message.assignment.world_size
+        if worker.devices:
+            devices = books.workers.devices_of(worker.report.job_id)
+            message = Announce(replace(message.assignment, node_devices=devices))
         books.spreading.announced(message.assignment, books.now_ns)
     elif isinstance(message, LeaveGroup) and not message.at_boundary:
         books.spreading.told_to_leave(message, books.now_ns)
@@ -155,7 +159,8 @@ def _forward(
     process = books.processes.get(worker.process_id)
     if process is not None:
         worker.wanted_in = max(worker.wanted_in, _wanted_in(message))
-        books.processes.send(process, message)
+        if not worker.is_over():
+            books.processes.send(process, message)
     elif worker.ended_itself:
         if _wanted_in(message) > worker.report.generation:
             # Others run again; it would need a process for that.

@@ -15,6 +15,7 @@ from elastic.core.machine.agent_spawning import SpawnBackoff
 from elastic.core.machine.story import note
 from elastic.core.machine.transitions import PROCESS, ProcessPhase, check_move
 from elastic.core.messages import Assign, Ping, PipeToWorker, Stop
+from elastic.core.policy.failure import STOPPED
 from elastic.core.world import ExitCause, ExitKind, WorkerId
 
 WARM_UP_S_MAX = 300.0
@@ -176,6 +177,8 @@ class Processes:
             process.move(ProcessPhase.STOPPING)
             process.end, process.kill_at_ns = cause, kill_at_ns
         elif process.phase is ProcessPhase.STOPPING and process.kill_at_ns is not None:
+            if not order.asks:
+                self.send(process, order)  # Its script may have been asked before.
             process.kill_at_ns = min(process.kill_at_ns, kill_at_ns)
 
     def kill(self, process: Process, cause: ExitCause) -> None:
@@ -235,7 +238,7 @@ class Processes:
 
     def _why(self, process: Process, overdue: Overdue) -> str:
         if overdue is Overdue.STOPPED:
-            return f"stopped (SIGSTOP) for {self._stopped_ns / 1e9:g} s"
+            return f"{STOPPED} for {self._stopped_ns / 1e9:g} s"
         if overdue is Overdue.SILENT:
             return f"its control thread did not answer for {self._hang_ns / 1e9:g} s"
         if process.end is not None:

@@ -19,6 +19,7 @@ from elastic.core.world import (
     ExitCause,
     ExitKind,
     Generation,
+    JobId,
     WorkerId,
     WorkerPhase,
     WorkerReport,
@@ -62,6 +63,10 @@ class Worker:
     def worker_id(self) -> WorkerId:
         """Return its id."""
         return self.report.worker_id
+
+    def is_over(self) -> bool:
+        """Return whether its process would have to begin its script a second time."""
+        return self.report.spent and self.wanted_in > self.report.generation
 
     def is_waiting(self) -> bool:
         """Return whether it still needs a process."""
@@ -181,8 +186,20 @@ class Workers:
         worker.process_id = process_id
         worker.report = replace(worker.report, pid=pid)
         self.tell(worker)
-        devices = self.devices.names(worker.devices)
-        return Assign(worker.worker_id, worker.spec, host, devices, ahead=worker.ahead)
+        return Assign(
+            worker.worker_id,
+            worker.spec,
+            host,
+            self.devices.names(worker.devices),
+            ahead=worker.ahead,
+            node_devices=self.devices_of(worker.report.job_id),
+        )
+
+    def devices_of(self, job_id: JobId) -> tuple[str, ...]:
+        """Return the accelerators of a job's living workers, in the order in which they came."""
+        own = (worker for worker in self._book.values() if worker.report.job_id == job_id)
+        taken = tuple(device for worker in own for device in worker.devices)
+        return tuple(dict.fromkeys(self.devices.names(taken)))
 
     def hear(self, worker: Worker, said: WorkerReport, *, tell_at_ns: int = 0) -> bool:
         """Merge what the worker says of itself; False if it cannot be true.
@@ -210,6 +227,8 @@ class Workers:
             copies_every=said.copies_every,
             copies_sharded=said.copies_sharded,
             micro_batches=said.micro_batches,
+            left=said.left,
+            spent=said.spent,
         )
         if worker.report != known:
             self.tell(worker, at_ns=tell_at_ns)
@@ -225,7 +244,12 @@ class Workers:
         is_training = worker.report.phase is WorkerPhase.TRAINING
         if not (_is_end_of_script(worker, cause) and is_training and is_in_place):
             return False
-        worker.report = replace(worker.report, phase=WorkerPhase.FINISHED, result=NO_RESULT)
+        worker.report = replace(
+            worker.report,
+            phase=WorkerPhase.FINISHED,
+            result=NO_RESULT,
+            left="ended its process (exit 0)",
+        )
         worker.process_id, worker.held, worker.ended_itself = None, (), True
         self.tell(worker)
         return True

@@ -150,7 +150,7 @@ class CoordinatorMachine:
         elif isinstance(event, SubmitRequested):
             self._submit(event)
         elif isinstance(event, StopRequested):
-            self._stop(event)
+            requests.on_stop(cluster, event)
         elif isinstance(event, CheckpointRequested):
             saves.on_requested(cluster, event)
         elif isinstance(event, NodeDrainRequested):
@@ -290,18 +290,6 @@ class CoordinatorMachine:
             )
             cluster.touch(job)
             cluster.replan = True
-
-    def _stop(self, event: StopRequested) -> None:
-        job = self._cluster.jobs.get(event.job_id)
-        if job is None:
-            text = f"no job {event.job_id} is known here"
-            self._cluster.do(Reply(event.request_id, "not_found", text))
-        elif job.has_ended():
-            text = f"job {job.job_id} has ended already: {job.phase.value}"
-            self._cluster.do(Reply(event.request_id, "failed_precondition", text))
-        else:
-            settle.end_job(self._cluster, job, JobPhase.STOPPED, event.reason or "stopped")
-            self._cluster.do(Reply(event.request_id, "", job.job_id))
 
     def _drain(self, event: NodeDrainRequested) -> None:
         state = self._cluster.book.nodes.get(event.node_id)

@@ -34,7 +34,7 @@ from elastic.core.machine import (
 from elastic.core.machine.announcing import all_save_where_they_leave, announcement, tell
 from elastic.core.machine.jobs import Cluster, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
-from elastic.core.machine.settle import end_job, remind_of_leavers
+from elastic.core.machine.settle import end_job, remind_of_leavers, stop_order
 from elastic.core.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -190,8 +190,7 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
     if job is None or worker is None:
         return
     if worker.stop_cause is not None:
-        grace = ns(cluster.config.stop_grace_s)
-        tell(cluster, worker, StopWorker(report.worker_id, grace, worker.stop_cause.detail))
+        tell(cluster, worker, stop_order(cluster, job, worker))
         return
     if worker.told_ns < job.announced_ns:
         # Nobody is late for what it could not hear; once, so that a link that flaps gains nothing.
@@ -211,7 +210,7 @@ def _resume(cluster: Cluster, report: WorkerReport) -> None:
             tell(cluster, worker, LeaveGroup(*told, saves=can_save))
         saves.remind(cluster, job, worker)
         remind_of_leavers(cluster, job, [report.worker_id])
-    elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
+    elif report.spent or report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
         leave = LeaveGroup(report.worker_id, report.generation, False, "the group is over")
         tell(cluster, worker, leave)
 

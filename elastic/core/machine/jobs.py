@@ -93,6 +93,8 @@ class JobState:
         save_request: of the newest wish for a checkpoint that did not come true yet, 0 for none.
         preemptions: how many nodes an announced drain took from its groups; a budget of its own.
         saved_before_ns: when a checkpoint was last wished for because its group needs who leaves.
+        anew_ns: since when members of the newest group are replaced by new processes, which all
+            begin together; None if they are not.
         has_news_of_leavers: its members were not told yet of a node of theirs that is to leave.
         stuck: why the newest group will never go on, "" if it may.
         told_over: the newest group that heard of its end before the next one was worked out.
@@ -101,6 +103,8 @@ class JobState:
         seated: the places of a group, worked out once.
         bounds: (min, max) workers that a user set after the submission, None for those of the spec.
         paused: a user wants it to hold no workers.
+        stopping: why it ends once it holds none, "" if it need not; it is paused, too.
+        hurries: its workers are to end at once, whatever their scripts have to do.
         gives_way_to: the job for which it is to leave its slots, as the queue has it, "" for none.
         pause_wish: number of the wish for a checkpoint before it holds no workers, 0 for none.
         is_saved: that wish came true.
@@ -131,6 +135,7 @@ class JobState:
     is_open: bool = False
     asked: bool = False
     told_to_save: bool = False
+    anew_ns: int | None = None
     announced_ns: int = 0
     training_since_ns: int | None = None
     workers: dict[WorkerId, WorkerState] = field(default_factory=dict)
@@ -159,6 +164,8 @@ class JobState:
     saved_before_ns: int | None = None
     bounds: tuple[int, int] | None = None
     paused: bool = False
+    stopping: str = ""
+    hurries: bool = False
     pause_wish: int = 0
     is_saved: bool = False
     gives_all: bool = False
@@ -237,6 +244,7 @@ class JobState:
             in_place=self.is_in_place(),
             has_trained=self.training_since_ns is not None,
             is_over=self.is_told_over(),
+            anew_ns=self.anew_ns,
         )
 
     def is_told_over(self) -> bool:
@@ -269,6 +277,7 @@ class JobState:
                 awaited=node.is_awaited(),
                 leaving=leaves,
                 leave_by_ns=node.leave_by_ns if node.draining else by_ns,
+                spent=report.spent,
             )
         return found
 
@@ -335,6 +344,7 @@ class JobState:
             min_workers=self.bounds[0] if self.bounds else 0,
             max_workers=self.bounds[1] if self.bounds else 0,
             paused=self.paused,
+            stopping=self.stopping,
             preempted_by=self.preempted_by,
             submitter=self.submitter,
             told_to_save=self.told_to_save,

@@ -1,6 +1,6 @@
 """Jobs that give all their workers back: a checkpoint, then they leave at a boundary and end.
 
-A user pauses a job, or the queue has it make room for one of higher priority.
+A user pauses a job, or stops it, or the queue has it make room for one of higher priority.
 
 Rule: that a pause is wanted is durable, and that its members were told to leave; how far it had
 come before is not: after a restart of the coordinator it begins again with a checkpoint. A group
@@ -31,6 +31,10 @@ def advance(cluster: Cluster, job: JobState) -> None:
     if not job.is_open:
         _rest(cluster, job)
         _touch_fellows(cluster, job)
+        return
+    if job.stopping and job.training_since_ns is not None and not job.is_in_place():
+        # Its loop has ended meanwhile: there is nothing to be saved, and no boundary to come.
+        settle.end_job(cluster, job, JobPhase.STOPPED, job.stopping)
         return
     _mind_time(cluster, job)
     saving = _saving(cluster, job).value
@@ -161,6 +165,8 @@ def _is_ending(job: JobState) -> bool:
 
 
 def _gives_way(job: JobState) -> str:
+    if job.stopping:
+        return f"stops ({job.stopping})"
     return "pauses" if job.paused else f"gives way to {job.gives_way_to}"
 
 
@@ -176,6 +182,8 @@ def _rest(cluster: Cluster, job: JobState) -> None:
     """No group is out there: write down that it rests, and end its workers."""
     if job.paused:
         _pause(cluster, job)
+        if job.has_ended():
+            return
     elif not job.preempted_by:
         _wait_again(cluster, job)
     detail = "job paused" if job.paused else f"its job gave way to {job.gives_way_to}"
@@ -185,6 +193,9 @@ def _rest(cluster: Cluster, job: JobState) -> None:
 
 def _pause(cluster: Cluster, job: JobState) -> None:
     if job.phase is JobPhase.PAUSED:
+        return
+    if job.stopping:
+        settle.end_job(cluster, job, JobPhase.STOPPED, job.stopping)
         return
     job.move(JobPhase.PAUSED, cluster.now_ns)
     job.waits_for = ""

@@ -13,8 +13,9 @@ from elastic.core.events.coordinator import (
     Reply,
     ResumeRequested,
     ScaleRequested,
+    StopRequested,
 )
-from elastic.core.machine import health
+from elastic.core.machine import health, settle
 from elastic.core.machine.jobs import Cluster, JobState
 from elastic.core.policy import scaling
 from elastic.core.policy.scaling import Shape, Steps
@@ -40,6 +41,33 @@ def too_many_jobs(cluster: Cluster, submitter: str) -> str:
             f"--max-jobs-per-submitter): wait for one to end, or stop one"
         )
     return ""
+
+
+def on_stop(cluster: Cluster, event: StopRequested) -> None:
+    """End a job: where it stands, or once it is saved and its workers have left at a boundary.
+
+    Only a loop that can be saved at any step has something to wait for.
+    """
+    job, reason = cluster.jobs.get(event.job_id), event.reason or "stopped"
+    if job is not None and job.has_ended() and job.workers and event.now:
+        if not job.hurries:
+            settle.hurry(cluster, job)
+        cluster.do(Reply(event.request_id, "", job.job_id))
+        return
+    job = _active(cluster, event)
+    if job is None:
+        return
+    job.hurries = event.now
+    if not event.now and job.spec.run_path and job.is_in_place():
+        if not job.stopping:
+            job.forget_rest()
+            job.paused, job.stopping = True, reason
+            cluster.do(Persist((job.record(),)))
+            cluster.note("stop_wished", job.job_id, generation=job.generation, reason=reason)
+            cluster.touch_active()
+    else:
+        settle.end_job(cluster, job, JobPhase.STOPPED, reason)
+    cluster.do(Reply(event.request_id, "", job.job_id))
 
 
 def on_pause(cluster: Cluster, event: PauseRequested) -> None:
@@ -70,7 +98,7 @@ def on_resume(cluster: Cluster, event: ResumeRequested) -> None:
         return
     if job.paused:
         job.forget_rest()
-        job.paused = False
+        job.paused, job.stopping = False, ""
         if job.phase is JobPhase.PAUSED:
             job.move(JobPhase.PENDING, cluster.now_ns)
             job.reason = "resumed"
@@ -179,7 +207,7 @@ def on_cordon(cluster: Cluster, event: NodeCordonRequested) -> None:
 
 
 def _active(
-    cluster: Cluster, event: PauseRequested | ResumeRequested | ScaleRequested
+    cluster: Cluster, event: StopRequested | PauseRequested | ResumeRequested | ScaleRequested
 ) -> JobState | None:
     """Return the job, or answer why it is none to change."""
     job = cluster.jobs.get(event.job_id)

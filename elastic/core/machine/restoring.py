@@ -50,6 +50,7 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
         announced_ns=now_ns,
         bounds=record.bounds if record.min_workers or record.max_workers else None,
         paused=record.paused,
+        stopping=record.stopping,
         preempted_by=record.preempted_by,
         submitter=record.submitter,
         is_fresh=not is_open,

@@ -15,6 +15,7 @@ from elastic.core.events.coordinator import Persist
 from elastic.core.machine import (
     announcing,
     copies,
+    early,
     invariants,
     lateness,
     leaving,
@@ -114,8 +115,28 @@ def stop_worker(cluster: Cluster, job: JobState, worker_id: WorkerId, cause: Exi
         return
     worker.stop_cause = cause
     cluster.replan = True
-    grace = 0 if cause.kind is ExitKind.HUNG else ns(cluster.config.stop_grace_s)
-    tell(cluster, worker, StopWorker(worker_id, grace, cause.detail))
+    tell(cluster, worker, stop_order(cluster, job, worker))
+
+
+def stop_order(cluster: Cluster, job: JobState | None, worker: WorkerState) -> StopWorker:
+    """Return what a worker is told that is to end.
+
+    A job that a user stops has its script asked: with SIGTERM, if it has a handler of its own.
+    """
+    cause = worker.stop_cause or ExitCause(ExitKind.STOPPED)
+    asks = job is not None and job.phase is JobPhase.STOPPED and not job.hurries
+    grace_s = 0.0 if cause.kind is ExitKind.HUNG else cluster.config.stop_grace_s
+    if asks and job is not None:
+        grace_s = max(grace_s, job.spec.grace_s)
+    return StopWorker(worker.report.worker_id, ns(grace_s), cause.detail, asks)
+
+
+def hurry(cluster: Cluster, job: JobState) -> None:
+    """End the workers of a job that has ended, whatever their scripts are doing."""
+    job.hurries = True
+    for worker_id in sorted(job.workers):
+        if job.workers[worker_id].stop_cause is not None:
+            tell(cluster, job.workers[worker_id], stop_order(cluster, job, job.workers[worker_id]))
 
 
 def _tell_group(cluster: Cluster, worker: WorkerState, message: Announce | LeaveGroup) -> None:
@@ -152,7 +173,17 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
     if plan.shows:
         lateness.show_all(cluster, job, decision.reason)
     if plan.act is Act.FORM:
-        if plan.cause == "broken" and _fails_by_break(cluster, job):
+        if plan.cause == "broken" and early.has_left(job):
+            verdict = early.judge(cluster, job)
+            wake(job, verdict.wake_ns)
+            if verdict.value is early.Verdict.WAIT:
+                _holds(job, verdict.reason)
+                return False
+            if verdict.value is early.Verdict.FAIL:
+                end_job(cluster, job, JobPhase.FAILED, verdict.reason)
+                return False
+            decision = replace(decision, reason=verdict.reason)
+        elif plan.cause == "broken" and _fails_by_break(cluster, job):
             return False
         if leaving.exhausts_budget(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
@@ -165,7 +196,9 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
         _holds(job, decision.reason)
         return False
     if plan.act is Act.SUSPEND:
-        if leaving.exhausts_budget(cluster, job, ()):
+        if plan.members and plan.cause == "broken" and _fails_by_break(cluster, job):
+            return False
+        if leaving.exhausts_budget(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
         _suspend(cluster, job, plan, decision.reason)
@@ -214,6 +247,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     )
     job.seated = job.group, places
     job.is_open, job.asked, job.told_to_save, job.stuck = True, False, False, ""
+    job.anew_ns = None
     if plan.cause != "broken" or job.training_since_ns is not None:
         job.links.nowhere_ns = cluster.now_ns
     job.announced_ns, job.training_since_ns = cluster.now_ns, None
@@ -271,8 +305,9 @@ def ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
 
 
 def _suspend(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
-    """Let the members leave at once; they keep their state and wait."""
+    """Let the members leave at once; they keep their state and wait, or are replaced."""
     job.is_open, job.asked, job.told_to_save = False, False, False
+    job.anew_ns = cluster.now_ns if plan.members else None
     cluster.replan = True
     job.announced_ns = cluster.now_ns
     job.reason = reason

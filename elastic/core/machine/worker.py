@@ -2,14 +2,17 @@
 
 Rule: the main thread has one order at a time (set up, form, train), and gets the next one only
 after it answered. Whatever comes in between is remembered, newest generation first, and what
-the main thread says of a group that it was told to leave is fallout, never news.
+the main thread says of a group that it was told to leave is fallout, never news. A process
+begins a script once: then it is spent, and its agent ends it where it would have to begin again.
 """
 
 from __future__ import annotations
 
+from elastic.core.config import NS_PER_S
 from elastic.core.events.worker import (
     AbortGroup,
     AgentTold,
+    AskScript,
     CopiesWanted,
     EnterTrain,
     ExitWorker,
@@ -17,6 +20,7 @@ from elastic.core.events.worker import (
     GroupFailed,
     GroupFormed,
     InterruptTrain,
+    LetGo,
     Looked,
     LoopMoved,
     PipeClosed,
@@ -74,6 +78,11 @@ EXIT_FAILED = 1
 EXIT_AGENT_GONE = 70
 NO_RESULT = "null"
 """What counts as the result of a train function that ended with `sys.exit(0)`."""
+END_NS = 5 * NS_PER_S
+"""A main thread that is told to end has so long to leave."""
+LET_GO_NS = 2 * NS_PER_S
+"""Who has finished stays connected for so long: the others finish within moments, as a rule, and
+what they say of their ends goes through the group."""
 
 
 class WorkerMachine:
@@ -105,9 +114,16 @@ class WorkerMachine:
         self._stop: Stop | None = None
         self._is_cut = False
         self._has_wished = False
+        self._has_trained = False
         self._reports = ReportBook()
         self._failure: Failure | None = None
-        self._result = ""
+        self._result, self._left = "", ""
+        # When to let go of the group that the train function has returned in, None if not.
+        self._let_go_ns: int | None = None
+        # When this process ends whatever its main thread does, None if it need not.
+        self._end_by_ns: int | None = None
+        # The script's handler of SIGTERM was called because its node is to leave.
+        self._is_warned = False
         self._pulses = PulseWatch()
         self._loop = Loop()
 
@@ -140,13 +156,17 @@ class WorkerMachine:
     def next_deadline_ns(self) -> int | None:
         """Return when to step with `Looked`: a worker that trains is looked at again and again.
 
-        None otherwise: for all else it waits for its agent and its main thread, never for time.
+        None otherwise, but for one that has just finished: for all else it waits for its agent and
+        its main thread, never for time.
         """
-        return self._pulses.look_at_ns if self._main is MainPhase.TRAINING else None
+        if self._main is MainPhase.OVER:
+            return None
+        looks = self._pulses.look_at_ns if self._main is MainPhase.TRAINING else self._let_go_ns
+        return min((at for at in (looks, self._end_by_ns) if at is not None), default=None)
 
     def _take(self, event: WorkerEvent) -> None:
         if isinstance(event, AgentTold):
-            self._told(event.message)
+            self._told(event)
         elif isinstance(event, Started):
             self._started(event)
         elif isinstance(event, PipeClosed):
@@ -167,18 +187,23 @@ class WorkerMachine:
             self._reported(event)
         elif isinstance(event, (StateSaved, Validated)):
             self._found_out(event)
+        elif isinstance(event, Looked) and self._is_late():
+            self._exit(EXIT_FAILED, "its main thread did not leave its group in time")
         elif isinstance(event, Looked) and self._main is MainPhase.TRAINING:
             self._looked(event)
+        elif isinstance(event, Looked):
+            self._let_go()
 
     # ------------------------------------------------------------ what the agent tells
 
-    def _told(self, message: PipeToWorker) -> None:
+    def _told(self, event: AgentTold) -> None:
+        message: PipeToWorker = event.message
         if isinstance(message, Ping):
             self._out.append(SendPipe(Pong(message.number)))
         elif isinstance(message, Assign):
             self._assigned(message)
         elif isinstance(message, Stop):
-            self._stop_ordered(message)
+            self._stop_ordered(message, event.is_handled)
         elif isinstance(message, ReportAck):
             self._acked(message)
         elif isinstance(message, Announce):
@@ -186,7 +211,7 @@ class WorkerMachine:
         elif isinstance(message, SaveState):
             self._save_ordered(message)
         elif isinstance(message, Preemption):
-            self._preemption_told(message)
+            self._preemption_told(message, event.is_handled)
         else:
             self._leave_ordered(message)
 
@@ -242,17 +267,37 @@ class WorkerMachine:
             self._save = order
             self._wish_save()
 
-    def _preemption_told(self, told: Preemption) -> None:
-        """Let user code know of nodes that leave its group; of an older group it is old news."""
-        if self._is_mine(told.worker_id) and told.generation == self._newest:
-            deadline_ns = self._now_ns + told.timeout_ns
-            self._out.append(TellPreemption(told.generation, deadline_ns, told.reason, told.nodes))
+    def _preemption_told(self, told: Preemption, is_handled: bool) -> None:
+        """Let user code know of nodes that leave its group; of an older group it is old news.
 
-    def _stop_ordered(self, stop: Stop) -> None:
-        """End, after the main thread left its group; at once if it is in none."""
-        if self._stop is not None:
+        A script with a handler of its own for SIGTERM gets it if its own node leaves, once: it
+        knows no other way. What a loop that goes on in place has done leaves with nobody.
+        """
+        if not self._is_mine(told.worker_id) or told.generation != self._newest:
+            return
+        deadline_ns = self._now_ns + told.timeout_ns
+        self._out.append(TellPreemption(told.generation, deadline_ns, told.reason, told.nodes))
+        if self._is_warned or self._loop.in_place or not is_handled:
+            return
+        if self._is_at(MainPhase.TRAINING, told.generation):
+            rank = self._assignment().rank
+            if any(rank in node.ranks for node in told.nodes):
+                self._is_warned = True
+                self._out.append(AskScript(told.reason))
+
+    def _stop_ordered(self, stop: Stop, is_handled: bool) -> None:
+        """End, after the main thread left its group; at once if it is in none.
+
+        A script with a handler of its own for SIGTERM ends by itself, in the time that it has.
+        """
+        is_asked = self._stop is not None and self._stop.asks and not stop.asks
+        if self._stop is not None and not is_asked:
             return
         self._stop = stop
+        if self._main is MainPhase.TRAINING and stop.asks and is_handled:
+            self._out.append(AskScript(stop.reason))
+            return
+        self._end_by_ns = self._end_by_ns or self._now_ns + END_NS
         if self._main in (MainPhase.FORMING, MainPhase.TRAINING):
             self._cut(stop.reason, final=True)
         else:
@@ -311,7 +356,7 @@ class WorkerMachine:
         if isinstance(event, TrainLeft):
             self._settle(WorkerPhase.READY)
         elif isinstance(event, TrainReturned):
-            self._finished(event.result)
+            self._finished(event.result, event.left)
         elif self._is_ordered_out():
             # Nobody can tell an error of the user's from one that the abort caused. The group
             # is over in any case; a real fault comes again in the next one.
@@ -320,15 +365,19 @@ class WorkerMachine:
         elif event.group_broken:
             self._note_fallout(event)
             self._settle(WorkerPhase.BROKEN)
+        elif self._is_warned and event.exit_code:
+            # It was asked to end, and has: no failure of user code.
+            self._exit(event.exit_code, "its script has ended, as its node is to leave")
         elif event.exit_code == EXIT_DONE:
-            self._finished(NO_RESULT)
+            self._finished(NO_RESULT, "left (exit 0)")
         else:
             self._fail(event.failure, event.exit_code or EXIT_FAILED)
 
-    def _finished(self, result: str) -> None:
+    def _finished(self, result: str, left: str) -> None:
         """The train function is through, unless a newer group wants it to run again."""
         if self._next is None:
-            self._result = result
+            self._result, self._left = result, left
+            self._let_go_ns = self._now_ns + LET_GO_NS
             self._set_main(MainPhase.IDLE)
             self._become(WorkerPhase.FINISHED)
             if self._stop is not None:
@@ -336,6 +385,15 @@ class WorkerMachine:
         else:
             self._note("finish_superseded", generation=self._generation())
             self._settle(WorkerPhase.READY)
+
+    def _is_late(self) -> bool:
+        return self._end_by_ns is not None and self._now_ns >= self._end_by_ns
+
+    def _let_go(self) -> None:
+        """Let those who still wait for us in the group in which we have finished find out."""
+        if self._let_go_ns is not None and self._now_ns >= self._let_go_ns:
+            self._let_go_ns = None
+            self._out.append(LetGo(self._generation()))
 
     def _reported(self, event: UserReported) -> None:
         assign = self._assign
@@ -373,11 +431,13 @@ class WorkerMachine:
     # ------------------------------------------------------------ moves
 
     def _begin(self) -> None:
-        """Form the newest announced group; the main thread is idle."""
+        """Form the newest announced group, unless we are spent; the main thread is idle."""
+        if self._is_spent():
+            return
         self._out += self._reports.turn_over(self._generation())
         self._current, self._next = self._next, None
         self._is_cut = self._has_wished = False
-        self._result = ""
+        self._result, self._left, self._let_go_ns = "", "", None
         self._become(WorkerPhase.FORMING)
         if self._must_leave_now():
             self._become(WorkerPhase.READY)
@@ -390,7 +450,7 @@ class WorkerMachine:
         self._set_main(MainPhase.IDLE)
         if self._stop is not None:
             self._exit(EXIT_DONE, self._stop.reason)
-        elif self._next is not None:
+        elif self._next is not None and not self._is_spent():
             self._begin()
         else:
             self._become(WorkerPhase.READY if self._must_leave_now() else otherwise)
@@ -443,6 +503,7 @@ class WorkerMachine:
         check_move(MAIN, f"main thread of {self._name()}", self._main, phase)
         self._main = phase
         if phase is MainPhase.TRAINING:
+            self._has_trained = True
             self._pulses.begin(self._now_ns, self._assignment().world_size)
 
     # ------------------------------------------------------------ facts
@@ -460,6 +521,10 @@ class WorkerMachine:
     def _is_ordered_out(self) -> bool:
         """Return whether the group that the main thread is in is over for us."""
         return self._stop is not None or self._next is not None or self._must_leave_now()
+
+    def _is_spent(self) -> bool:
+        """Return whether the script has begun here, and is in no loop that goes on."""
+        return self._has_trained and not self._loop.keeps
 
     def _generation(self) -> Generation:
         return self._current.generation if self._current is not None else NO_GENERATION
@@ -490,6 +555,8 @@ class WorkerMachine:
             copies_every=self._loop.copies.every_n_steps,
             copies_sharded=self._loop.copies.is_sharded,
             micro_batches=self._loop.micro_batches,
+            left=self._left,
+            spent=self._is_spent(),
         )
         self._out.append(SendPipe(WorkerUpdate(report)))
 

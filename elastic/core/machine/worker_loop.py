@@ -18,18 +18,20 @@ class Loop:
 
     Attributes:
         in_place: the train function is inside it, and it goes on when the group changes.
+        keeps: what it has reached is kept in this process from group to group.
         copies: of the state that are wanted on other nodes.
         micro_batches: of a step, the fewest that any of its loaders has; 0 before one was read.
     """
 
     in_place: bool = False
+    keeps: bool = False
     copies: CopiesWanted = NO_COPIES
     micro_batches: int = 0
 
     def told(self, event: LoopMoved | CopiesWanted | StepsCut) -> Loop:
         """Return what is known after this event."""
         if isinstance(event, LoopMoved):
-            return replace(self, in_place=event.inside)
+            return replace(self, in_place=event.inside, keeps=True)
         if isinstance(event, CopiesWanted):
             return replace(self, copies=event)
         fewest = min(event.num_micro_batches, self.micro_batches or event.num_micro_batches)

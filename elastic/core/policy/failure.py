@@ -2,12 +2,12 @@
 
 Rule: what user code does (raises, exits with a code, crashes natively) is charged to
 `max_failures`, and tried again as long as that allows: at once, or after a back-off if it is the
-same error at the same place again. A kill from outside and a lost node cost nothing, however many
-there are: they are replaced at once. What may come again by itself (a hang, a worker that cannot be
-started, one that the kernel killed for its memory, a group that breaks) is a loss: a row of losses
-in which no generation has committed a step backs off, and ends the job instead of burning the
-cluster for ever. What happens on a node that was told to leave is neither, however the node then
-ends: that has a budget of its own (`policy.preemption`).
+same error at the same place again. A kill or a stop from outside and a lost node cost nothing,
+however many there are: they are replaced at once. What may come again by itself (a hang, a worker
+that cannot be started, one that the kernel killed for its memory, a group that breaks) is a loss: a
+row of losses in which no generation has committed a step backs off, and ends the job instead of
+burning the cluster for ever. What happens on a node that was told to leave is neither, however the
+node then ends: that has a budget of its own (`policy.preemption`).
 
 A hang is charged as a loss although user code may be its cause: nobody can tell a deadlock from a
 dead link or a stuck driver, and a run with `max_failures=0` should outlive those. One that comes
@@ -30,6 +30,8 @@ CRASH_SIGNALS = (
 )  # fmt: skip
 OUT_OF_MEMORY = "out of memory"
 """In the detail of an exit: this SIGKILL was the kernel's answer to who wants too much."""
+STOPPED = "stopped (SIGSTOP)"
+"""In the detail of a hang: somebody has stopped the process, and it was given up."""
 FREE_LOSSES = 2
 """Losses in a row that are replaced without delay."""
 FIRST_DELAY_S = 0.5
@@ -128,6 +130,23 @@ def judge_break(history: History, config: CoordinatorConfig) -> Decision[Judgeme
     )
 
 
+def judge_left(
+    spec: JobSpec, history: History, failure: Failure, config: CoordinatorConfig
+) -> Decision[Judgement]:
+    """Decide what it means that a member has left for good while others waited for it.
+
+    It is a fault of user code, as if it had raised: twice in a row at the same place, and trying
+    again would not help.
+    """
+    if _same(failure, history.last):
+        after = History(history.failures + 1, history.losses, failure)
+        what = f"{failure.error_type}: {failure.message}"
+        return Decision(
+            Judgement(True, after), f"{what} (as the time before: trying again would not help)"
+        )
+    return _judge_failure(spec, history, ExitCause(ExitKind.CODE), failure, config)
+
+
 def is_users_fault(cause: ExitCause) -> bool:
     """Return whether an exit is charged to user code: any code, or a native crash."""
     if cause.kind is ExitKind.CODE:
@@ -139,7 +158,7 @@ def is_kill(cause: ExitCause) -> bool:
     """Return whether somebody else ended the process: it says nothing about what it runs."""
     if cause.kind is ExitKind.SIGNAL:
         return not is_users_fault(cause) and OUT_OF_MEMORY not in cause.detail
-    return cause.kind is ExitKind.LOST
+    return cause.kind is ExitKind.LOST or (cause.kind is ExitKind.HUNG and STOPPED in cause.detail)
 
 
 def describe(cause: ExitCause) -> str:

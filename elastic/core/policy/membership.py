@@ -26,6 +26,9 @@ UNASKED_S = 2.0
 """Members that left a group which nobody asked to leave were told by a coordinator that is gone: to
 leave now, since one was lost, or at a boundary, at which the others are within moments, too."""
 
+ANEW_S = 30.0
+"""Processes that are replaced all together wait for each other so long: for the slowest imports."""
+
 WAITING_PHASES = (WorkerPhase.READY, WorkerPhase.BROKEN, WorkerPhase.FINISHED)
 """Phases in which a worker can be announced into a group without being interrupted."""
 
@@ -42,7 +45,8 @@ class Act(Enum):
     ASK = "ask"
     """Ask all members to leave at their next boundary."""
     SUSPEND = "suspend"
-    """Too few are left: members leave now and wait with their state."""
+    """Members leave now: too few are left, who wait with their state, or their processes are spent,
+    and `members` are to be in the next group, they or who replaces them."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Candidate(NamedTuple):
         awaited: its agent is about to come back, or to send reports that it kept.
         leaving: its node drains.
         leave_by_ns: by when it must be out of the group, None if not leaving.
+        spent: it can be in no other group; a new process takes its place once it is out of this.
     """
 
     worker_id: WorkerId
@@ -84,6 +89,7 @@ class Candidate(NamedTuple):
     awaited: bool = False
     leaving: bool = False
     leave_by_ns: int | None = None
+    spent: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ class Current:
         in_place: members that are out have its state in memory still, and go on with it.
         has_trained: all its members were seen to train at some time.
         is_over: its members were told that it is, while one was lost; it may have come back.
+        anew_ns: since when its members are replaced by new processes, which all begin together;
+            None if they are not.
     """
 
     generation: Generation = 0
@@ -112,6 +120,7 @@ class Current:
     in_place: bool = False
     has_trained: bool = False
     is_over: bool = False
+    anew_ns: int | None = None
 
 
 def decide(
@@ -172,7 +181,8 @@ def choose(
         if not (candidate.present and candidate.reachable) or leaves:
             continue
         is_interrupted = interrupting and is_member
-        if candidate.phase in WAITING_PHASES or is_interrupted:
+        is_free = candidate.phase in WAITING_PHASES and not candidate.spent
+        if is_free or is_interrupted:
             able.append(worker_id)
     size = min(len(able), spec.max_workers) // spec.workers_per_replica * spec.workers_per_replica
     return tuple(able[:size]) if size >= spec.min_workers else ()
@@ -187,6 +197,7 @@ def _decide_open(
 ) -> Decision[Plan]:
     """A group is out there: is it whole, is it over, should it change?"""
     members = [by_id[w] for w in current.members if w in by_id and by_id[w].present]
+    strangers = [c for c in by_id.values() if c.present and c.worker_id not in current.members]
     lost = [w for w in current.members if w not in by_id or not by_id[w].present]
     # Replaced too early, a group takes along what its members have reported meanwhile.
     awaited = [c.worker_id for c in members if c.awaited]
@@ -245,6 +256,12 @@ def _decide_open(
     silent = [c.worker_id for c in members if not c.reachable]
     if silent:
         return Decision(Plan(Act.KEEP), f"the node of {', '.join(silent)} does not answer", wake_ns)
+    ending = [c for c in members if c.phase is WorkerPhase.FINISHED]
+    if spec.own_steps and not (ending or any(_is_starting(c) for c in strangers)):
+        joining = len(set(wanted) - set(current.members))
+        if joining and any(c.spent for c in members):
+            # It knows no boundary, and would never let them in.
+            return _replace(spec, current, by_id, "join", f"{joining} to join")
     forms = "" if current.has_trained else _forms(current, here)
     return _wish(current, wanted, saves, wake_ns, forms=forms)
 
@@ -341,7 +358,8 @@ def _replace(
         )
     if cause == "join" and len(members) < len(current.members):
         cause = "drain"
-    return Decision(Plan(Act.FORM, members, cause), why)
+    act = Act.SUSPEND if any(by_id[w].spent for w in members) else Act.FORM
+    return Decision(Plan(act, members, cause), why)
 
 
 def _replace_stuck(
@@ -380,13 +398,10 @@ def _decide_closed(
 ) -> Decision[Plan]:
     """No group is out there: form one as soon as enough workers wait for it."""
     members = choose(spec, current, by_id, interrupting=False)
-    ready = [c for c in by_id.values() if c.present and c.reachable and c.phase in WAITING_PHASES]
-    busy = [
-        c
-        for c in by_id.values()
-        if c.present and c.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)
-    ]
-    starting = sum(1 for c in by_id.values() if c.present and c.phase is WorkerPhase.STARTING)
+    here = [c for c in by_id.values() if c.present and not c.spent]
+    ready = [c for c in here if c.reachable and c.phase in WAITING_PHASES]
+    busy = [c for c in here if c.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING)]
+    starting = sum(1 for c in by_id.values() if c.present and _is_starting(c))
     if not members:
         state = f"{len(ready)} of {spec.min_workers} workers ready, {starting} starting"
         if busy:
@@ -396,14 +411,22 @@ def _decide_closed(
             state += f", {away} on nodes that do not answer"
         return Decision(Plan(Act.WAIT), state)
     # With a state to resume others join it at a boundary, which costs less than to wait for them.
-    is_new = current.generation == 0 and not (spec.resumes or spec.resume_from)
-    if len(members) < spec.max_workers and starting and is_new:
+    # Where all begin anew, a group without them would have to end for them.
+    until = None
+    if current.anew_ns is not None:
+        until = current.anew_ns + ns(max(config.start_patience_s, ANEW_S))
+    elif current.generation == 0 and not (spec.resumes or spec.resume_from):
         until = min(c.since_ns for c in ready) + ns(config.start_patience_s)
-        if now_ns < until:
-            return Decision(
-                Plan(Act.WAIT),
-                f"{len(members)} of {spec.max_workers} workers ready, {starting} starting",
-                until,
-            )
+    if len(members) < spec.max_workers and starting and until is not None and now_ns < until:
+        return Decision(
+            Plan(Act.WAIT),
+            f"{len(members)} of {spec.max_workers} workers ready, {starting} starting",
+            until,
+        )
     cause = "start" if current.generation == 0 else "resume"
     return Decision(Plan(Act.FORM, members, cause), f"{len(members)} workers ready")
+
+
+def _is_starting(candidate: Candidate) -> bool:
+    """Return whether this one, or who takes the place of its process, will be ready."""
+    return candidate.phase is WorkerPhase.STARTING or candidate.spent

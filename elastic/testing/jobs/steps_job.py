@@ -1,10 +1,11 @@
 """The train script of chaos runs: a plain loop that shows after every step whether it was right.
 
 Each rank appends a line of SHA-256 for each committed step to a file of its process in `--trace`:
-of parameters, buffers, optimizers, scheduler and random state. Each line must equal that of a run
-that nobody disturbed: an error that heals before the end, as those of BatchNorm statistics do, is
-seen in the step that has it. The ledger is a parameter with one entry for each sample, whose
-gradient counts how often the sample was trained with. Run by its path, as users' scripts are.
+of parameters, buffers, optimizers, scheduler, scaler and random state, with what was logged. Each
+line must equal that of a run that nobody disturbed: an error that heals before the end, as those of
+BatchNorm statistics do, is seen in the step that has it. The ledger is a parameter with one entry
+for each sample, whose gradient counts how often the sample was trained with. Run by its path, as
+users' scripts are.
 
 A file in `--orders` strikes the rank that finds it first: `kill-PLACE` or `hang-PLACE`, where PLACE
 is forward, backward, step (gradients are being exchanged), commit (weights change) or between.
@@ -16,6 +17,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -139,6 +142,20 @@ class NoisyAdamW(torch.optim.AdamW):
         return loss
 
 
+class Counted:
+    """What a loop counts by itself: its steps."""
+
+    number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number."""
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take another's."""
+        self.number = state["number"]
+
+
 def train_func(config: dict) -> dict:
     """Train, and say what the weights became."""
     if config["gpu"]:
@@ -152,6 +169,9 @@ def train_func(config: dict) -> dict:
     scheduler = prepare_scheduler(
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     )
+    # Scales by powers of two, which change no bit of a gradient, and grows with the steps.
+    device = "cuda" if config["gpu"] else "cpu"
+    scaler = torch.amp.GradScaler(device, 2.0**10, growth_interval=50, enabled=config["scaler"])
     orders = NoisyAdamW.orders = Orders(config["orders"])
     loader = prepare_data_loader(
         DataLoader(
@@ -162,33 +182,56 @@ def train_func(config: dict) -> dict:
         ),
         global_batch_size=config["global_batch"],
     )
+    counted = Counted()
+    train.register(counted=counted)
+
+    def compute(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], epoch: int) -> None:
+        x, y, ids = batch
+        at = epoch * len(loader) + train.get_context().get_step()
+        if config["pace"]:
+            time.sleep(config["pace"])  # Stands for a model that takes longer.
+        orders.at("forward")
+        loss = F.cross_entropy(model(x), y)
+        orders.at("backward")
+        (scaler.scale(loss) + module.ledger[ids].mean()).backward()
+        train.log(loss=loss, over=float(is_over(config)), at=at)
+
+    def update() -> None:
+        orders.at("step")
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(module.net.parameters(), 1.0)
+        scaler.step(optimizer)
+        # As loops do: without asking whether it is there.
+        largest = max(p.grad.abs().max() for p in module.net.parameters())  # type: ignore[union-attr]
+        if largest > 1.0:
+            raise ValueError(f"a gradient of {largest} was clipped to 1")
+        counter.step()
+        scheduler.step()
+        scaler.update()
+        optimizer.zero_grad()
+        counter.zero_grad()
+        note_time(config)
+        if config["trace"] and train.stepped():
+            trace(config["trace"], module, [optimizer, counter], scheduler, scaler)
+        orders.at("between")
+
     for epoch in train.epochs(config["epochs"]):
-        for x, y, ids in loader:
-            if config["pace"]:
-                time.sleep(config["pace"])  # Stands for a model that takes longer.
-            orders.at("forward")
-            loss = F.cross_entropy(model(x), y)
-            orders.at("backward")
-            (loss + module.ledger[ids].mean()).backward()
-            orders.at("step")
-            torch.nn.utils.clip_grad_norm_(module.net.parameters(), 1.0)
-            optimizer.step()
-            # As loops do: without asking whether it is there.
-            largest = max(p.grad.abs().max() for p in module.net.parameters())  # type: ignore[union-attr]
-            if largest > 1.0:
-                raise ValueError(f"a gradient of {largest} was clipped to 1")
-            counter.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            counter.zero_grad()
-            train.log(loss=loss, over=float(is_over(config)))
-            note_time(config)
-            if config["trace"] and train.stepped():
-                trace(config["trace"], module, [optimizer, counter], scheduler)
-            orders.at("between")
+        if config["whole_steps"]:
+            for step in train.steps(loader):
+                for batch in step:
+                    compute(batch, epoch)
+                update()
+                counted.number += 1  # Unasked, as a library's loop does.
+        else:
+            for batch in loader:
+                compute(batch, epoch)
+                update()
+                counted.number += train.stepped()
         train.report({"epoch": epoch})
         if train.get_logged()["over"] > 0:
             break
+    if counted.number != (epoch + 1) * len(loader):
+        raise ValueError(f"{counted.number} steps counted in {epoch + 1} epochs of {len(loader)}")
     check_ledger(module.ledger.detach().cpu(), config | {"epochs": epoch + 1})
     result = {
         "epochs": epoch + 1,
@@ -213,6 +256,7 @@ def trace(
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> None:
     """Append what the step that was just committed has made of the state."""
     context = train.get_context()
@@ -221,9 +265,12 @@ def trace(
         "step": context.get_step(),
         "parameters": digest(dict(module.named_parameters())),
         "buffers": digest(dict(module.named_buffers())),
-        "optimizers": digest({i: one.state_dict()["state"] for i, one in enumerate(optimizers)}),
+        "optimizers": digest([one.state_dict() for one in optimizers]),
         "scheduler": scheduler and json.dumps(scheduler.state_dict(), default=str, sort_keys=True),
-        "random": digest({"torch": torch.get_rng_state()}),
+        "scaler": scaler and scaler.state_dict(),
+        "random": digest([torch.get_rng_state(), *numpy_state(), random.getstate()[1]]),
+        # A mean over all micro-batches of the step before, which all have the same value.
+        "logged": train.get_logged().get("at"),
     }
     Path(directory).mkdir(parents=True, exist_ok=True)
     path = Path(directory, f"{os.getpid()}.jsonl")
@@ -233,13 +280,19 @@ def trace(
     os.close(file)
 
 
+def numpy_state() -> tuple[bytes, int]:
+    """Return the state of NumPy's generator."""
+    state: Any = np.random.get_state()
+    return state[1].tobytes(), state[2]
+
+
 def is_over(config: dict) -> bool:
     """Return whether the run is to end with this epoch; all ranks then hear it from one."""
     return bool(config["finish"]) and Path(config["finish"]).exists()
 
 
 def digest(state: object) -> str:
-    """Return the SHA-256 of all tensors in nested containers, in order."""
+    """Return the SHA-256 of all tensors and plain values in nested containers, in order."""
     sha = hashlib.sha256()
 
     def add(value: object) -> None:
@@ -251,6 +304,11 @@ def digest(state: object) -> str:
             for key in sorted(value, key=str):
                 sha.update(str(key).encode())
                 add(value[key])
+        elif isinstance(value, list):
+            for one in value:
+                add(one)
+        else:
+            sha.update(repr(value).encode())
 
     add(state)
     return sha.hexdigest()
@@ -290,6 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds for each micro-batch")
+    parser.add_argument("--whole-steps", action="store_true", help="loop over train.steps()")
+    parser.add_argument("--scaler", action="store_true", help="scale the loss with a GradScaler")
     parser.add_argument("--gpu", action="store_true", help="with deterministic kernels")
     parser.add_argument("--trace", default="", help="folder for the hashes of every step")
     parser.add_argument("--orders", default="", help="folder of strikes, see above")

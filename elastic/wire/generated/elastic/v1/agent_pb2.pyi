@@ -186,14 +186,16 @@ class StartWorker(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., ahead: bool = ...) -> None: ...
 
 class StopWorker(_message.Message):
-    __slots__ = ("worker_id", "grace_ns", "reason")
+    __slots__ = ("worker_id", "grace_ns", "reason", "asks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GRACE_NS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     grace_ns: int
     reason: str
-    def __init__(self, worker_id: _Optional[str] = ..., grace_ns: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    asks: bool
+    def __init__(self, worker_id: _Optional[str] = ..., grace_ns: _Optional[int] = ..., reason: _Optional[str] = ..., asks: bool = ...) -> None: ...
 
 class ForgetWorker(_message.Message):
     __slots__ = ("worker_id",)

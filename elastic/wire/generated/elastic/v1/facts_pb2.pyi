@@ -180,7 +180,7 @@ class Failure(_message.Message):
     def __init__(self, error_type: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., position: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("worker_id", "job_id", "phase", "generation", "store_address", "pid", "exit", "failure", "result", "in_place", "copies_every", "copies_sharded", "micro_batches")
+    __slots__ = ("worker_id", "job_id", "phase", "generation", "store_address", "pid", "exit", "failure", "result", "in_place", "copies_every", "copies_sharded", "micro_batches", "left", "spent")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +194,8 @@ class WorkerReport(_message.Message):
     COPIES_EVERY_FIELD_NUMBER: _ClassVar[int]
     COPIES_SHARDED_FIELD_NUMBER: _ClassVar[int]
     MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    SPENT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     job_id: str
     phase: WorkerPhase
@@ -207,7 +209,9 @@ class WorkerReport(_message.Message):
     copies_every: int
     copies_sharded: bool
     micro_batches: int
-    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., phase: _Optional[_Union[WorkerPhase, str]] = ..., generation: _Optional[int] = ..., store_address: _Optional[str] = ..., pid: _Optional[int] = ..., exit: _Optional[_Union[ExitCause, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., result: _Optional[str] = ..., in_place: bool = ..., copies_every: _Optional[int] = ..., copies_sharded: bool = ..., micro_batches: _Optional[int] = ...) -> None: ...
+    left: str
+    spent: bool
+    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., phase: _Optional[_Union[WorkerPhase, str]] = ..., generation: _Optional[int] = ..., store_address: _Optional[str] = ..., pid: _Optional[int] = ..., exit: _Optional[_Union[ExitCause, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., result: _Optional[str] = ..., in_place: bool = ..., copies_every: _Optional[int] = ..., copies_sharded: bool = ..., micro_batches: _Optional[int] = ..., left: _Optional[str] = ..., spent: bool = ...) -> None: ...
 
 class HeldCopy(_message.Message):
     __slots__ = ("job_id", "generation", "steps", "source")
@@ -252,7 +256,7 @@ class LeavingNode(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "checkpoint", "cause", "copies", "copies_key", "copies_dealt", "copies_fingerprints")
+    __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "checkpoint", "cause", "copies", "copies_key", "copies_dealt", "copies_fingerprints", "node_devices")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +273,7 @@ class Assignment(_message.Message):
     COPIES_KEY_FIELD_NUMBER: _ClassVar[int]
     COPIES_DEALT_FIELD_NUMBER: _ClassVar[int]
     COPIES_FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
+    NODE_DEVICES_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     worker_id: str
     generation: int
@@ -285,7 +290,8 @@ class Assignment(_message.Message):
     copies_key: str
     copies_dealt: bool
     copies_fingerprints: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., cause: _Optional[str] = ..., copies: _Optional[_Iterable[str]] = ..., copies_key: _Optional[str] = ..., copies_dealt: bool = ..., copies_fingerprints: _Optional[_Iterable[str]] = ...) -> None: ...
+    node_devices: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., cause: _Optional[str] = ..., copies: _Optional[_Iterable[str]] = ..., copies_key: _Optional[str] = ..., copies_dealt: bool = ..., copies_fingerprints: _Optional[_Iterable[str]] = ..., node_devices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("kind", "target", "args", "payload", "working_dir", "python_path", "env")
@@ -322,7 +328,7 @@ class CheckpointRecord(_message.Message):
     def __init__(self, path: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., metrics: _Optional[str] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., request: _Optional[int] = ...) -> None: ...
 
 class JobSpec(_message.Message):
-    __slots__ = ("job_id", "name", "entry", "min_workers", "max_workers", "workers_per_replica", "resources_per_worker", "strategy", "accelerator_type", "label_selector", "backend", "collective_timeout_s", "max_failures", "run_path", "project", "num_to_keep", "score_attribute", "score_order", "hang_timeout_s", "resume_from", "preemption_limit", "priority", "non_preemptible", "own_steps", "resumes")
+    __slots__ = ("job_id", "name", "entry", "min_workers", "max_workers", "workers_per_replica", "resources_per_worker", "strategy", "accelerator_type", "label_selector", "backend", "collective_timeout_s", "max_failures", "run_path", "project", "num_to_keep", "score_attribute", "score_order", "hang_timeout_s", "resume_from", "preemption_limit", "priority", "non_preemptible", "own_steps", "resumes", "grace_s")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +354,7 @@ class JobSpec(_message.Message):
     NON_PREEMPTIBLE_FIELD_NUMBER: _ClassVar[int]
     OWN_STEPS_FIELD_NUMBER: _ClassVar[int]
     RESUMES_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     name: str
     entry: Entry
@@ -373,4 +380,5 @@ class JobSpec(_message.Message):
     non_preemptible: bool
     own_steps: bool
     resumes: bool
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., workers_per_replica: _Optional[int] = ..., resources_per_worker: _Optional[_Union[Resources, _Mapping]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., accelerator_type: _Optional[str] = ..., label_selector: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., backend: _Optional[str] = ..., collective_timeout_s: _Optional[float] = ..., max_failures: _Optional[int] = ..., run_path: _Optional[str] = ..., project: _Optional[str] = ..., num_to_keep: _Optional[int] = ..., score_attribute: _Optional[str] = ..., score_order: _Optional[str] = ..., hang_timeout_s: _Optional[float] = ..., resume_from: _Optional[str] = ..., preemption_limit: _Optional[int] = ..., priority: _Optional[int] = ..., non_preemptible: bool = ..., own_steps: bool = ..., resumes: bool = ...) -> None: ...
+    grace_s: float
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., workers_per_replica: _Optional[int] = ..., resources_per_worker: _Optional[_Union[Resources, _Mapping]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., accelerator_type: _Optional[str] = ..., label_selector: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., backend: _Optional[str] = ..., collective_timeout_s: _Optional[float] = ..., max_failures: _Optional[int] = ..., run_path: _Optional[str] = ..., project: _Optional[str] = ..., num_to_keep: _Optional[int] = ..., score_attribute: _Optional[str] = ..., score_order: _Optional[str] = ..., hang_timeout_s: _Optional[float] = ..., resume_from: _Optional[str] = ..., preemption_limit: _Optional[int] = ..., priority: _Optional[int] = ..., non_preemptible: bool = ..., own_steps: bool = ..., resumes: bool = ..., grace_s: _Optional[float] = ...) -> None: ...

@@ -20,12 +20,14 @@ class SubmitResponse(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class StopJobRequest(_message.Message):
-    __slots__ = ("job", "reason")
+    __slots__ = ("job", "reason", "now")
     JOB_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
     job: str
     reason: str
-    def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    now: bool
+    def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ..., now: bool = ...) -> None: ...
 
 class StopJobResponse(_message.Message):
     __slots__ = ()

@@ -59,7 +59,7 @@ class PipeToAgent(_message.Message):
     def __init__(self, warm: _Optional[_Union[Warm, _Mapping]] = ..., worker_update: _Optional[_Union[WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[Reported, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ...) -> None: ...
 
 class Assign(_message.Message):
-    __slots__ = ("worker_id", "spec", "host", "devices", "log_dir", "ahead", "snapshots", "tls")
+    __slots__ = ("worker_id", "spec", "host", "devices", "log_dir", "ahead", "snapshots", "tls", "node_devices")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class Assign(_message.Message):
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     TLS_FIELD_NUMBER: _ClassVar[int]
+    NODE_DEVICES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     spec: _facts_pb2.JobSpec
     host: str
@@ -76,7 +77,8 @@ class Assign(_message.Message):
     ahead: bool
     snapshots: _containers.RepeatedScalarFieldContainer[str]
     tls: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., log_dir: _Optional[str] = ..., ahead: bool = ..., snapshots: _Optional[_Iterable[str]] = ..., tls: _Optional[_Iterable[str]] = ...) -> None: ...
+    node_devices: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., log_dir: _Optional[str] = ..., ahead: bool = ..., snapshots: _Optional[_Iterable[str]] = ..., tls: _Optional[_Iterable[str]] = ..., node_devices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Announce(_message.Message):
     __slots__ = ("assignment",)
@@ -141,12 +143,14 @@ class ReportAck(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ..., code: _Optional[_Union[RefusalCode, str]] = ...) -> None: ...
 
 class Stop(_message.Message):
-    __slots__ = ("reason", "grace_ns")
+    __slots__ = ("reason", "grace_ns", "asks")
     REASON_FIELD_NUMBER: _ClassVar[int]
     GRACE_NS_FIELD_NUMBER: _ClassVar[int]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
     reason: str
     grace_ns: int
-    def __init__(self, reason: _Optional[str] = ..., grace_ns: _Optional[int] = ...) -> None: ...
+    asks: bool
+    def __init__(self, reason: _Optional[str] = ..., grace_ns: _Optional[int] = ..., asks: bool = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("number",)

@@ -1,0 +1,40 @@
+"""The first interrupt of whoever follows a job: it is saved, and ends between two steps.
+
+Rule: the second one ends it where it stands; that is said before it could be needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+from elastic.client.jobs import Client
+from elastic.core.config import JobSpec
+from elastic.errors import Refused
+
+
+def stop_saved(
+    client: Client, spec: JobSpec, reason: str, *, limit_s: float | None = None
+) -> float | None:
+    """Have a job stop as soon as it is saved, and say so; see `watching.follow`'s `on_interrupt`.
+
+    Args:
+        client: of its cluster.
+        spec: of the job.
+        reason: shown with it.
+        limit_s: how long it may take, None for as long as the user waits.
+
+    Returns:
+        `limit_s`.
+
+    Raises:
+        ElasticError: the coordinator does not answer.
+    """
+    with contextlib.suppress(Refused):  # It has ended meanwhile.
+        client.stop(spec.job_id, reason)
+        is_saved = bool(client.get(spec.job_id).record.stopping)
+        how = "is saved, and ends between two steps" if is_saved else "ends"
+        within = f" within {limit_s:g} s" if limit_s is not None else ""
+        text = f"\njob {spec.name} {how}{within}; Ctrl-C again ends it at once"
+        print(text, file=sys.stderr, flush=True)
+    return limit_s

@@ -1,0 +1,187 @@
+"""How one pass is dealt out by rank: to train in scripts like Ray Train's, and to evaluate.
+
+Rule: what is trained with by rank is padded to as many samples for every rank, because each
+backward call there is a collective. What is evaluated is dealt out by whole batches, the very ones
+that one process would read: batch k goes to rank k modulo W, each sample once, and no rank has
+anything twice. So what comes out of a batch has the same bits at every world size, and ranks may
+have one batch more or less than others, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from elastic.errors import UsageError
+from elastic.worker.drawn import Drawn
+from elastic.worker.loader import is_plain, is_shuffle
+
+KEPT_ARGUMENTS = (
+    "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
+    "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor",
+    "persistent_workers", "pin_memory_device", "in_order",
+)  # fmt: skip
+"""Arguments of the user's DataLoader that the prepared one keeps: all but dataset and sampler."""
+
+
+class Order:
+    """The order in which one process would read the samples of a pass."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        """Look at the loader's sampler.
+
+        Args:
+            loader: the user's.
+            seed: of the shuffle.
+
+        Raises:
+            UsageError: the loader makes its batches by itself, or its sampler has no length.
+        """
+        if loader.batch_sampler is not None and not is_plain(loader.batch_sampler, BatchSampler):
+            raise UsageError(
+                f"prepare_data_loader: the loader has its own batch_sampler "
+                f"({type(loader.batch_sampler).__name__}), whose batches cannot be dealt out; use "
+                f"batch_size= and sampler=, or let it deal out by rank itself and pass "
+                f"add_dist_sampler=False"
+            )
+        sampler: Any = loader.sampler
+        self._seed = seed % 2**31
+        self._shuffles = is_shuffle(sampler, loader.dataset)
+        self._drawn: Drawn | None = None
+        if isinstance(sampler, DistributedSampler):
+            self._size, self._seed = len(loader.dataset), sampler.seed  # type: ignore[arg-type]
+        elif self._shuffles or (type(sampler) is SequentialSampler):
+            self._size = len(sampler)
+        else:
+            if not hasattr(sampler, "__len__"):
+                raise UsageError(
+                    f"prepare_data_loader: the loader's sampler ({type(sampler).__name__}) has no "
+                    f"__len__, which the number of steps follows from: give it one, use "
+                    f"shuffle=True or False, or deal out by rank and pass add_dist_sampler=False"
+                )
+            self._drawn = Drawn(sampler, seed)
+            self._size = len(self._drawn)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def of(self, epoch: int) -> Sequence[Any]:
+        """Return the order of the pass of this number."""
+        if self._drawn is not None:
+            return self._drawn.of(epoch)
+        if not self._shuffles:
+            return range(self._size)
+        generator = torch.Generator().manual_seed(self._seed + epoch)
+        order: list[int] = torch.randperm(self._size, generator=generator).tolist()
+        return order
+
+
+class RankSampler(DistributedSampler[Any]):
+    """This rank's part of a pass that is trained with; what `loader.sampler` is from the start.
+
+    Attributes:
+        rank, num_replicas: whose part of how many; set before each pass.
+        epoch: the pass.
+    """
+
+    def __init__(
+        self, dataset: Any, order: Order, choose: Callable[[int], None], *, drop_last: bool
+    ) -> None:
+        """Be the whole pass until it is dealt out.
+
+        Args:
+            dataset: the user's.
+            order: of a pass.
+            choose: called with the epoch that a script sets.
+            drop_last: leave samples out, rather than giving some twice.
+        """
+        self.dataset, self.drop_last = dataset, drop_last
+        self.rank, self.num_replicas, self.epoch = 0, 1, 0
+        self._order, self._choose = order, choose
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the shuffle of the next pass; see `PreparedLoader.set_epoch`."""
+        self._choose(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        order, each = self._order.of(self.epoch), len(self)
+        size, world = len(order), self.num_replicas
+        return (order[place % size] for place in range(self.rank, each * world, world))
+
+    def __len__(self) -> int:
+        size, world = len(self._order), self.num_replicas
+        return size // world if self.drop_last else -(-size // world)
+
+
+class RankBatches:
+    """This rank's batches of a pass that is evaluated; a batch sampler, or a sampler of samples.
+
+    Attributes:
+        rank, world_size: whose part of how many; set before each pass.
+        epoch: the pass.
+    """
+
+    def __init__(self, order: Order, size: int | None, *, drop_last: bool) -> None:
+        """Be the whole pass until it is dealt out.
+
+        Args:
+            order: of a pass.
+            size: samples of a batch, None if they are not put together.
+            drop_last: leave a last batch out that is smaller.
+        """
+        self.rank, self.world_size, self.epoch = 0, 1, 0
+        self._order, self._drop_last = order, drop_last
+        self._size, self._is_batch = size or 1, size is not None
+
+    def sizes(self) -> dict[int, int]:
+        """Return the samples of each of our batches, by its number in the pass."""
+        total, size = len(self._order), self._size
+        number = total // size if self._drop_last else -(-total // size)
+        return {
+            one: min(size, total - one * size) for one in range(self.rank, number, self.world_size)
+        }
+
+    def __iter__(self) -> Iterator[Any]:
+        order, size = self._order.of(self.epoch), self._size
+        if not self._is_batch:
+            return (order[one] for one in self.sizes())
+        return (list(order[one * size : (one + 1) * size]) for one in self.sizes())
+
+    def __len__(self) -> int:
+        return len(self.sizes())
+
+
+@dataclass
+class Pass:
+    """One evaluation pass of this rank.
+
+    Attributes:
+        generation: of the group that it was dealt out over.
+        sizes: samples of each of our batches that were read, by its number in the pass.
+        is_open: it is read at this moment.
+    """
+
+    generation: int
+    sizes: dict[int, int] = field(default_factory=dict)
+    is_open: bool = True
+
+
+def loader_like(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Return a loader with the arguments of this one, but for these changes."""
+    kept = {name: getattr(loader, name) for name in KEPT_ARGUMENTS if hasattr(loader, name)}
+    if loader.num_workers == 0:
+        # DataLoader refuses these without worker processes, even at their defaults.
+        kept.pop("prefetch_factor")
+        kept.pop("multiprocessing_context")
+    if not kept.get("pin_memory_device"):
+        kept.pop("pin_memory_device", None)
+    if "batch_sampler" in changes:
+        kept.pop("batch_size")
+    if "batch_sampler" in changes or {**kept, **changes}["batch_size"] is None:
+        kept.pop("drop_last")
+    return DataLoader(loader.dataset, **{**kept, **changes})

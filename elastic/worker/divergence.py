@@ -1,0 +1,345 @@
+"""Whether all ranks have the same weights: a checksum of them rides with each step's gradients.
+
+Weights that a script changes on one rank, an optimizer that was not prepared, or a bit that
+flipped would otherwise be trained with in silence until the end. Before each step every rank takes
+a 64-bit checksum of a slice of what must be alike: parameters, buffers that are saved, registered
+objects. The slice follows from the number of steps of the run, so that it is the same on all ranks,
+and `SLICES` steps see everything; of a small model every step does. At the end of an epoch all of
+it is looked at. Sharded tensors, which differ, are left out.
+
+Rule: a step whose rows show that ranks differ is not committed. If most ranks have the same, the
+others receive it and the step is done again; if not, nobody can know who is right, and all raise.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from elastic.worker.state import TrainState
+
+SLICES = 8
+"""Steps that see all of a large state."""
+SLICE_BYTES = 2 << 20
+"""Of a smaller one more is seen at once: so much, which takes about 0.1 ms."""
+CALL_BYTES = 64 << 10
+"""What could be read in the time that it takes to begin with a tensor."""
+SHORT_BYTES = 4 << 10
+"""Up to here a CRC is faster than NumPy's sum begins."""
+HEALED_MAX = 3
+"""How often ranks get the others' state before that is an error: something goes on changing it."""
+
+_MASK = (1 << 64) - 1
+_ODD = 0x9E3779B97F4A7C15
+
+ORDER = "the order of the loader's sampler"
+Prints = dict[str, int]
+"""Checksums by the names of what they are of."""
+
+
+@dataclass
+class _Watched:
+    """A tensor that a module has under a name; or one that nobody replaces, with no owner."""
+
+    name: str
+    tensor: torch.Tensor
+    owner: MutableMapping[str, Any] | None = None
+    key: str = ""
+    known: NDArray[Any] | None = None
+    known_at: tuple[int, int] = (0, 0)
+
+    def now(self) -> torch.Tensor:
+        """Return what stands in its place now."""
+        there = self.owner.get(self.key) if self.owner is not None else None
+        return there if isinstance(there, torch.Tensor) else self.tensor
+
+    def checksum(self) -> Any:
+        """Return its checksum: a number, or on a device a tensor of one that is computed there."""
+        tensor = self.now()
+        if tensor.device.type != "cpu":
+            return checksum_there(tensor)
+        at = (tensor.data_ptr(), tensor.numel())
+        if self.known is None or self.known_at != at:
+            flat = _flat(tensor)
+            # What was copied to be flat would not show a later change.
+            is_view = flat.data_ptr() == tensor.data_ptr()
+            self.known, self.known_at = flat.numpy(), at if is_view else (0, 0)
+        return _checksum_of(self.known)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return a number that differs where any bit of a tensor's values does."""
+    if tensor.device.type != "cpu":
+        return int(checksum_there(tensor)) & _MASK
+    return _checksum_of(_flat(tensor).numpy())
+
+
+def checksum_there(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same of a tensor on a device, computed there: nobody waits for it."""
+    flat = _flat(tensor)
+    size = flat.numel() // 8 * 8
+    whole = flat[:size].clone() if flat.storage_offset() % 8 else flat[:size]
+    total = whole.view(torch.int64).sum() if size else flat.new_zeros((), dtype=torch.int64)
+    return total + flat[size:].to(torch.int64).sum() if flat.numel() > size else total
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in the order in which they lie in memory; a view if they can be."""
+    tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        strides = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda d: -strides[d])).contiguous()
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _checksum_of(data: NDArray[Any]) -> int:
+    """Return the checksum of bytes: of few a CRC, of many the sum of words of 64 bits."""
+    if data.size <= SHORT_BYTES:
+        return zlib.crc32(data.data)
+    size = data.size // 8 * 8
+    total = int(np.add.reduce(data[:size].view(np.int64)))
+    return (total + zlib.crc32(data[size:].data)) & _MASK if data.size > size else total & _MASK
+
+
+class Divergence:
+    """Watches the objects of one call of the train function."""
+
+    def __init__(self, state: TrainState) -> None:
+        """Watch nothing yet.
+
+        Args:
+            state: the prepared and registered objects.
+        """
+        self._state = state
+        self._slices: list[list[_Watched]] = []
+        self._num_healed = self._order = 0
+        # Of a device: what was asked for a step ago, and is there by now.
+        self._before: tuple[Any, Any, int] | None = None
+
+    def begin(self) -> dict[int, str]:
+        """All objects are there, or a group has just met: find out what is watched.
+
+        Returns:
+            Names, by the id of the tensor.
+        """
+        watched = list(_watched_in(self._state))
+        total = sum(one.tensor.nbytes + CALL_BYTES for one in watched)
+        most = max(SLICE_BYTES, total // SLICES)
+        self._slices, size, self._before = [], most, None
+        for one in watched:
+            if size >= most:
+                self._slices.append([])
+                size = 0
+            self._slices[-1].append(one)
+            size += one.tensor.nbytes + CALL_BYTES
+        return self.names()
+
+    def told(self, steps: int, world_size: int, order: int = 0) -> int:
+        """Return the checksum that rides with a step, 0 for none.
+
+        On a device nobody waits for it: it is that of the step before.
+
+        Args:
+            steps: committed in the run; chooses the slice.
+            world_size: of the group; one rank alone differs from nobody.
+            order: a checksum of the order of the data, 0 if that follows from the seed.
+        """
+        self._order = order
+        if world_size < 2:
+            return 0
+        some = self._slices[steps % len(self._slices)] if self._slices else []
+        if some and some[0].now().device.type != "cpu":
+            return self._told_later(some)
+        total = order + sum(one.checksum() * _factor(place) for place, one in enumerate(some))
+        if steps % SLICES == 0:
+            total += _combined(_registered_values(self._state))
+        return total & _MASK
+
+    def _told_later(self, some: Sequence[_Watched]) -> int:
+        before, device = self._before, some[0].now().device
+        parts = [one.checksum() for one in some]
+        parts = [p if isinstance(p, torch.Tensor) else torch.tensor(_signed(p)) for p in parts]
+        factors = torch.tensor([_signed(_factor(place)) for place in range(len(parts))])
+        sums = torch.stack([one.to(device, non_blocking=True) for one in parts])
+        total = (sums * factors.to(device, non_blocking=True)).sum()
+        told = torch.empty((), dtype=torch.int64, pin_memory=device.type == "cuda")
+        told.copy_(total, non_blocking=True)
+        ready = torch.cuda.Event() if device.type == "cuda" else None
+        if ready is not None:
+            ready.record(torch.cuda.current_stream(device))
+        self._before = (told, ready, self._order)
+        if before is None:
+            return 0
+        if before[1] is not None:
+            before[1].synchronize()
+        return (int(before[0]) + before[2]) & _MASK
+
+    def of_all(self, world_size: int) -> int:
+        """Return one checksum of everything, 0 for a rank alone."""
+        return _combined(self.prints()) if world_size > 1 else 0
+
+    def prints(self) -> Prints:
+        """Return the checksum of everything that is watched, by name."""
+        found = {one.name: int(one.checksum()) & _MASK for some in self._slices for one in some}
+        return {**found, **_registered_values(self._state)}
+
+    # ------------------------------------------------------------------- once ranks differ
+
+    def said(self) -> bytes:
+        """Return what the others must know to find out what differs."""
+        prints = {ORDER: self._order, **self.prints()}
+        return json.dumps({"prints": prints, "healed": self._num_healed}).encode()
+
+    def hear(self, said: Sequence[bytes]) -> Verdict:
+        """Find out what differs, and whether it can be healed; all ranks conclude the same.
+
+        Args:
+            said: what `said` has returned, by rank.
+        """
+        heard = [json.loads(one) for one in said]
+        verdict = compare([one["prints"] for one in heard])
+        healed = max(one["healed"] for one in heard)
+        is_state = ORDER not in verdict.names and not self._state.is_sharded
+        can_heal = verdict.is_majority and healed < HEALED_MAX and is_state
+        self._num_healed = healed + 1
+        return replace(verdict, healed=healed, can_heal=can_heal)
+
+    def names(self) -> dict[int, str]:
+        """Return the names of what is watched, by the id of the tensor."""
+        return {id(one.tensor): one.name for some in self._slices for one in some}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a comparison.
+
+    Attributes:
+        names: of what differs.
+        odd: ranks that differ from the most common, or from rank 0 if there is none.
+        is_majority: most ranks have the same.
+        can_heal: the odd ones are to receive it.
+        healed: how often that has happened before.
+    """
+
+    names: tuple[str, ...]
+    odd: tuple[int, ...]
+    is_majority: bool
+    can_heal: bool = False
+    healed: int = 0
+
+
+def differ(told: Sequence[int]) -> bool:
+    """Return whether checksums that ranks told differ; 0 says nothing."""
+    return len({one for one in told if one}) > 1
+
+
+def compare(prints: Sequence[Mapping[str, int]]) -> Verdict:
+    """Find out which ranks differ, and in what.
+
+    Args:
+        prints: what each rank has, by rank.
+    """
+    keys = [tuple(sorted(one.items())) for one in prints]
+    common, number = Counter(keys).most_common(1)[0]
+    is_majority = 2 * number > len(keys)
+    right = dict(common if is_majority else keys[0])
+    odd = tuple(rank for rank, one in enumerate(prints) if dict(one) != right)
+    names = {name for one in prints for name in {*one, *right} if one.get(name) != right.get(name)}
+    # In the order in which they were prepared.
+    order = dict.fromkeys(name for one in prints for name in one)
+    return Verdict(tuple(name for name in order if name in names), odd, is_majority)
+
+
+# --------------------------------------------------------------------------- what is watched
+
+
+def _watched_in(state: TrainState) -> Iterator[_Watched]:
+    """Yield every tensor that must be alike on all ranks, once."""
+    seen: set[int] = set()
+
+    def new(found: Iterator[_Watched]) -> Iterator[_Watched]:
+        for one in found:
+            tensor = one.tensor
+            is_dense = tensor.layout is torch.strided and not tensor.is_meta
+            if id(tensor) in seen or isinstance(tensor, DTensor) or not is_dense:
+                continue
+            seen.add(id(tensor))
+            yield one
+
+    several = len(state.models) > 1
+    for number, model in enumerate(state.models):
+        yield from new(_tensors_of(model, f"model {number}, " if several else ""))
+    yield from new(
+        _Watched(f"parameter {place} of no prepared model", tensor)
+        for place, tensor in enumerate(state.loose())
+    )
+    for name, thing in state.registered.items():
+        if isinstance(thing, nn.Module):
+            yield from new(_tensors_of(thing, f"registered {name}: "))
+
+
+def _tensors_of(module: nn.Module, prefix: str) -> Iterator[_Watched]:
+    """Yield parameters and the buffers that are saved; others are caches of each rank's own."""
+    for path, part in module.named_modules():
+        for own, parameter in part._parameters.items():
+            if parameter is not None:
+                name = f"{path}.{own}" if path else own
+                yield _Watched(prefix + name, parameter, part._parameters, own)
+        for own, buffer in part._buffers.items():
+            if buffer is not None and own not in part._non_persistent_buffers_set:
+                name = f"{path}.{own}" if path else own
+                yield _Watched(f"{prefix}{name} (buffer)", buffer, part._buffers, own)
+
+
+def _registered_values(state: TrainState) -> Prints:
+    """Return checksums of registered objects that are no modules, by their names."""
+    return {
+        f"registered {name}": values_print(thing.state_dict())
+        for name, thing in state.registered.items()
+        if not isinstance(thing, nn.Module)
+    }
+
+
+def values_print(value: Any) -> int:
+    """Return a number that differs where tensors, arrays, numbers or texts in a state do."""
+    if isinstance(value, DTensor):
+        return 0
+    if isinstance(value, torch.Tensor):
+        # An order that differs, as of a shuffle, does not change a sum.
+        few = value.detach().reshape(-1)[:512].cpu().reshape(-1).contiguous()
+        return (checksum(value) * _ODD + zlib.crc32(few.view(torch.uint8).numpy().data)) & _MASK
+    if isinstance(value, np.ndarray):
+        return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    if isinstance(value, Mapping):
+        pairs = sorted((str(name), values_print(one)) for name, one in value.items())
+        return zlib.crc32(repr(pairs).encode())
+    if isinstance(value, (list, tuple)):
+        return zlib.crc32(repr([values_print(one) for one in value]).encode())
+    if isinstance(value, (str, int, float, bool)):
+        return zlib.crc32(repr(value).encode())
+    return 0  # Whatever it is, its text may hold an address.
+
+
+def _combined(prints: Prints) -> int:
+    """Return one number for all."""
+    return sum(one * _factor(place) for place, one in enumerate(prints.values())) & _MASK
+
+
+def _factor(place: int) -> int:
+    """Return an odd number for each place, so that equal values in other places differ."""
+    return ((2 * place + 1) * _ODD) & _MASK | 1
+
+
+def _signed(number: int) -> int:
+    """Return the number of the same 64 bits that an int64 can hold."""
+    return number - (1 << 64) if number >> 63 else number

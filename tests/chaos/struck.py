@@ -1,0 +1,64 @@
+"""A job that is struck again and again while it trains, and compared with one that is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.core.view import JobView
+from elastic.core.world import ENDED, WorkerPhase
+from elastic.testing.chaos_jobs import ChaosJob
+from elastic.testing.local_cluster import LocalCluster
+from elastic.testing.traces import Reference, compare
+from tests.patience import wait_for
+
+WORKERS = 3
+PLACES = ("forward", "backward", "step", "commit", "between")
+
+
+@dataclass
+class Run:
+    """A job that is struck again and again."""
+
+    cluster: LocalCluster
+    job: ChaosJob
+    reference: Reference
+    job_id: str = ""
+
+    @property
+    def orders(self) -> Path:
+        return self.job.finish.with_name("orders")
+
+    def full(self, *, after: int = 0, size: int = WORKERS) -> JobView:
+        """Wait until a group of this size, later than that one, has made a step."""
+
+        def trains(view: JobView) -> bool:
+            group = view.record.group
+            assert view.record.phase not in ENDED, (view.reason, view.record.failure)
+            if group is None or group.generation <= after or len(group.members) != size:
+                return False
+            inside = [w for w in view.workers if w.report.generation == group.generation]
+            training = [w for w in inside if w.report.phase is WorkerPhase.TRAINING]
+            return len(training) == size and all(w.steps > 0 for w in training)
+
+        return self.cluster.wait(self.job_id, trains, f"{size} workers that train")
+
+    def order(self, what: str) -> None:
+        """Strike whoever comes to a place first, and wait until it has happened."""
+        order = self.orders / what
+        order.touch()
+        wait_for(lambda: not order.exists(), f"a rank that obeys {what}")
+
+    def pids(self) -> dict[str, int]:
+        """Return the processes of the group's members."""
+        workers = self.cluster.job(self.job_id).workers
+        return {str(w.report.worker_id): w.report.pid for w in workers if w.rank >= 0}
+
+    def check(self) -> None:
+        """Compare every step of every rank so far with the undisturbed run's."""
+        compare(self.job.trace, self.reference.line)
+
+
+def assert_kept(before: dict[str, int], after: dict[str, int], *, lost: int) -> None:
+    """So many processes were replaced, and the others are the same ones as before."""
+    assert len(set(before.values()) - set(after.values())) == lost, (before, after)

@@ -1,0 +1,267 @@
+"""A loop over whole steps, in this process: a plain loop's bits, an iteration for each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elastic import train
+from elastic.errors import UsageError
+from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
+from elastic.worker.context import current
+from tests.unit.engine_under_test import (
+    STEPS,
+    Loop,
+    Pair,
+    V,
+    bits,
+    each,
+    inside_a_run,
+    inside_again,
+    near,
+    square,
+)
+
+_inside = pytest.fixture(autouse=True, name="_inside")(inside_a_run)
+VOCABULARY, LENGTH, PADDED = 7, 6, -100
+
+
+def trained_plainly(**options: Any) -> tuple[list[bytes], list[float]]:
+    with inside_again():
+        loop, losses = Loop.make(torch.optim.AdamW, shuffle=True, **options), []
+        for _ in train.epochs(2):
+            for _, x, y in loop.loader:
+                loss = square(loop.model(x), y)
+                loss.backward()
+                nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                train.log(loss=loss)
+            losses.append(train.get_logged()["loss"])
+        return bits(loop.plain), losses
+
+
+def test_steps_have_the_bits_of_a_plain_loop_and_one_iteration_each() -> None:
+    right, losses = trained_plainly()
+    loop, found, batches, places = Loop.make(torch.optim.AdamW, shuffle=True), [], [], []
+    for _ in train.epochs(2):
+        for step in train.steps(loop.loader):
+            for number, x, y in step:
+                batches.append(number.tolist())
+                loss = square(loop.model(x), y)
+                loss.backward()
+                train.log(loss=loss)
+            nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            found.append(step.averages["loss"])
+            places.append(train.get_context().get_step())
+            train.log(rate=0.5)  # Of the whole step; told with the next one.
+        assert train.get_logged() == {"loss": found[-1], "rate": 0.5}
+    assert bits(loop.plain) == right
+    assert len(found) == 2 * STEPS
+    assert len(batches) == 2 * STEPS * V
+    assert found[STEPS - 1 :: STEPS] == pytest.approx(losses, rel=1e-6)
+    assert places == [1, 2, 3] * 2  # As after the step of a plain loop.
+
+
+def test_run_has_all_micro_batches_computed_and_returns_what_they_average_to() -> None:
+    right, losses = trained_plainly()
+    loop, found = Loop.make(torch.optim.AdamW, shuffle=True), []
+
+    def compute(batch: Any) -> dict[str, torch.Tensor]:
+        loss = square(loop.model(batch[1]), batch[2])
+        loss.backward()
+        return {"loss": loss}
+
+    for _ in train.epochs(2):
+        for step in train.steps(loop.loader):
+            found.append(step.run(compute)["loss"])
+            nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3)
+            loop.optimizer.step()
+    assert bits(loop.plain) == right
+    assert found[STEPS - 1 :: STEPS] == pytest.approx(losses, rel=1e-6)
+
+
+def test_several_optimizers_and_those_a_step_leaves_out() -> None:
+    """A step's gradients are there for all of them, whichever is asked first, or not at all."""
+    pair, twin = Pair(prepare=True), Pair(prepare=False)
+    loader = Loop.make().loader
+    numbers: list[list[int]] = []
+    for _ in train.epochs(1):
+        for place, step in enumerate(train.steps(loader)):
+            for number, x, _ in step:
+                numbers.append(number.tolist())
+                pair.judge_loss(x).backward()
+            if place == 1:
+                step.skip()
+                continue
+            pair.of_judge.step()
+    data: Any = current().engine._loader  # type: ignore[union-attr]
+    assert data.epochs.steps == STEPS
+    everything = loader.dataset.tensors[1]
+    for place in range(STEPS):
+        ids = [i for batch in numbers[place * V : (place + 1) * V] for i in batch]
+        if place == 1:
+            continue
+        ids = list(dict.fromkeys(ids))  # The last micro-batch of the last step counts nothing.
+        twin.of_judge.zero_grad()
+        twin.judge_loss(everything[ids]).backward()
+        twin.of_judge.step()
+    assert near(pair.judge, twin.judge)
+
+
+class Text(nn.Module):
+    """Predicts words, each of a sample's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+def text() -> TensorDataset:
+    """Return sequences of which more and more is padding, and all of the last micro-batch."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randint(0, VOCABULARY, (16, LENGTH), generator=generator)
+    y = torch.randint(0, VOCABULARY, (16, LENGTH), generator=generator)
+    for number in range(16):
+        y[number, LENGTH - min(LENGTH, number // 2) :] = PADDED
+    return TensorDataset(x, y)
+
+
+def token_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=PADDED)
+
+
+@pytest.mark.parametrize("by_step", [True, False])
+def test_weighed_micro_batches_average_to_what_one_batch_of_all_tokens_would(by_step: bool) -> None:
+    plain, twin = Text(), Text()
+    model = prepare_model(plain)
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    loader = prepare_data_loader(
+        DataLoader(text(), batch_size=2),
+        global_batch_size=8,
+        weigh=lambda batch: (batch[1] != PADDED).sum(),
+    )
+    losses = []
+    for _ in train.epochs(2):
+        if by_step:
+            for step in train.steps(loader):
+                losses.append(step.run(lambda batch: _computed(model, batch))["loss"])
+                optimizer.step()
+            continue
+        for batch in loader:
+            train.log(**_computed(model, batch))
+            optimizer.step()
+        losses.append(train.get_logged()["loss"])
+    other, right = torch.optim.SGD(twin.parameters(), lr=0.5), []
+    for _ in range(2):
+        for x, y in DataLoader(text(), batch_size=8):
+            other.zero_grad()
+            loss = token_loss(twin, x, y)
+            loss.backward()
+            other.step()
+            right.append(loss.item())
+    assert near(plain, twin)
+    assert losses == pytest.approx(right if by_step else right[1::2], rel=1e-5)
+
+
+def _computed(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    loss = token_loss(model, *batch)
+    loss.backward()
+    return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("weigh", "says"),
+    [
+        (lambda batch: "many", "returned 'many'"),
+        (lambda batch: -1, "returned -1"),
+        (lambda batch: float("nan"), "returned nan"),
+        (lambda batch: 0, "no micro-batch of step 0 of epoch 0 counts anything"),
+    ],
+)
+def test_weights_that_are_none_are_refused(weigh: Callable[[Any], Any], says: str) -> None:
+    model = prepare_model(Text())
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    loader = prepare_data_loader(DataLoader(text(), batch_size=2), weigh=weigh)
+
+    def body(step: Any) -> None:
+        step.run(lambda batch: _computed(model, batch))
+        optimizer.step()
+
+    with pytest.raises(UsageError, match=says):
+        each((step for _ in train.epochs(1) for step in train.steps(loader)), body)
+
+
+def test_an_epoch_may_end_early_and_its_step_counts() -> None:
+    """And what is added up is so over all micro-batches that have samples."""
+    loop, counts = Loop.make(), []
+    for epoch in train.epochs(2):
+        for number, step in enumerate(train.steps(loop.loader)):
+            for _, x, y in step:
+                square(loop.model(x), y).backward()
+                step.add(samples=len(x))
+            loop.optimizer.step()
+            counts.append((epoch, step.sums["samples"]))
+            if epoch == 0 and number == 1:
+                step.end_epoch()
+    assert counts == [(0, 8.0), (0, 8.0), (1, 8.0), (1, 8.0), (1, 6.0)]
+
+
+def inside(loop: Loop, step: Any) -> None:
+    for _, x, y in step:
+        square(loop.model(x), y).backward()
+        loop.optimizer.step()
+
+
+def left_early(loop: Loop, step: Any) -> None:
+    for _, x, y in step:
+        square(loop.model(x), y).backward()
+        break
+
+
+def twice(loop: Loop, step: Any) -> None:
+    for _, x, y in step:
+        square(loop.model(x), y).backward()
+    list(step)
+
+
+def without_optimizer(loop: Loop, step: Any) -> None:
+    for _, x, y in step:
+        square(loop.model(x), y).backward()
+
+
+MISUSES: list[tuple[Callable[[Loop, Any], Any], str]] = [
+    (inside, "SGD.step.. was called while the micro-batches of a step are computed"),
+    (left_early, "step 0 of epoch 0 was left before all of its micro-batches were computed"),
+    (lambda loop, step: None, "step 0 of epoch 0 was left before"),
+    (twice, "were read already"),
+    (without_optimizer, "optimizer.step.. was not called in step 0 of epoch 0"),
+    (lambda loop, step: step.averages, "this step is not computed"),
+]
+
+
+@pytest.mark.parametrize(("body", "says"), MISUSES)
+def test_misuse_is_answered_with_what_to_write(body: Callable[..., Any], says: str) -> None:
+    loop = Loop.make()
+    steps = (step for _ in train.epochs(1) for step in train.steps(loop.loader))
+    with pytest.raises(UsageError, match=says):
+        each(steps, lambda step: body(loop, step))
+
+
+def test_steps_outside_the_loop_over_epochs_are_refused() -> None:
+    loop = Loop.make()
+    with pytest.raises(UsageError, match=r"outside the loop over train.epochs\(\)"):
+        list(train.steps(loop.loader))
+    with pytest.raises(UsageError, match="expected a loader that prepare_data_loader"):
+        list(train.steps([1, 2]))  # type: ignore[arg-type]
