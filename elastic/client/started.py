@@ -179,14 +179,14 @@ def _check_none() -> None:
         raise UsageError(
             f"elastic start: {parts} of {there.address} runs here already; 'elastic stop' ends it"
         )
-    place = folder()
-    try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = place.stat()
-    except OSError as error:
-        raise UsageError(f"elastic start: cannot use {place}: {error}") from error
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise UsageError(f"elastic start: {place} is not this user's alone; remove it")
+    for place in (folder().parent, folder()):  # The first one is the agent's, too.
+        try:
+            place.mkdir(mode=0o700, exist_ok=True)
+            found = place.stat()
+        except OSError as error:
+            raise UsageError(f"elastic start: cannot use {place}: {error}") from error
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+            raise UsageError(f"elastic start: {place} is not this user's alone; remove it")
 
 
 def _with_agent(started: Started, node: Sequence[str]) -> Started:

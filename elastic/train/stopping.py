@@ -81,16 +81,15 @@ class StopRule:
             )
 
         def stoppable() -> Any:
+            self._is_here = True
             try:
                 return call_with_config(function, run.config)
             except _Enough:
                 return None
+            finally:
+                self._is_here = False  # Uploads in the background may be heard of later.
 
-        self._is_here = True
-        try:
-            return run_local(stoppable, replace(run, config=None))
-        finally:
-            self._is_here = False
+        return run_local(stoppable, replace(run, config=None))
 
     def _reason(self, metrics: Mapping[str, Any]) -> str:
         rule = self._rule

@@ -44,7 +44,7 @@ from elastic.train.here import as_raised, environment, failed_here, say_unused
 from elastic.train.metrics import as_reported
 from elastic.train.overruled import say_overruled
 from elastic.train.result import Result, committed_in, kept_of, result_of
-from elastic.train.session import beginning_from
+from elastic.train.session import beginning_from, is_driver
 from elastic.train.stopping import StopRule
 from elastic.train.stored import pack_trainer, read_trainer
 from elastic.train.validation import ValidationConfig
@@ -440,8 +440,9 @@ class DataParallelTrainer:
             say(f"log_to_file: {names[0]} cannot be written: {error}")
 
     def _tells(self, name: str, job_id: str, run_path: str) -> Telling:
-        """Return what tells this attempt's callbacks, from here on."""
-        callbacks = [c for c in self.run_config.callbacks if isinstance(c, UserCallback)]
+        """Return what tells this attempt's callbacks, from here on; under torchrun rank 0's."""
+        given = self.run_config.callbacks if is_driver() else ()
+        callbacks = [c for c in given if isinstance(c, UserCallback)]
         context = TrainRunContext(
             name, job_id, run_path, self.run_config, self.scaling_config, self.train_loop_config
         )

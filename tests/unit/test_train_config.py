@@ -291,3 +291,15 @@ def test_without_a_number_there_is_no_best_checkpoint() -> None:
         result(1).get_best_checkpoint("loss")
     with pytest.raises(UsageError, match="mode='low'"):
         result(1).get_best_checkpoint("score", "low")
+
+
+def test_a_file_system_is_named_by_its_url(tmp_path: Path) -> None:
+    memory, local = fsspec.filesystem("memory"), fsspec.filesystem("file")
+    run = RunConfig(storage_path="/runs", storage_filesystem=memory)
+    assert (run.storage_path, run.storage_filesystem) == ("memory:///runs", None)
+    assert RunConfig(storage_path=tmp_path, storage_filesystem=local).storage_path == str(tmp_path)
+    assert Checkpoint(tmp_path, local) == Checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="expected a path in storage_filesystem"):
+        RunConfig(storage_filesystem=memory)
+    with pytest.raises(ConfigError, match="expected a file system of fsspec or pyarrow"):
+        Checkpoint(tmp_path, "s3")
