@@ -209,8 +209,8 @@ class AgentDriver:
                 self._link.send(session, said)
             case Note():
                 self._tell(effect)
-            case Spawn(process_id):
-                self._processes.spawn(process_id)
+            case Spawn(process_id, job_id, script):
+                self._processes.spawn(process_id, job_id, script)
             case OpenLog(process_id, assign):
                 self._processes.open_log(process_id, assign)
             case Kill(process_id, reason):

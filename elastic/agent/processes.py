@@ -32,7 +32,7 @@ from elastic.agent.kernel import (
     status_of_zombie,
 )
 from elastic.agent.logs import Logs, OutputCopy, output_pipe
-from elastic.agent.zygote import Zygote, reap_adopted
+from elastic.agent.zygote import Wish, Zygote, reap_adopted
 from elastic.core.config import STACKS_SIGNAL
 from elastic.core.events.agent import (
     AgentEvent,
@@ -43,6 +43,7 @@ from elastic.core.events.agent import (
     SpawnFailed,
 )
 from elastic.core.messages import PROTOCOL, Assign, PipeToWorker
+from elastic.core.world import Entry
 from elastic.errors import ElasticError, PeerError, check
 from elastic.wire.async_pipe import AsyncPipe
 
@@ -143,9 +144,15 @@ class ChildProcesses:
         self._all_gone = asyncio.Event()
         self._all_gone.set()
 
-    def spawn(self, process_id: int) -> None:
-        """Start a spare; posts `ProcessStarted` or `SpawnFailed`, soon if not at once."""
-        if self._has_zygote and self._fork(process_id):
+    def spawn(self, process_id: int, job_id: str = "", script: Entry | None = None) -> None:
+        """Start a spare; posts `ProcessStarted` or `SpawnFailed`, soon if not at once.
+
+        Args:
+            process_id: its number.
+            job_id: of the job that it is for, "" for any.
+            script: whose first imports it is to have made, if that can be.
+        """
+        if self._has_zygote and self._fork(Wish.of(process_id, job_id, script)):
             return
         try:
             pid, ends = self._start(process_id)
@@ -239,16 +246,16 @@ class ChildProcesses:
 
     # ------------------------------------------------------------------------ start and end
 
-    def _fork(self, process_id: int) -> bool:
+    def _fork(self, wish: Wish) -> bool:
         """Ask the zygote for a spare, and start one in the first place; return whether it heard."""
         try:
             zygote = self._zygote = self._zygote or self._start_zygote()
             with self._ends() as (ends, theirs, output):
-                zygote.ask(process_id, theirs, output)
+                zygote.ask(wish, theirs, output)
         except OSError as error:
             log.warning("zygote_unusable error=%r: spares take longer to start", str(error))
             return False
-        self._births[process_id] = ends
+        self._births[wish.number] = ends
         return True
 
     def _start_zygote(self) -> Zygote:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import socket
 import struct
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from elastic.agent.kernel import process_state
+from elastic.core.world import Entry
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +30,39 @@ FIRST_BIRTH_S_MAX = 60.0
 """A zygote that has not answered by then is stuck; importing torch from a slow disk is not."""
 BIRTH_S_MAX = 5.0
 """The same for one that has answered before."""
+IMPORTS_S_MAX = 300.0
+"""More than that for the first process of a script, whose imports it makes; it gives up sooner."""
+SCRIPT_BYTES_MAX = 32_000
+"""Of what is told of a script, with its environment."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A spare that is asked for.
+
+    Attributes:
+        number: of it.
+        job_id: what its script belongs to.
+        script: JSON of the script whose imports it is to have made, "" for none.
+    """
+
+    number: int
+    job_id: str = ""
+    script: str = ""
+
+    @classmethod
+    def of(cls, number: int, job_id: str, entry: Entry | None) -> Wish:
+        """Return what is to be told of a spare; what is too much for a message is left out."""
+        if entry is None:
+            return cls(number)
+        folders = [entry.working_dir, *entry.python_path]
+        told = {"path": entry.target, "folders": folders, "env": dict(entry.env)}
+        text = json.dumps(told)
+        return cls(number, job_id, text) if len(text) <= SCRIPT_BYTES_MAX else cls(number)
+
+    def text(self) -> bytes:
+        """Return it as the zygote reads it: number, job and script, a space between each."""
+        return f"{self.number} {self.job_id} {self.script}".encode()
 
 
 def adopt_orphans() -> None:
@@ -120,14 +156,17 @@ class Zygote:
         """Return whether it has ended, and let go of its pid."""
         return self._popen.poll() is not None
 
-    def ask(self, number: int, pipe: socket.socket, output: int) -> None:
+    def ask(self, wish: Wish, pipe: socket.socket, output: int) -> None:
         """Have a spare forked that owns this end of a pipe, and prints here.
 
         Raises:
             OSError: it is gone, or so many are asked for that it does not hear.
         """
-        socket.send_fds(self._sock, [str(number).encode()], [pipe.fileno(), output])
-        self._waiting[number] = self._loop.call_later(self._patience_s, self._is_stuck, number)
+        socket.send_fds(self._sock, [wish.text()], [pipe.fileno(), output])
+        # It gives up imports that take too long, and forks without them.
+        patience_s = self._patience_s + (IMPORTS_S_MAX if wish.script else 0.0)
+        timer = self._loop.call_later(patience_s, self._is_stuck, wish.number)
+        self._waiting[wish.number] = timer
 
     def close(self) -> None:
         """Kill it; what it has forked lives on. It may take long to die, on a disk that hangs."""

@@ -175,8 +175,9 @@ class FailureConfig:
             the cloud, SIGTERM, `elastic drain`) before it fails; -1 for ever. A budget of its own:
             what happens on a node that was to leave is charged to nothing else.
         recovery: how a worker that lives comes into the next group. "auto": the gentlest way
-            that its code allows. "in_place": only under a loop over `train.epochs()`, which goes
-            on; the run fails where that cannot be. "reenter": the train function is called again
+            that its code allows: a loop over `train.epochs()` goes on, or is entered again where
+            the model is sharded; other code begins again in a new process. "in_place": only such a
+            loop; the run fails where that cannot be. "reenter": the train function is called again
             in the same process. "restart": a new process takes its place.
         hang_timeout_s: a worker that has not moved for so long, while all others wait for it, is
             killed and replaced, after the stacks of all were written to their logs; 0 for never.

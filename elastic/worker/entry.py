@@ -7,10 +7,7 @@ or what a failed attempt left half done, does not leak into the next one.
 
 from __future__ import annotations
 
-import ast
 import atexit
-import contextlib
-import importlib
 import importlib.util
 import inspect
 import logging
@@ -18,7 +15,7 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import SourceFileLoader
@@ -31,11 +28,9 @@ import cloudpickle
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
 from elastic.worker.error_file import error_file
+from elastic.worker.importing import import_ahead, put_first
 
 RUN_NAME = "__main__"
-INSTALLED = ("site-packages", "dist-packages")
-SHARED = frozenset({*sys.stdlib_module_names, "torch", "elastic"})
-"""Packages that are never a script's own."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], Call]:
                 f"({error.strerror}); every node needs it, shared or copied"
             ) from error
     for directory in reversed(entry.python_path):
-        _put_first(directory)
+        put_first(directory)
     if entry.kind is EntryKind.FUNCTION:
         sys.argv = [RUN_NAME]  # What its modules would read there are our own flags.
         _function_call(entry)  # An import error is known before the group forms.
@@ -105,9 +100,8 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], Call]:
     run: Callable[[], None]
     if entry.kind is EntryKind.SCRIPT:
         path = _script_path(entry)
-        folders.append(str(Path(path).parent))
         if imports_ahead:
-            _import_ahead(path, folders)
+            import_ahead(path, folders)
         run = partial(_run_script, path, entry.args)
     else:
         _check_module(entry)
@@ -129,12 +123,6 @@ def end_script() -> None:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-
-
-def _put_first(directory: str) -> None:
-    if directory in sys.path:
-        sys.path.remove(directory)
-    sys.path.insert(0, directory)
 
 
 def _function_call(entry: Entry) -> Call:
@@ -192,60 +180,8 @@ def _script_path(entry: Entry) -> str:
     return str(path)
 
 
-def _import_ahead(path: str, folders: list[str]) -> None:
-    """Import what the script imports first, while this worker's group still trains without it.
-
-    Otherwise a newcomer's imports, which take seconds, are a pause for all members. The script
-    runs its import statements all the same, and meets the errors that are passed over here.
-    Only installed packages, and only up to the first statement that does something: modules of the
-    script's own may look at their rank, at `sys.argv`, or at what is done before they are imported.
-    """
-    _put_first(str(Path(path).parent))
-    for name in _imported_first(path):
-        with contextlib.suppress(Exception, SystemExit):
-            spec = importlib.util.find_spec(name.partition(".")[0])
-            if spec is None:
-                continue
-            places = [spec.origin] if spec.has_location else spec.submodule_search_locations or []
-            if not is_of_script(name, places, folders):
-                importlib.import_module(name)
-
-
-def is_of_script(name: str, places: Iterable[str | None], folders: Iterable[str]) -> bool:
-    """Return whether a module belongs to a script, and is not installed.
-
-    Args:
-        name: of the module.
-        places: its file, or the folders of a package without one.
-        folders: of the script, and where it finds its modules.
-    """
-    if name.partition(".")[0] in SHARED:
-        return False
-    paths = [Path(place) for place in places if place is not None]
-    inside = [p for p in paths if not set(INSTALLED).intersection(p.parts)]
-    return any(path.is_relative_to(folder) for path in inside for folder in folders)
-
-
-def _imported_first(path: str) -> list[str]:
-    """Return the modules that a script imports before it does anything else."""
-    try:
-        tree = ast.parse(Path(path).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return []
-    names: list[str] = []
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            if node.module and not node.level:
-                names.append(node.module)
-        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-            break  # No text about the script.
-    return names
-
-
 def _run_script(path: str, args: tuple[str, ...]) -> None:
-    _put_first(str(Path(path).parent))
+    put_first(str(Path(path).parent))
     sys.argv = [path, *args]
     if Path(path).suffix != ".py":
         runpy.run_path(path, run_name=RUN_NAME)  # Compiled, or an archive.

@@ -2,7 +2,8 @@
 
 To import torch takes 3 s of a processor; a node whose workers are killed again and again would
 spend its time on that instead of training. The zygote has imported everything once, does nothing
-else, and forks on the agent's word: some 20 ms.
+else, and forks on the agent's word: some 20 ms. For a script's workers it forks a nursery first,
+which makes the script's imports, and forks in its place.
 
 Rule: it starts no thread and touches no accelerator, so that a fork of it is as good as a process
 started by itself. What it forks is handed to the agent, which is told to adopt orphans (a child
@@ -11,13 +12,19 @@ subreaper), and dies with the agent like any worker.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
+import select
 import signal
 import socket
 import struct
 import sys
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import click
 
@@ -31,42 +38,203 @@ from elastic.worker.main import (
     warm_up_here,
 )
 
+if TYPE_CHECKING:
+    from elastic.worker.nursery import Script
+
 BORN = struct.Struct("<qq")
 """An answer: the number that was asked for, and the pid, or minus the error's number."""
 ADOPTION_PAUSE_S = 0.0005
+REQUEST_BYTES_MAX = 192_000
+"""More than the agent tells of a script, and than the names of all modules that one imports."""
+IMPORTS_S = 120.0
+"""A script's imports that take longer are left to its workers."""
+NURSERIES_MAX = 2
+"""Scripts whose imports are kept: those that run now, as a rule."""
 
 
-def serve(sock: socket.socket) -> int:
-    """Fork whenever the agent asks; returns in the forked ones only.
+@dataclass
+class Nursery:
+    """A fork that makes a script's imports and forks its workers; see `nursery`.
 
-    Args:
-        sock: to the agent. A request is a number, with a pipe's end and an output as descriptors.
-
-    Returns:
-        The end of the pipe to the agent.
+    Attributes:
+        sock: to it; None once it is gone, or of no use: its workers are forked here.
+        gives_up_at: when its imports have taken too long; None once they are made.
+        waiting: the ends that it was sent of workers that it has not forked yet, by number.
     """
-    while True:
-        request, descriptors, _, _ = socket.recv_fds(sock, 64, 2)
+
+    script: Script
+    sock: socket.socket | None = None
+    pid: int = 0
+    gives_up_at: float | None = None
+    waiting: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def end(self) -> None:
+        """Let it go; its workers live on."""
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+class Zygote:
+    """Forks whenever the agent asks."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Begin without nurseries.
+
+        Args:
+            sock: to the agent. A request is `agent.zygote.Wish.text`, with a pipe's end and an
+                output as descriptors.
+        """
+        self._sock = sock
+        self._nurseries: dict[str, Nursery] = {}
+
+    def serve(self) -> int:
+        """Fork for ever; returns in the forked ones only.
+
+        Returns:
+            The end of the pipe to the agent.
+        """
+        while True:
+            for sock in self._wait():
+                pipe_fd = self._ask() if sock is self._sock else self._hear(sock)
+                if pipe_fd is not None:
+                    return pipe_fd
+            for nursery in list(self._nurseries.values()):
+                late = nursery.gives_up_at
+                if late is not None and time.monotonic() >= late:
+                    pipe_fd = self._is_gone(nursery)
+                    if pipe_fd is not None:
+                        return pipe_fd
+
+    def _wait(self) -> list[socket.socket]:
+        """Return who has something to say, none if an import has taken too long."""
+        socks = [n.sock for n in self._nurseries.values() if n.sock is not None]
+        moments = [n.gives_up_at for n in self._nurseries.values() if n.gives_up_at is not None]
+        timeout = max(0.0, min(moments) - time.monotonic()) if moments else None
+        return select.select([self._sock, *socks], [], [], timeout)[0]
+
+    def _ask(self) -> int | None:
+        """Take a request; returns the end of its pipe in the process that it asked for."""
+        request, descriptors, _, _ = socket.recv_fds(self._sock, REQUEST_BYTES_MAX, 2)
         if not request:
             os._exit(EXIT_AGENT_GONE)
+        number, job, script = request.decode().split(" ", 2)
         pipe_fd, output_fd = descriptors
+        if not job:
+            return self._fork_here(int(number), pipe_fd, output_fd)
+        nursery = self._nurseries.get(job)
+        if nursery is None:
+            nursery = self._nurseries[job] = Nursery(_read(script))
+            if (end := self._begin(nursery)) is not None:
+                return end
+            for old in [*self._nurseries][:-NURSERIES_MAX]:
+                if not self._nurseries[old].waiting:
+                    self._nurseries.pop(old).end()
+        nursery.waiting[int(number)] = pipe_fd, output_fd
+        return self._pass_on(nursery, [int(number)])
+
+    def _begin(self, nursery: Nursery) -> int | None:
+        """Fork a nursery; returns the end of a pipe in workers that it forks."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        nursery.pid = os.fork()
+        if nursery.pid == 0:
+            die_with_parent()
+            name_process("elastic-nursery")
+            ours.close()
+            self._let_go()
+            from elastic.worker.nursery import grow
+
+            grow(nursery.script, theirs)
+            theirs.send(BORN.pack(0, 0))
+            self._sock, self._nurseries = theirs, {}
+            return self.serve()
+        theirs.close()
+        nursery.sock = ours
+        nursery.gives_up_at = time.monotonic() + IMPORTS_S
+        return None
+
+    def _pass_on(self, nursery: Nursery, numbers: Iterable[int]) -> int | None:
+        """Have a nursery fork workers; or do it here, if there is none."""
+        for number in numbers:
+            if nursery.sock is not None:
+                with contextlib.suppress(OSError):  # Its end is heard of in a moment.
+                    descriptors = nursery.waiting[number]
+                    socket.send_fds(nursery.sock, [f"{number}  ".encode()], descriptors)
+            else:
+                pipe_fd = self._fork_here(number, *nursery.waiting.pop(number))
+                if pipe_fd is not None:
+                    return pipe_fd
+        return None
+
+    def _hear(self, sock: socket.socket) -> int | None:
+        """Take what a nursery says: its imports are made, a worker is born, or it is of no use."""
+        (nursery,) = [one for one in self._nurseries.values() if one.sock is sock]
+        try:
+            answer = sock.recv(REQUEST_BYTES_MAX)
+        except OSError:
+            answer = b""
+        if len(answer) == BORN.size:
+            nursery.gives_up_at = None
+            number, _ = BORN.unpack(answer)
+            if number:
+                for fd in nursery.waiting.pop(number):
+                    os.close(fd)
+                self._sock.send(answer)
+            return None
+        modules = tuple(json.loads(answer)) if answer else ()
+        if not modules or nursery.script.modules:
+            return self._is_gone(nursery)
+        nursery.end()
+        nursery.script = replace(nursery.script, modules=modules)
+        if (pipe_fd := self._begin(nursery)) is not None:
+            return pipe_fd
+        return self._pass_on(nursery, list(nursery.waiting))
+
+    def _is_gone(self, nursery: Nursery) -> int | None:
+        print(f"the imports of {nursery.script.path} are left to its workers", file=sys.stderr)
+        nursery.end()
+        nursery.gives_up_at = None
+        return self._pass_on(nursery, list(nursery.waiting))
+
+    def _let_go(self) -> None:
+        """A fork that is no zygote keeps nothing of what we speak with, or hold for others."""
+        self._sock.close()
+        for nursery in self._nurseries.values():
+            if nursery.sock is not None:
+                nursery.sock.close()
+            for descriptors in nursery.waiting.values():
+                for fd in descriptors:
+                    os.close(fd)
+
+    def _fork_here(self, number: int, pipe_fd: int, output_fd: int) -> int | None:
+        """Fork a worker and tell of it; returns the end of its pipe in the worker."""
         reading, writing = os.pipe()
         pid = _fork(writing)
         if pid == 0:
-            for number in (1, 2):
-                os.dup2(output_fd, number)
-            for number in (output_fd, reading, writing):
-                os.close(number)
-            sock.close()
+            for fd in (1, 2):
+                os.dup2(output_fd, fd)
+            for fd in (output_fd, reading, writing):
+                os.close(fd)
+            self._let_go()
             return pipe_fd
-        for number in (pipe_fd, output_fd, writing):
-            os.close(number)
+        for fd in (pipe_fd, output_fd, writing):
+            os.close(fd)
         # Once the one between us is waited for, the agent has adopted what it forked.
         answer = os.read(reading, 32)
         os.close(reading)
         if pid > 0:
             os.waitpid(pid, 0)
-        sock.send(BORN.pack(int(request), int(answer or -errno.ECHILD)))
+        self._sock.send(BORN.pack(number, int(answer or -errno.ECHILD)))
+        return None
+
+
+def _read(script: str) -> Script:
+    from elastic.worker.nursery import Script
+
+    return Script.read(script)
 
 
 def _fork(writing: int) -> int:
@@ -115,10 +283,11 @@ def main(socket_fd: int, protocol: str) -> None:
     import numpy as np
 
     import elastic.worker.control
+    import elastic.worker.nursery
     import elastic.worker.runner  # noqa: F401
 
     started_with = warm_up_here()
-    pipe_fd = serve(sock)
+    pipe_fd = Zygote(sock).serve()
     np.random.seed()  # As Python's own does after a fork; or all would draw the same.
     be_worker(pipe_fd, started_with)
 

@@ -19,7 +19,7 @@ from elastic.agent.processes import WORKER_COMMAND, ZYGOTE_COMMAND, ChildProcess
 from elastic.agent.zygote import PR_SET_CHILD_SUBREAPER
 from elastic.core.events.agent import ProcessExited, ProcessSaid, ProcessStarted, SpawnFailed
 from elastic.core.messages import Ping, Pong, Warm
-from elastic.core.world import ExitCause, ExitKind
+from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind
 from elastic.worker.main import EXIT_REPLACED
 from tests.integration.test_agent_processes import ECHO, ENV, Events, wait_until
 from tests.patience import DEADLINE_S
@@ -146,6 +146,34 @@ async def test_forked_spares_are_our_children_and_answer(tmp_path: Path) -> None
         assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9, "SIGKILL")
         await wait_until(lambda: not Path(f"/proc/{pids[1]}").exists())
         assert node.processes.pids() == {1: pids[0], 3: pids[2]}
+
+
+IMPORTED = """
+import os
+with open(__file__ + ".pids", "a") as file:
+    file.write(f"{os.getpid()} ")
+"""
+
+
+async def test_spares_of_a_script_have_its_imports_and_do_without_if_those_fail(
+    tmp_path: Path,
+) -> None:
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "costly.py").write_text(IMPORTED)
+    (installed / "deadly.py").write_text("import os; os._exit(1)")
+    async with running(tmp_path) as node:
+        for number, name in enumerate(("costly", "costly", "deadly"), 1):
+            (tmp_path / f"{name}.txt").write_text(f"import {name}")
+            entry = Entry(
+                EntryKind.SCRIPT, str(tmp_path / f"{name}.txt"), python_path=(str(installed),)
+            )
+            node.processes.spawn(number, name, entry)
+            pid = await node.is_warm(number)
+            assert (parent_of(pid), os.getsid(pid)) == (os.getpid(), pid)
+            assert name_of(pid) == "elastic-worker"
+    (nursery,) = (installed / "costly.py.pids").read_text().split()
+    await wait_until(lambda: process_state(int(nursery)) in ("Z", ""))
 
 
 @pytest.mark.slow

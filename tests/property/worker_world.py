@@ -185,8 +185,8 @@ class WorkerWorld(RuleBasedStateMachine):
     # ------------------------------------------------------------ the main thread
 
     @precondition(lambda self: self.main is not None and self.exit is None)
-    @rule()
-    def the_main_thread_succeeds(self) -> None:
+    @rule(loops=st.sampled_from([True, True, False]))
+    def the_main_thread_succeeds(self, loops: bool) -> None:
         """Setting up and forming work; a boundary is where training is left, if at all."""
         order = self.main
         if isinstance(order, we.EnterTrain):
@@ -200,6 +200,8 @@ class WorkerWorld(RuleBasedStateMachine):
         effects = self.step(we.GroupFormed(generation))
         assert (we.AbortGroup(generation) in effects) == unwanted, "an unwanted group is dropped"
         assert self.trains_in(generation) != unwanted
+        if loops and not unwanted:
+            self.step(we.LoopMoved(inside=True))
 
     @precondition(lambda self: self.main is not None and self.exit is None)
     @rule(data=st.data())
@@ -253,7 +255,10 @@ class WorkerWorld(RuleBasedStateMachine):
         assert len(self.formed) == len(set(self.formed))
 
     def teardown(self) -> None:
-        """From anywhere, a newer announcement is joined as soon as the main thread is free."""
+        """From anywhere, a newer announcement is joined as soon as the main thread is free.
+
+        Not by a script that has begun: its process is spent, and is ended from outside.
+        """
         self.the_agent_assigns()
         self.highest += 3
         self.step(we.AgentTold(announce(ME, self.highest)))
@@ -269,4 +274,5 @@ class WorkerWorld(RuleBasedStateMachine):
                 assert order.assignment.generation in self.cut, "nobody freed the main thread"
                 left = we.TrainLeft(order.assignment.generation, at_boundary=False)
                 self.step(left)
-        assert self.exit is not None or self.trains_in(self.highest)
+        is_spent = bool(self.reports) and self.reports[-1].spent
+        assert self.exit is not None or self.trains_in(self.highest) or is_spent

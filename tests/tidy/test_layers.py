@@ -89,6 +89,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/train/here.py": "a run in the user's process puts back what it has set",
     "elastic/train/overruled.py": "a worker's own variables say how large its job may be",
     "elastic/worker/error_file.py": "names the file that torch's @record writes, for each run",
+    "elastic/worker/nursery.py": "notices what asks for a worker's place while it is imported",
     "elastic/worker/ahead.py": "notices when user code asks for its place before there is one",
     "elastic/client/embedded.py": "hands on what is not said of the daemons of other clusters",
     "elastic/testing/local_cluster.py": "hands its own environment on to the daemons it starts",

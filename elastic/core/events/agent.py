@@ -15,6 +15,7 @@ from elastic.core.messages import (
     PipeToWorker,
 )
 from elastic.core.world import (
+    Entry,
     ExitCause,
     HeldCopy,
     JobId,
@@ -169,11 +170,21 @@ class SendCoordinator:
     message: AgentMessage
 
 
+ANY_JOB = JobId("")
+
+
 @dataclass(frozen=True)
 class Spawn:
-    """Start a spare process under this number (numbers are never reused)."""
+    """Start a spare process under this number (numbers are never reused).
+
+    Attributes:
+        job_id: the job that it is for, "" for a process that any may have.
+        script: of that job; what it imports first is to be imported already.
+    """
 
     process_id: int
+    job_id: JobId = ANY_JOB
+    script: Entry | None = None
 
 
 @dataclass(frozen=True)

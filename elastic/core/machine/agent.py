@@ -265,8 +265,8 @@ class AgentMachine:
         self._spare_holders()
         books.processes.turn(
             books.now_ns,
-            waiting=len(books.workers.waiting()),
-            num_spares=0 if books.is_leaving() else books.config.num_spares,
+            waiting=[worker.spec for worker in books.workers.waiting()],
+            spares=[] if books.is_leaving() else [books.workers.newest] * books.config.num_spares,
         )
         self._give_up_waiting()
         books.copies.turn(books.now_ns, is_registered=books.connection.is_registered())
@@ -333,9 +333,9 @@ class AgentMachine:
         """Give each warm spare to the worker that has waited longest."""
         books = self._books
         for worker in books.workers.waiting():
-            process = books.processes.take_warm()
+            process = books.processes.take_warm(worker.spec)
             if process is None:
-                return
+                continue
             held, worker.held = worker.held, ()
             assign = books.workers.assign(worker, process.process_id, process.pid, books.node.host)
             books.processes.assign(process, assign, books.now_ns)

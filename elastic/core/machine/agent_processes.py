@@ -6,17 +6,18 @@ sent to a process that has not started or is gone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from elastic.core.config import AgentConfig, ns
-from elastic.core.events.agent import AgentEffect, Kill, OpenLog, SendProcess, Spawn
+from elastic.core.config import AgentConfig, JobSpec, ns
+from elastic.core.events.agent import ANY_JOB, AgentEffect, Kill, OpenLog, SendProcess, Spawn
 from elastic.core.machine.agent_spawning import SpawnBackoff
 from elastic.core.machine.story import note
 from elastic.core.machine.transitions import PROCESS, ProcessPhase, check_move
 from elastic.core.messages import Assign, Ping, PipeToWorker, Stop
 from elastic.core.policy.failure import STOPPED
-from elastic.core.world import ExitCause, ExitKind, WorkerId
+from elastic.core.world import EntryKind, ExitCause, ExitKind, JobId, WorkerId
 
 WARM_UP_S_MAX = 300.0
 """A spare that has not imported torch by then never will; a cold network disk needs a minute."""
@@ -41,6 +42,7 @@ class Process:
 
     Attributes:
         spawned_ns: when it was asked for.
+        job_id: the job whose script's imports it has made, and for which alone it is; "" for any.
         worker_id: whose it is, None for a spare.
         end: why we end it, None as long as we do not; decides what its exit counts as.
         kill_at_ns: when it is killed if it still lives: too slow to warm up, or to stop.
@@ -54,6 +56,7 @@ class Process:
     spawned_ns: int
     phase: ProcessPhase = ProcessPhase.SPAWNING
     pid: int = 0
+    job_id: JobId = ANY_JOB
     worker_id: WorkerId | None = None
     end: ExitCause | None = None
     kill_at_ns: int | None = None
@@ -145,12 +148,11 @@ class Processes:
 
     # ------------------------------------------------------------ what we do with them
 
-    def take_warm(self) -> Process | None:
-        """Return the spare that has been there longest, None if no one is warm."""
-        for process in self._all.values():
-            if process.phase is ProcessPhase.WARM:
-                return process
-        return None
+    def take_warm(self, spec: JobSpec) -> Process | None:
+        """Return a warm spare for a job, one of its own before any other; None if there is none."""
+        warm = [process for process in self._all.values() if process.phase is ProcessPhase.WARM]
+        fitting = [process for process in warm if process.job_id in ("", spec.job_id)]
+        return max(fitting, key=lambda process: process.job_id, default=None)
 
     def assign(self, process: Process, assign: Assign, now_ns: int) -> None:
         """Make a warm spare a worker."""
@@ -191,18 +193,21 @@ class Processes:
 
     # ------------------------------------------------------------ time
 
-    def turn(self, now_ns: int, *, waiting: int, num_spares: int) -> None:
+    def turn(
+        self, now_ns: int, *, waiting: Sequence[JobSpec], spares: Sequence[JobSpec | None]
+    ) -> None:
         """Kill what is overdue, ping what works, and keep as many spares as are wanted.
 
         Args:
             now_ns: monotonic.
-            waiting: workers that have no process yet; each takes the next that is warm.
-            num_spares: processes wanted beside those; they are not replaced while spawning fails.
+            waiting: jobs of workers that have no process yet; each takes one that is warm.
+            spares: processes wanted beside those, and for which job, None for any; they are not
+                replaced while spawning fails.
         """
         for process in self.all():
             self._end_overdue(process, now_ns)
         self._ping(now_ns)
-        self._balance(now_ns, waiting, num_spares)
+        self._balance(now_ns, waiting, spares)
 
     def forgive(self, late_ns: int) -> None:
         """This agent itself did not run for so long: no process is to blame for it."""
@@ -271,24 +276,42 @@ class Processes:
                 process.silent_since_ns = now_ns
             self.send(process, Ping(process.num_pings))
 
-    def _balance(self, now_ns: int, waiting: int, num_spares: int) -> None:
+    def _balance(
+        self, now_ns: int, waiting: Sequence[JobSpec], spares: Sequence[JobSpec | None]
+    ) -> None:
         """Spawn what is missing; end spares that nobody is going to need."""
         idle = [process for process in self._all.values() if process.phase in UNASSIGNED]
-        idle.sort(key=lambda p: (p.phase is ProcessPhase.WARM, -p.process_id))
-        surplus = [p for p in idle if p.phase in KILLABLE][
-            : max(0, len(idle) - waiting - num_spares)
-        ]
-        for process in surplus:
-            self.kill(process, ExitCause(ExitKind.STOPPED, detail="more spares than are wanted"))
-        wanted = waiting if self.spawning.has_given_up() else waiting + num_spares
-        missing = wanted - len(idle)
-        self._spawn_at_ns = self.spawning.not_before_ns if missing > 0 else None
-        if missing > 0 and now_ns >= self.spawning.not_before_ns:
+        idle.sort(key=lambda p: (-UNASSIGNED.index(p.phase), not p.job_id, p.process_id))
+        missing: list[JobSpec | None] = []
+        for spec in waiting:
+            found = [process for process in idle if process.job_id in ("", spec.job_id)][:1]
+            idle = [process for process in idle if process not in found]
+            missing += [] if found else [spec]
+        for wanted in spares:
+            job_id = script_job(wanted)
+            found = [process for process in idle if process.job_id == job_id][:1]
+            idle = [process for process in idle if process not in found]
+            missing += [] if found or self.spawning.has_given_up() else [wanted]
+        for process in idle:
+            if process.phase in KILLABLE:
+                self.kill(process, ExitCause(ExitKind.STOPPED, detail="no such spare is wanted"))
+        self._spawn_at_ns = self.spawning.not_before_ns if missing else None
+        if missing and now_ns >= self.spawning.not_before_ns:
             self._spawn_at_ns = None
-            for _ in range(missing):
-                self._num_spawned += 1
-                self._all[self._num_spawned] = Process(self._num_spawned, now_ns)
-                self._out.append(Spawn(self._num_spawned))
+            for spec_or_none in missing:
+                self._spawn(spec_or_none, now_ns)
+
+    def _spawn(self, spec: JobSpec | None, now_ns: int) -> None:
+        self._num_spawned += 1
+        number, job_id = self._num_spawned, script_job(spec)
+        self._all[number] = Process(number, now_ns, job_id=job_id)
+        self._out.append(Spawn(number, job_id, spec.entry if spec is not None and job_id else None))
+
+
+def script_job(spec: JobSpec | None) -> JobId:
+    """Return the job for which a spare can make imports ahead: that of a script; "" for none."""
+    is_script = spec is not None and spec.entry.kind is EntryKind.SCRIPT
+    return spec.job_id if spec is not None and is_script else ANY_JOB
 
 
 def judge_exit(process: Process, cause: ExitCause) -> ExitCause:

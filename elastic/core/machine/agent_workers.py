@@ -136,10 +136,15 @@ class Devices:
 
 
 class Workers:
-    """The book of workers, in the order in which they came."""
+    """The book of workers, in the order in which they came.
+
+    Attributes:
+        newest: the job of the one that came last, whose next one is likely to be of the same.
+    """
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         """Begin empty."""
+        self.newest: JobSpec | None = None
         self.devices = Devices(devices)
         self._book: dict[WorkerId, Worker] = {}
         # Until when each may wait.
@@ -168,6 +173,7 @@ class Workers:
     def enter(self, order: StartWorker) -> Worker:
         """Take a worker into the book; its fate will be told."""
         report = WorkerReport(order.worker_id, order.spec.job_id, WorkerPhase.STARTING)
+        self.newest = order.spec
         worker = self._book[order.worker_id] = Worker(order.spec, report, order.ahead)
         self.tell(worker)
         return worker

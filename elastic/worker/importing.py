@@ -1,0 +1,75 @@
+"""What a script imports first, imported before it runs.
+
+Only installed packages, and only up to the first statement that does something: modules of the
+script's own may look at their rank, at `sys.argv`, or at what is done before they are imported. The
+script runs its import statements all the same, and meets the errors that are passed over here.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+INSTALLED = ("site-packages", "dist-packages")
+SHARED = frozenset({*sys.stdlib_module_names, "torch", "elastic"})
+"""Packages that are never a script's own."""
+
+
+def put_first(directory: str) -> None:
+    """Have modules looked for in a directory before all others."""
+    if directory in sys.path:
+        sys.path.remove(directory)
+    sys.path.insert(0, directory)
+
+
+def import_ahead(path: str, folders: Sequence[str]) -> None:
+    """Import what a script imports first.
+
+    Args:
+        path: of the script.
+        folders: where it finds modules of its own, beside those in its own folder.
+    """
+    own = str(Path(path).parent)
+    put_first(own)
+    for name, parts in _imported_first(path):
+        with contextlib.suppress(Exception, SystemExit):
+            spec = importlib.util.find_spec(name.partition(".")[0])
+            if spec is None:
+                continue
+            places = [spec.origin] if spec.has_location else spec.submodule_search_locations or []
+            if not _is_of_script(name, places, [*folders, own]):
+                module = importlib.import_module(name)
+                for part in parts:  # Some packages import their parts when they are asked for.
+                    getattr(module, part, None)
+
+
+def _imported_first(path: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the modules that a script imports before it does anything else, and what of them."""
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            found += [(alias.name, ()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.module and not node.level:
+                found.append((node.module, tuple(alias.name for alias in node.names)))
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            break  # No text about the script.
+    return found
+
+
+def _is_of_script(name: str, places: Iterable[str | None], folders: Iterable[str]) -> bool:
+    """Return whether a module belongs to a script, and is not installed."""
+    if name.partition(".")[0] in SHARED:
+        return False
+    paths = [Path(place) for place in places if place is not None]
+    inside = [p for p in paths if not set(INSTALLED).intersection(p.parts)]
+    return any(path.is_relative_to(folder) for path in inside for folder in folders)
