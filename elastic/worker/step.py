@@ -228,7 +228,7 @@ class StepEngine(Preparing):
                 self._due.end()
                 self.logbook.commit_step()  # The loop was left after a step.
             self.state.put_late()
-            self._phase, self._batch = Phase.OUTSIDE, None
+            self._phase, self._batch, self._ends = Phase.OUTSIDE, None, False
             self._padding.forget()
             self._forget_step()
             if self._reducer is not None:
@@ -262,12 +262,12 @@ class StepEngine(Preparing):
 
     def add_up(self, values: Mapping[str, Any]) -> None:
         """Add these up over the micro-batches of the step at hand; see `Step.add`."""
-        if self._batch is not None and self._batch.count:
-            self.logbook.add_up(values)
+        if self._batch is not None:
+            self.logbook.add_up(values, counts=self._batch.count > 0)
 
     def end_epoch(self) -> None:
         """Let the step at hand be the epoch's last one; see `Step.end_epoch`."""
-        self._ends = True
+        self._ends = self._phase is not Phase.OUTSIDE  # Without a step at hand it is over already.
 
     def skip(self) -> None:
         """Let the step at hand count without any optimizer's; see `Step.skip`."""
@@ -297,7 +297,6 @@ class StepEngine(Preparing):
         if self._passed == self._epoch:
             raise complaints.read_again(self._epoch)
         self.state.check_known(self._units)
-        self._ends = False
         self._loader, self.data = loader, loader.epochs
         self._keeper.check_data(loader.epochs, self.cursor)
         self._deal()

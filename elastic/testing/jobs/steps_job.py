@@ -247,8 +247,9 @@ def trace(
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    **more: Any,
 ) -> None:
-    """Append what the step that was just committed has made of the state."""
+    """Append what the step that was just committed has made of the state, and of more."""
     context = train.get_context()
     line = {
         "epoch": context.get_epoch(),
@@ -258,6 +259,7 @@ def trace(
         "optimizers": digest({i: one.state_dict()["state"] for i, one in enumerate(optimizers)}),
         "scheduler": scheduler and json.dumps(scheduler.state_dict(), default=str, sort_keys=True),
         "random": digest({"torch": torch.get_rng_state()}),
+        **more,
     }
     Path(directory).mkdir(parents=True, exist_ok=True)
     path = Path(directory, f"{os.getpid()}.jsonl")
