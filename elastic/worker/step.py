@@ -100,7 +100,7 @@ class StepEngine(Preparing):
         # Where each member of this group runs code of its own next; and our reports in it.
         self._places: tuple[Cursor, ...] = ()
         self._reports, self._due, self._padding = ReportPlaces(), DueSteps(), Padding()
-        self._values = StepValues(None)
+        self._values, self._by_steps = StepValues(None), False
         self._asked: list[torch.optim.Optimizer] = []  # To step, in this iteration.
         self._stack, self.at_close = ExitStack(), ExitStack()
 
@@ -190,6 +190,7 @@ class StepEngine(Preparing):
         Raises:
             UsageError: not inside the loop over epochs, or while another loader is read.
         """
+        self._by_steps = False
         return self._iterations(loader, lambda: self._open_iteration(loader))
 
     def steps(self, loader: MicroBatches, moved: Callable[[Any], Any]) -> Iterator[Step]:
@@ -202,6 +203,7 @@ class StepEngine(Preparing):
         Raises:
             UsageError: as `micro_batches`, or a step was not computed or not stepped.
         """
+        self._by_steps = True
         return self._iterations(loader, lambda: Step(self, loader, moved))
 
     def _iterations(self, loader: MicroBatches, give: Callable[[], T]) -> Iterator[T]:
@@ -273,6 +275,10 @@ class StepEngine(Preparing):
         """Let the step at hand count without any optimizer's; see `Step.skip`."""
         if self._phase is Phase.SETTLED:
             self._commit()
+
+    def takes_closures(self) -> bool:
+        """Return whether a step is at hand that its receiver has not begun to compute."""
+        return self._by_steps and self._phase is Phase.OUTSIDE
 
     def has_computed(self) -> bool:
         """Return whether we have done all of the step at hand that needs other ranks."""
