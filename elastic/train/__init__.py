@@ -67,7 +67,7 @@ _HOME = {
     "steps": "loop",
     "working": "session",
 }
-_SUBMODULES = ("collective", "torch")
+_SUBMODULES = ("accelerate", "collective", "huggingface", "lightning", "torch")
 
 __all__ = [
     "Checkpoint",

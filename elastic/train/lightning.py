@@ -117,7 +117,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         """
         del named
         super().__init__(device=get_device())
-        self._options = {"global_batch_size": global_batch_size, "weigh": weigh}
+        self._global_batch_size, self._weigh = global_batch_size, weigh
         self._accumulated = 1
         self._fit: _Fit | None = None
         self.take_place()
@@ -128,7 +128,8 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         """Take this worker's rank, as it is now; the first one writes, and shows progress."""
         context = require_context("RayDDPStrategy")
         self.global_rank, self.local_rank = _rank(), context.local_rank
-        rank_zero_only.rank = rank_zero_only_here.rank = self.global_rank
+        for one in (rank_zero_only, rank_zero_only_here):
+            vars(one)["rank"] = self.global_rank
         return self.global_rank
 
     @property
@@ -172,12 +173,12 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
                 f"RayDDPStrategy: train_dataloaders is a {type(dataloader).__name__}: expected one "
                 f"torch.utils.data.DataLoader that is not prepared"
             )
-        size = self._options["global_batch_size"]
+        size = self._global_batch_size
         if size is None and dataloader.batch_size is not None:
             workers = require_context("RayDDPStrategy").max_workers
             size = dataloader.batch_size * self._accumulated * workers
         prepared = prepare_data_loader(
-            dataloader, global_batch_size=size, weigh=self._options["weigh"], move_to_device=False
+            dataloader, global_batch_size=size, weigh=self._weigh, move_to_device=False
         )
         if self._fit is None:
             self._fit = _Fit(trainer, self)
@@ -405,7 +406,7 @@ class _Fit:
         total = fit.max_epochs if fit.max_epochs not in (None, -1) else sys.maxsize
         self._epochs = engine.epochs(total, trainer.current_epoch)
         self._epoch = next(self._epochs, sys.maxsize)
-        progress = fit.epoch_progress.current
+        progress: Any = fit.epoch_progress.current
         progress.ready = progress.started = progress.processed  # It is begun by the loop.
         self._take_place(begins=True)
 

@@ -105,18 +105,19 @@ class Watch(TrainerCallback):
 class Struck(LlamaForCausalLM):
     """A model in which ranks are struck."""
 
-    watch: Watch
+    watch: Watch | None
 
     @functools.wraps(LlamaForCausalLM.forward)  # The Trainer looks for names of labels there.
     def forward(self, *args: Any, **named: Any) -> Any:
         """Compute the loss."""
-        if self.training:
-            time.sleep(self.watch.config["pace"])  # Stands for a model that takes longer.
-            train.log(over=float(is_over(self.watch.config)))
-            self.watch.orders.at("forward")
+        watch = self.watch if self.training else None
+        if watch is not None:
+            time.sleep(watch.config["pace"])  # Stands for a model that takes longer.
+            train.log(over=float(is_over(watch.config)))
+            watch.orders.at("forward")
         outputs = super().forward(*args, **named)
-        if self.training:
-            self.watch.orders.at("backward")
+        if watch is not None:
+            watch.orders.at("backward")
         return outputs
 
 
@@ -127,7 +128,8 @@ def build(config: dict, **options: Any) -> Trainer:
     model = Struck(
         LlamaConfig(
             vocab_size=len(read), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-            num_attention_heads=2, max_position_embeddings=64, attention_dropout=0.1,
+            num_attention_heads=2, max_position_embeddings=64,
+            attention_dropout=config.get("dropout", 0.1),
             pad_token_id=read.pad_token_id,
         )
     )  # fmt: skip

@@ -50,7 +50,10 @@ class Struck(BoringModel):
     def __init__(self, config: dict) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer = Transformer(vocab_size=128, ninp=16, nhead=2, nhid=16, nlayers=1, dropout=0.1)
+        self.layer = Transformer(
+            vocab_size=128, ninp=16, nhead=2, nhid=16, nlayers=1,
+            dropout=config.get("dropout", 0.1),
+        )  # fmt: skip
         self.config, self.orders = config, Orders(config["orders"])
 
     def _loss(self, batch: Any) -> torch.Tensor:
@@ -90,9 +93,6 @@ class Struck(BoringModel):
 class Watch(Callback):
     """Traces every step, and stops when the job may end."""
 
-    def on_before_zero_grad(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
-        """Be there: hooks are called as in a plain loop."""
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -131,7 +131,11 @@ def build(config: dict, **options: Any) -> tuple[Trainer, Struck, list[DataLoade
         "callbacks": [Watch(), EarlyStopping("val_loss", patience=10**9)],
     }
     loaders = [
-        DataLoader(Bytes(SAMPLES), batch_size=MICRO_BATCH, shuffle=config.get("shuffle", True)),
+        DataLoader(
+            Bytes(config.get("samples", SAMPLES)),
+            batch_size=MICRO_BATCH,
+            shuffle=config.get("shuffle", True),
+        ),
         DataLoader(Bytes(4), batch_size=2),
     ]
     return Trainer(**(stock | options)), Struck(config), loaders

@@ -17,7 +17,11 @@ from elastic.testing.local_cluster import LocalCluster
 from elastic.testing.traces import Reference
 from tests.chaos.struck import PLACES, WORKERS, Run, assert_kept
 
-JOBS = {"lightning": "lightning_job.py", "transformers": "hf_job.py"}
+JOBS = {
+    "accelerate": "accelerate_job.py",
+    "lightning": "lightning_job.py",
+    "transformers": "hf_job.py",
+}
 
 
 @pytest.mark.parametrize("library", JOBS)
