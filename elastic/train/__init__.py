@@ -92,7 +92,7 @@ _ERRORS = {
     "WorkerGroupError": "WorkerGroupError",
 }
 """Ray's names for what the runtime raises."""
-_SUBMODULES = ("collective", "torch")
+_SUBMODULES = ("accelerate", "collective", "huggingface", "lightning", "torch")
 __all__ = [
     "BackendConfig",
     "Checkpoint",

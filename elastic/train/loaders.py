@@ -254,6 +254,13 @@ class PreparedLoader:
             )
         return engine.steps(self._micro_batches(engine), self._on_device)
 
+    def steps_per_epoch(self) -> int:
+        """Return the optimizer steps of an epoch; 0 where that is known only once it is over."""
+        engine = require_context("steps_per_epoch").engine
+        if engine is None:
+            raise UsageError("steps_per_epoch: this train function runs without a step engine")
+        return self._micro_batches(engine).steps_of(engine.cursor.epoch)
+
     def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             yield self._on_device(batch)

@@ -30,17 +30,17 @@ _join: Callable[[], Any] | None = None
 
 
 class _Environ(os._Environ):  # type: ignore[type-arg]
-    """`os.environ` of a process without a place."""
+    """`os.environ` of a process without a place; to join makes it a plain one, also in here."""
 
     def __getitem__(self, key: str) -> str:
         if key in PLACE:
             _join_first()
-        return str(super().__getitem__(key))
+        return str(os._Environ.__getitem__(self, key))
 
     def __contains__(self, key: object) -> bool:
         if key in PLACE:
             _join_first()
-        return super().__contains__(key)
+        return os._Environ.__contains__(self, key)
 
 
 def _join_first() -> None:

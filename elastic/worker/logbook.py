@@ -45,9 +45,14 @@ class Logbook:
         self.latest: dict[str, float] = {}
         self.sums: dict[str, float] = {}
 
-    def add_up(self, values: Mapping[str, Any]) -> None:
-        """Note values of one micro-batch that are added up rather than averaged."""
-        self.add({SUM + name: value for name, value in values.items()}, 1.0)
+    def add_up(self, values: Mapping[str, Any], *, counts: bool) -> None:
+        """Note values of one micro-batch that are added up rather than averaged.
+
+        Args:
+            values: names to numbers, or tensors of one element.
+            counts: the micro-batch has samples; names are told without, too.
+        """
+        self.add({SUM + name: value for name, value in values.items()}, float(counts))
 
     def add(self, values: Mapping[str, Any], weight: float) -> None:
         """Note values of one micro-batch.

@@ -53,6 +53,10 @@ class Steps(Protocol):
         """Do the step, or note that it is due, or nothing."""
         ...
 
+    def takes_closures(self) -> bool:
+        """Return whether a step that is not computed yet is at hand, as a whole."""
+        ...
+
     def is_due(self, optimizer: Any) -> bool:
         """Return whether the gradients of this optimizer are those that it steps with.
 
@@ -95,6 +99,7 @@ class Steps(Protocol):
 
 
 MARK = "_elastic_prepared"
+SCHEDULED = "_wrapped_by_lr_sched"
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
@@ -110,14 +115,23 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
     # With the marks of a scheduler that was made before, which warns where it misses them.
     @functools.wraps(getattr(real, "__func__", real))
     def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
-        if closure is not None:
+        if closure is None:
+            steps.optimizer_step(self, real)
+            return None
+        if not steps.takes_closures():
             raise UsageError(
                 f"{type(self).__name__}.step(closure): a prepared optimizer takes no closure, "
                 f"because the gradients of a step come from many workers; call loss.backward() "
-                f"and then step()"
+                f"and then step(), or compute a whole step of train.steps() in the closure"
             )
+        with torch.enable_grad():
+            loss = closure()
         steps.optimizer_step(self, real)
+        return loss
 
+    # Torch's schedulers leave this mark on it, and warn where it is gone.
+    if hasattr(real, SCHEDULED):
+        setattr(step, SCHEDULED, True)
     zero = optimizer.zero_grad
 
     @functools.wraps(type(optimizer).zero_grad)

@@ -106,7 +106,7 @@ class StepEngine(Preparing):
         # Where each member of this group runs code of its own next; and our reports in it.
         self._places: tuple[Cursor, ...] = ()
         self._reports, self._due, self._padding = ReportPlaces(), DueSteps(), Padding()
-        self._values = StepValues(None)
+        self._values, self._by_steps = StepValues(None), False
         self._watch, self._meets = Divergence(self.state), False
         self._asked: list[torch.optim.Optimizer] = []  # To step, in this iteration.
         self._stack, self.at_close = ExitStack(), ExitStack()
@@ -203,6 +203,7 @@ class StepEngine(Preparing):
         Raises:
             UsageError: not inside the loop over epochs, or while another loader is read.
         """
+        self._by_steps = False
         return self._iterations(loader, lambda: self._open_iteration(loader))
 
     def steps(self, loader: MicroBatches, moved: Callable[[Any], Any]) -> Iterator[Step]:
@@ -215,6 +216,7 @@ class StepEngine(Preparing):
         Raises:
             UsageError: as `micro_batches`, or a step was not computed or not stepped.
         """
+        self._by_steps = True
         return self._iterations(loader, lambda: Step(self, loader, moved))
 
     def _iterations(self, loader: MicroBatches, give: Callable[[], T]) -> Iterator[T]:
@@ -241,7 +243,7 @@ class StepEngine(Preparing):
                 self._due.end()
                 self.logbook.commit_step()  # The loop was left after a step.
             self.state.put_late()
-            self._phase, self._batch = Phase.OUTSIDE, None
+            self._phase, self._batch, self._ends = Phase.OUTSIDE, None, False
             self._padding.forget()
             self._forget_step()
             if self._reducer is not None:
@@ -275,17 +277,21 @@ class StepEngine(Preparing):
 
     def add_up(self, values: Mapping[str, Any]) -> None:
         """Add these up over the micro-batches of the step at hand; see `Step.add`."""
-        if self._batch is not None and self._batch.count:
-            self.logbook.add_up(values)
+        if self._batch is not None:
+            self.logbook.add_up(values, counts=self._batch.count > 0)
 
     def end_epoch(self) -> None:
         """Let the step at hand be the epoch's last one; see `Step.end_epoch`."""
-        self._ends = True
+        self._ends = self._phase is not Phase.OUTSIDE  # Without a step at hand it is over already.
 
     def skip(self) -> None:
         """Let the step at hand count without any optimizer's; see `Step.skip`."""
         if self._phase is Phase.SETTLED:
             self._commit()
+
+    def takes_closures(self) -> bool:
+        """Return whether a step is at hand that its receiver has not begun to compute."""
+        return self._by_steps and self._phase is Phase.OUTSIDE
 
     def has_computed(self) -> bool:
         """Return whether we have done all of the step at hand that needs other ranks."""
@@ -310,7 +316,6 @@ class StepEngine(Preparing):
         if self._passed == self._epoch:
             raise complaints.read_again(self._epoch)
         self.state.check_known(self._units)
-        self._ends = False
         self._loader, self.data = loader, loader.epochs
         self._keeper.check_data(loader.epochs, self.cursor)
         self._deal()

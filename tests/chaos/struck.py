@@ -41,6 +41,8 @@ class Run:
             training = [w for w in inside if w.report.phase is WorkerPhase.TRAINING]
             return len(training) == size and all(w.steps > 0 for w in training)
 
+        # Imports of large libraries take a slow machine longer than the cluster's patience.
+        wait_for(lambda: trains(self.cluster.job(self.job_id)), f"{size} workers that train")
         return self.cluster.wait(self.job_id, trains, f"{size} workers that train")
 
     def order(self, what: str) -> None:

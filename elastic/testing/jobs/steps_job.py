@@ -257,8 +257,9 @@ def trace(
     optimizers: Sequence[torch.optim.Optimizer],
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    **more: Any,
 ) -> None:
-    """Append what the step that was just committed has made of the state."""
+    """Append what the step that was just committed has made of the state, and of more."""
     context = train.get_context()
     line = {
         "epoch": context.get_epoch(),
@@ -271,6 +272,7 @@ def trace(
         "random": digest([torch.get_rng_state(), *numpy_state(), random.getstate()[1]]),
         # A mean over all micro-batches of the step before, which all have the same value.
         "logged": train.get_logged().get("at"),
+        **more,
     }
     Path(directory).mkdir(parents=True, exist_ok=True)
     path = Path(directory, f"{os.getpid()}.jsonl")

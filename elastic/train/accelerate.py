@@ -1,0 +1,167 @@
+"""Accelerate's Accelerator: its `prepare` hands out what trains with the group in place.
+
+    accelerator = prepare_accelerator(Accelerator())
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for epoch in train.epochs(3):
+        for batch in loader:                    # or: for step in train.steps(loader)
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+Rule: accelerate sees one process. A schedule goes on once for each step, at any number of workers;
+what is not trained with is read whole by every worker, so that `gather_for_metrics` has all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elastic.errors import UsageError
+from elastic.train.loaders import PreparedLoader, prepare_data_loader
+from elastic.train.one_process import see_one_process, take_place
+from elastic.train.session import require_engine
+from elastic.worker import complaints
+from elastic.worker.prepared import is_training
+from elastic.worker.step import StepEngine
+from elastic.worker.stepping import Step
+
+__all__ = ["prepare_accelerator"]
+
+
+def prepare_accelerator(
+    accelerator: Accelerator,
+    *,
+    global_batch_size: int | None = None,
+    weigh: Callable[[Any], Any] | None = None,
+) -> Accelerator:
+    """Let an Accelerator prepare things to be trained by the group, whose workers come and go.
+
+    Call it before `accelerator.prepare`, and write the loop over epochs as `train.epochs(n)`.
+
+    Args:
+        accelerator: without FSDP or DeepSpeed, and without gradient_accumulation_steps.
+        global_batch_size: samples of a step, as in `prepare_data_loader`.
+        weigh: what a micro-batch counts, as there.
+
+    Returns:
+        The same object.
+
+    Raises:
+        UsageError: outside a train function, prepared twice, or it shards or accumulates by itself.
+    """
+    require_engine("prepare_accelerator")
+    if not isinstance(accelerator, Accelerator):
+        raise UsageError(
+            f"prepare_accelerator: expected an accelerate.Accelerator, got a "
+            f"{type(accelerator).__name__}"
+        )
+    if isinstance(accelerator, _InGroup):
+        raise UsageError("prepare_accelerator: this accelerator is prepared already")
+    see_one_process(accelerator, "prepare_accelerator")
+    cls = type(accelerator)
+    accelerator.__class__ = type(cls.__name__, (_InGroup, cls), {"__module__": cls.__module__})
+    accelerator._elastic = {"global_batch_size": global_batch_size, "weigh": weigh}
+    return accelerator
+
+
+class _InGroup(Accelerator):
+    """Put before an Accelerator's own class."""
+
+    _elastic: dict[str, Any]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Let a model be part of the run's state, unless it is only looked at."""
+        made = super().prepare_model(model, device_placement, evaluation_mode)
+        if not evaluation_mode:
+            require_engine("accelerator.prepare").add_model(made)
+        return made
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        """Let an optimizer step once for each step."""
+        require_engine("accelerator.prepare").add_optimizer(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Let a scheduler step once for each step."""
+        require_engine("accelerator.prepare").add_scheduler(scheduler)
+        return super().prepare_scheduler(scheduler)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **named: Any) -> Any:
+        """Let a loader be dealt out in micro-batches where it is trained with."""
+        if not isinstance(data_loader, DataLoader):
+            raise UsageError(
+                f"accelerator.prepare: a loader is a {type(data_loader).__name__}: expected a "
+                f"torch.utils.data.DataLoader that is not prepared"
+            )
+        whole = super().prepare_data_loader(data_loader, *args, **named)
+        engine = require_engine("accelerator.prepare")
+        return _Loader(engine, lambda: prepare_data_loader(data_loader, **self._elastic), whole)
+
+
+class _Loader:
+    """A loader: of micro-batches where it is trained with, else of all there is."""
+
+    def __init__(
+        self, engine: StepEngine, prepare: Callable[[], PreparedLoader], whole: Any
+    ) -> None:
+        self._engine, self._prepare, self._whole = engine, prepare, whole
+
+    @cached_property
+    def _prepared(self) -> PreparedLoader:
+        """Return what deals it out; made for those only that are trained with."""
+        return self._prepare()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass.
+
+        Raises:
+            UsageError: it is trained with outside of `train.epochs()`.
+        """
+        if not _is_trained(self._engine):
+            return iter(self._whole)
+        if not self._engine.has_begun:
+            raise complaints.outside_epochs()
+        return _known(iter(self._prepared))
+
+    def steps(self) -> Iterator[Step]:
+        """Begin a pass in steps; see `train.steps`."""
+        return _known(self._prepared.steps())
+
+    def __len__(self) -> int:
+        """Return the optimizer steps of an epoch, as schedules want to know it.
+
+        Where nothing is trained, as when models are in evaluation mode, its batches.
+        """
+        if not _is_trained(self._engine):
+            return len(self._whole)
+        return self._prepared.steps_per_epoch() or len(self._whole)
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass everything else on."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+
+def _is_trained(engine: StepEngine) -> bool:
+    """Return whether what is read now is trained with."""
+    return torch.is_grad_enabled() and any(is_training(model) for model in engine.state.models)
+
+
+def _known(things: Iterator[Any]) -> Iterator[Any]:
+    """Yield them, while accelerate knows which worker this is now."""
+    for thing in things:
+        take_place()
+        yield thing

@@ -1,0 +1,1 @@
+"""What trains with Hugging Face's libraries; shaped like ray.train.huggingface."""

@@ -1,0 +1,426 @@
+"""Hugging Face's Trainer: workers come and go beneath `trainer.train()`, which never notices.
+
+    def train_func(config):
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=data, ...)
+        trainer = prepare_trainer(trainer)
+        trainer.train()
+
+    TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=(2, 8))).fit()
+
+The Trainer's loop has one iteration for each optimizer step, whatever the number of workers; all of
+them compute the step's micro-batches inside `training_step`. Rule: what the Trainer counts, it
+counts once in a step, and the same on every worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import (
+    ExportableState,
+    ProgressCallback,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.trainer_utils import get_last_checkpoint, has_length
+
+from elastic.errors import UsageError
+from elastic.train.checkpoint import Checkpoint
+from elastic.train.loaders import PreparedLoader, prepare_data_loader
+from elastic.train.one_process import see_one_process, take_place
+from elastic.train.session import report, require_engine
+from elastic.train.trainer import TorchTrainer
+from elastic.worker.context import current
+from elastic.worker.stepping import Step
+
+__all__ = [
+    "RayTrainReportCallback",
+    "TrainReportCallback",
+    "TransformersTrainer",
+    "prepare_trainer",
+]
+
+OF_THIS_WORKER = ("is_local_process_zero", "is_world_process_zero")
+"""Fields of a `TrainerState` that are not the run's."""
+COUNTED = (
+    "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step",
+    "_initial_num_input_tokens_seen", "current_flos",
+)  # fmt: skip
+"""What a Trainer counts beside its state."""
+
+
+def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -> Trainer:
+    """Let a Trainer train with the group, whose workers may come and go at any moment.
+
+    Call it before `trainer.train()`. Losses, gradients, schedules, log history and callbacks are
+    those of one process that trains with the whole global batch: padded and packed text counts by
+    its tokens. A step has `per_device_train_batch_size * gradient_accumulation_steps` samples for
+    each worker of the largest group, at any number of workers; the Trainer itself accumulates
+    nothing then. Evaluation and prediction: every worker goes through all samples, each once.
+
+    Automatic checkpoints (`CheckpointConfig`) are what a run goes on from; `save_strategy` writes
+    the Trainer's own beside them, by one worker, for others to use.
+
+    Args:
+        trainer: any, also of a class of your own; its `training_step` and `compute_loss` see a
+            micro-batch.
+        global_batch_size: samples of a step, if it is to be another number.
+
+    Returns:
+        The same object.
+
+    Raises:
+        UsageError: outside a train function, prepared twice, or its model is sharded by the
+            library itself.
+    """
+    engine = require_engine("prepare_trainer")
+    if not isinstance(trainer, Trainer):
+        raise UsageError(
+            f"prepare_trainer: expected a transformers.Trainer, got a {type(trainer).__name__}"
+        )
+    if isinstance(trainer, _InSteps):
+        raise UsageError("prepare_trainer: this trainer is prepared already")
+    see_one_process(trainer.accelerator, "prepare_trainer")
+    args = trainer.args
+    if args.auto_find_batch_size:
+        raise UsageError(
+            "prepare_trainer: auto_find_batch_size=True: the batch size decides which samples are "
+            "trained with together, on all workers; set per_device_train_batch_size"
+        )
+    workers = require_context_size()
+    size = args.train_batch_size * args.gradient_accumulation_steps * workers
+    args.gradient_accumulation_steps = 1
+    args.average_tokens_across_devices = False  # Micro-batches are weighed by their tokens.
+    engine.seed = args.seed if args.data_seed is None else args.data_seed
+    cls = type(trainer)
+    trainer.__class__ = type(cls.__name__, (_InSteps, cls), {"__module__": cls.__module__})
+    trainer._elastic = _Run(trainer, global_batch_size or size)  # type: ignore[attr-defined]
+    trainer.callback_handler.callbacks.insert(0, trainer._elastic)  # type: ignore[attr-defined]
+    return trainer
+
+
+def require_context_size() -> int:
+    """Return the workers of the largest group."""
+    context = current()
+    return context.max_workers if context is not None else 1
+
+
+class _Run(TrainerCallback):
+    """What a prepared Trainer has of the run: called first of all callbacks.
+
+    Attributes:
+        global_batch: samples of a step.
+        loader: deals out what the Trainer trains with.
+    """
+
+    def __init__(self, trainer: Trainer, global_batch: int) -> None:
+        self.global_batch = global_batch
+        self.loader: _Steps | None = None
+        self._trainer: Any = trainer
+        self._engine = require_engine("prepare_trainer")
+        self._epochs: Iterator[int] = iter(())
+        self._epoch = -1
+        self._steps: Iterator[Step] = iter(())
+        self._num_steps, self._stops = 0, False
+
+    # ------------------------------------------------------------------- what is in the run's state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the Trainer has counted and logged, and its callbacks' state."""
+        trainer = self._trainer
+        state = dataclasses.asdict(trainer.state)
+        return {
+            "state": {name: value for name, value in state.items() if name not in OF_THIS_WORKER},
+            "counted": {name: _plain(getattr(trainer, name)) for name in COUNTED},
+            "stops": trainer.control.should_training_stop,
+            "callbacks": [one.state()["attributes"] for one in self._with_state()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from another's."""
+        trainer = self._trainer
+        for name, value in state["state"].items():
+            setattr(trainer.state, name, value)
+        for name, value in state["counted"].items():
+            mine = getattr(trainer, name)
+            setattr(trainer, name, mine.new_tensor(value) if torch.is_tensor(mine) else value)
+        self._stops = trainer.control.should_training_stop = state["stops"]
+        for one, attributes in zip(self._with_state(), state["callbacks"], strict=True):
+            for name, value in attributes.items():
+                setattr(one, name, value)
+
+    def _with_state(self) -> list[ExportableState]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [one for one in callbacks if isinstance(one, ExportableState)]
+
+    # ------------------------------------------------------------------- what the Trainer tells
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Everything is built: go on from where the run stands."""
+        engine, trainer = self._engine, self._trainer
+        optimizer: Any = trainer.optimizer
+        engine.add_model(trainer.model)
+        engine.add_optimizer(getattr(optimizer, "optimizer", optimizer))
+        engine.add_scheduler(trainer.lr_scheduler)
+        engine.register("transformers.Trainer", self)
+        self._epochs = engine.epochs(state.num_train_epochs)
+        self._next_epoch()
+        self.take_place(begins=True)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Correct what a worker that came later cannot have counted."""
+        cursor = self._engine.cursor
+        steps = len(self.loader) if has_length(self.loader) else state.max_steps
+        state.epoch = cursor.epoch + cursor.step / steps
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """An epoch in which nothing was left to do for a worker that came late is no reason."""
+        if not self._num_steps:
+            control.should_training_stop = self._stops or state.global_step >= state.max_steps
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The Trainer is on its own again."""
+        self._next_epoch()
+        close = getattr(self._epochs, "close", None)
+        if close is not None:
+            close()
+
+    # ------------------------------------------------------------------- epochs and steps
+
+    def _next_epoch(self) -> None:
+        self._epoch = next(self._epochs, sys.maxsize)
+
+    def has_epoch(self, epoch: int) -> bool:
+        """Go on to this epoch; return whether anything of it is left to do."""
+        while self._epoch < epoch:
+            self._next_epoch()
+        return self._epoch == epoch
+
+    def steps(self, loader: PreparedLoader) -> Iterator[Step]:
+        """Yield the steps of the epoch, up to where the others have stopped."""
+        trainer, self._steps, self._num_steps = self._trainer, loader.steps(), 0
+        for step in self._steps:
+            self._num_steps += 1
+            self.take_place()
+            yield step
+            if trainer.control.should_training_stop:
+                return
+
+    def end_epoch(self) -> None:
+        """Leave it with all others, also where the Trainer has stopped in its middle."""
+        self._engine.end_epoch()
+        next(self._steps, None)
+        self.take_place()
+
+    def take_place(self, *, begins: bool = False) -> None:
+        """Let the Trainer know which worker this is now: the first one writes, shows progress."""
+        trainer = self._trainer
+        is_first = take_place()
+        state = trainer.state
+        state.is_world_process_zero = trainer.is_world_process_zero()
+        state.is_local_process_zero = trainer.is_local_process_zero()
+        if is_first and not begins:
+            for one in trainer.callback_handler.callbacks:
+                if isinstance(one, ProgressCallback) and one.training_bar is None:
+                    one.on_train_begin(trainer.args, state, trainer.control)
+
+
+class _Steps:
+    """The Trainer's loader: of whole steps. Everything else is the prepared loader's."""
+
+    def __init__(self, run: _Run, loader: PreparedLoader) -> None:
+        self._run, self._loader = run, loader
+
+    def __len__(self) -> int:
+        """Return the steps of an epoch; TypeError where that is not known."""
+        steps = self._loader.steps_per_epoch()
+        if not steps:
+            raise TypeError("an iterable dataset: the steps of an epoch are known once it is over")
+        return steps
+
+    def __iter__(self) -> Iterator[Step]:
+        """Begin an epoch."""
+        return self._run.steps(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass everything else on."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class _InSteps(Trainer):
+    """Put before a Trainer's own class."""
+
+    _elastic: _Run
+
+    def get_train_dataloader(self) -> Any:
+        """Return what deals out steps; the user's own loader is asked for its micro-batches."""
+        run = self._elastic
+        if run.loader is None:
+            prepare = self.accelerator.prepare
+            self.accelerator.prepare = lambda loader, **_: loader
+            try:
+                loader = super().get_train_dataloader()
+            finally:
+                self.accelerator.prepare = prepare
+            if not isinstance(loader, DataLoader):
+                raise UsageError(
+                    f"prepare_trainer: get_train_dataloader returned a {type(loader).__name__}; "
+                    f"expected a torch.utils.data.DataLoader that is not prepared"
+                )
+            prepared = prepare_data_loader(
+                loader, global_batch_size=run.global_batch, weigh=self._weight
+            )
+            run.loader = _Steps(run, prepared)
+        return run.loader
+
+    def _weight(self, batch: Any) -> Any:
+        """Return what a micro-batch counts: what its loss is a mean over."""
+        items = self._get_num_items_in_batch([batch], torch.device("cpu"))
+        return items if items is not None else _size_of(batch)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the samples of a step."""
+        return self._elastic.global_batch
+
+    def _run_epoch(self, **named: Any) -> None:  # type: ignore[override]
+        """Run what is left of an epoch; nothing of one that was over when this worker came."""
+        run = self._elastic
+        if run.has_epoch(named["epoch"]):
+            super()._run_epoch(**named)
+            run.end_epoch()
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        """Return a step, whose micro-batches are read where they are computed."""
+        step = next(epoch_iterator, None)
+        return ([step] if step is not None else []), None
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Compute all micro-batches of a step, and return its loss."""
+        if not isinstance(inputs, Step):
+            return super().training_step(model, inputs, num_items_in_batch)
+        device = self.args.device
+
+        def compute(batch: Any) -> dict[str, torch.Tensor]:
+            items = self._get_num_items_in_batch([batch], device)
+            loss = super(_InSteps, self).training_step(model, batch, items)
+            inputs.add(
+                flos=super(_InSteps, self).floating_point_ops(batch), tokens=self._tokens(batch)
+            )
+            return {"loss": loss}
+
+        averages = inputs.run(compute)
+        self._elastic.take_place()
+        return torch.tensor(averages.get("loss", 0.0), device=device)
+
+    def _tokens(self, batch: Any) -> int:
+        """Return what a micro-batch adds to the count of tokens."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(batch)
+        after, self.state.num_input_tokens_seen = self.state.num_input_tokens_seen, before
+        return after - before
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if not isinstance(inputs, Step):
+            return super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen += int(inputs.sums.get("tokens", 0))
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return those of a whole step, whoever has computed what of it."""
+        if not isinstance(inputs, Step):
+            return super().floating_point_ops(inputs)
+        return int(inputs.sums.get("flos", 0))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write the Trainer's own checkpoint; one worker does, and all know of it."""
+        if self.args.should_save:
+            super()._save_checkpoint(model, trial)
+            return
+        self.store_flos()
+        if self.state.best_global_step:
+            folder = f"checkpoint-{self.state.best_global_step}"
+            self.state.best_model_checkpoint = str(Path(self._get_output_dir(trial), folder))
+
+
+class RayTrainReportCallback(TrainerCallback):
+    """Reports what was logged, with the checkpoint, whenever the Trainer has saved one.
+
+    The checkpoint has the Trainer's own in its folder `checkpoint`, as with Ray Train.
+    """
+
+    CHECKPOINT_NAME = "checkpoint"
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Report; all workers do, the one that has written brings the files."""
+        metrics: dict[str, Any] = {}
+        for log in state.log_history:
+            metrics.update(log)
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = None
+            path = get_last_checkpoint(args.output_dir) if args.should_save else None
+            if path is not None:
+                shutil.copytree(path, Path(folder, self.CHECKPOINT_NAME))
+                checkpoint = Checkpoint.from_directory(folder)
+            report(metrics, checkpoint=checkpoint)
+
+
+TrainReportCallback = RayTrainReportCallback
+
+
+class TransformersTrainer(TorchTrainer):
+    """A run of a Trainer on many workers; as Ray Train's of this name."""
+
+    def __init__(
+        self,
+        trainer_init_per_worker: Callable[..., Trainer],
+        *,
+        trainer_init_config: dict[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        """Describe the run; nothing is started.
+
+        Args:
+            trainer_init_per_worker: called on every worker with the config; returns the Trainer.
+            trainer_init_config: its argument; must be picklable.
+            named: as of `TorchTrainer`: scaling_config, run_config, ...
+        """
+
+        def train_loop(config: dict[str, Any]) -> None:
+            prepare_trainer(trainer_init_per_worker(config)).train()
+
+        super().__init__(train_loop, train_loop_config=trainer_init_config or {}, **named)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if torch.is_tensor(value) else value
+
+
+def _size_of(batch: Any) -> int:
+    """Return the samples of a micro-batch."""
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return len(next(one for one in values if torch.is_tensor(one) and one.dim()))

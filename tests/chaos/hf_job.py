@@ -1,0 +1,191 @@
+"""Hugging Face's Trainer under chaos: every step's state and the log history so far, by each rank.
+
+A tiny Llama learns the text of CPython's standard library, padded by the stock collator. A file in
+`--orders` kills the rank that finds it first, at a place of `steps_job.py`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import Dataset
+from transformers import (
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from elastic import train
+from elastic.testing.jobs.steps_job import Orders, is_over, trace
+from elastic.train.huggingface.transformers import prepare_trainer
+from elastic.train.torch import TorchTrainer
+
+SAMPLES = 36
+MICRO_BATCH, GLOBAL_BATCH = 2, 8
+TIMES = ("runtime", "per_second")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return one that reads bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(["<pad>", *letters])}
+    plain = Tokenizer(models.BPE(vocabulary, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>")
+
+
+class Lines(Dataset):
+    """Lines of Python, each as long as it is."""
+
+    def __init__(self, size: int) -> None:
+        read = tokenizer()
+        text = Path(argparse.__file__).read_text().splitlines()
+        self.ids = [read(line[:40])["input_ids"] for line in text if len(line) > 5][:size]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.ids[index]}
+
+
+def history(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return what was logged, but for how long it took."""
+    return [
+        {name: value for name, value in log.items() if not any(one in name for one in TIMES)}
+        for log in trainer.state.log_history
+    ]
+
+
+class Watch(TrainerCallback):
+    """Obeys orders, traces every step, and stops when the job may end."""
+
+    trainer: Trainer
+
+    def __init__(self, config: dict) -> None:
+        self.config, self.orders = config, Orders(config["orders"])
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Here gradients are there, and nothing has changed."""
+        self.orders.at("step")
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Here weights have changed, and nothing is counted."""
+        self.orders.at("commit")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Here the step is counted."""
+        trainer = self.trainer
+        if self.config["trace"] and train.stepped():
+            trace(
+                self.config["trace"],
+                trainer.model,
+                [trainer.optimizer.optimizer],
+                trainer.lr_scheduler,
+                counted=[state.global_step, state.epoch, state.num_input_tokens_seen],
+                logged=hashlib.sha256(json.dumps(history(trainer)).encode()).hexdigest(),
+            )
+        if train.get_logged()["over"] > 0:
+            control.should_training_stop = True
+        self.orders.at("between")
+
+
+class Struck(LlamaForCausalLM):
+    """A model in which ranks are struck."""
+
+    watch: Watch | None
+
+    @functools.wraps(LlamaForCausalLM.forward)  # The Trainer looks for names of labels there.
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Compute the loss."""
+        watch = self.watch if self.training else None
+        if watch is not None:
+            time.sleep(watch.config["pace"])  # Stands for a model that takes longer.
+            train.log(over=float(is_over(watch.config)))
+            watch.orders.at("forward")
+        outputs = super().forward(*args, **named)
+        if watch is not None:
+            watch.orders.at("backward")
+        return outputs
+
+
+def build(config: dict, **options: Any) -> Trainer:
+    """Return a stock Trainer."""
+    torch.manual_seed(0)
+    read = tokenizer()
+    model = Struck(
+        LlamaConfig(
+            vocab_size=len(read), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, max_position_embeddings=64,
+            attention_dropout=config.get("dropout", 0.1),
+            pad_token_id=read.pad_token_id,
+        )
+    )  # fmt: skip
+    arguments = {
+        "output_dir": config["output"],
+        "per_device_train_batch_size": MICRO_BATCH,
+        "num_train_epochs": config["epochs"],
+        "warmup_steps": 10,
+        "learning_rate": 1e-3,
+        "logging_steps": 3,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "include_num_input_tokens_seen": "non_padding",
+        "report_to": [],
+        "seed": 0,
+    }
+    model.watch = Watch(config)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(**(arguments | options)),
+        train_dataset=Lines(SAMPLES),
+        eval_dataset=Lines(5),
+        data_collator=DataCollatorForLanguageModeling(read, mlm=False),
+        processing_class=read,
+        callbacks=[model.watch],
+    )
+    model.watch.trainer = trainer
+    return trainer
+
+
+def train_func(config: dict) -> dict[str, Any]:
+    """Train, and say what was logged."""
+    trainer = prepare_trainer(build(config), global_batch_size=GLOBAL_BATCH)
+    trainer.train()
+    result = {"steps": trainer.state.global_step, "logged": history(trainer)}
+    train.report(result)
+    return result
+
+
+def main() -> None:
+    """Read the arguments and train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--trace", default="")
+    parser.add_argument("--orders", default="")
+    parser.add_argument("--finish", default="")
+    parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--output", default="/tmp/unused")
+    result = TorchTrainer(
+        train_func,
+        train_loop_config=vars(parser.parse_args()),
+        scaling_config=train.ScalingConfig(num_workers=0),
+    ).fit()
+    if train.is_driver():
+        print(json.dumps(result.return_value))
+
+
+if __name__ == "__main__":
+    main()

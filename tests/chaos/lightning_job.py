@@ -1,0 +1,177 @@
+"""Lightning's Trainer under chaos: every step's state and what was logged so far, by each rank.
+
+Lightning's own demo, a tiny transformer, learns the text of CPython's standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.demos import Transformer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader, Dataset
+
+from elastic import train
+from elastic.testing.jobs.steps_job import Orders, is_over, trace
+from elastic.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+from elastic.train.torch import TorchTrainer
+
+SAMPLES, LENGTH = 34, 12
+MICRO_BATCH, GLOBAL_BATCH = 2, 8
+
+
+class Bytes(Dataset):
+    """Pieces of Python, and what comes next."""
+
+    def __init__(self, size: int) -> None:
+        text = Path(argparse.__file__).read_bytes()[: size * LENGTH + 1]
+        self.ids = torch.tensor(list(text)) % 128
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        begin = index * LENGTH
+        return self.ids[begin : begin + LENGTH], self.ids[begin + 1 : begin + LENGTH + 1]
+
+
+class Struck(BoringModel):
+    """Lightning's boring model around its demo's transformer; ranks are struck in it."""
+
+    def __init__(self, config: dict) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = Transformer(
+            vocab_size=128, ninp=16, nhead=2, nhid=16, nlayers=1,
+            dropout=config.get("dropout", 0.1),
+        )  # fmt: skip
+        self.config, self.orders = config, Orders(config["orders"])
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.functional.nll_loss(self.layer(x, y), y.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Compute the loss of a micro-batch."""
+        time.sleep(self.config["pace"])
+        self.orders.at("forward")
+        loss = self._loss(batch)
+        self.orders.at("backward")
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("over", float(is_over(self.config)), on_step=True, on_epoch=False)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Compute the loss of other text."""
+        loss = self._loss(batch)
+        self.log("val_loss", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Here gradients are there, and nothing has changed."""
+        self.orders.at("step")
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Return an optimizer, and a schedule of its steps."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.99)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+class Watch(Callback):
+    """Traces every step, and stops when the job may end."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Here the step is counted."""
+        pl_module.orders.at("commit")
+        metrics = trainer.callback_metrics
+        if pl_module.config["trace"] and train.stepped():
+            (config,) = trainer.lr_scheduler_configs
+            seen = {name: float(metrics[name]) for name in sorted(metrics) if name != "over"}
+            trace(
+                pl_module.config["trace"],
+                pl_module,
+                [trainer.optimizers[0]],
+                config.scheduler,
+                counted=[trainer.global_step, trainer.current_epoch, batch_idx],
+                loss=float(outputs["loss"]),
+                logged=seen,
+            )
+        if float(metrics.get("over", 0)) > 0 or train.get_logged()["over"] > 0:
+            trainer.should_stop = True
+        pl_module.orders.at("between")
+
+
+def build(config: dict, **options: Any) -> tuple[Trainer, Struck, list[DataLoader]]:
+    """Return what Lightning needs."""
+    stock = {
+        "max_epochs": config["epochs"],
+        "accelerator": "cpu",
+        "devices": 1,
+        "gradient_clip_val": 0.5,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "callbacks": [Watch(), EarlyStopping("val_loss", patience=10**9)],
+    }
+    loaders = [
+        DataLoader(
+            Bytes(config.get("samples", SAMPLES)),
+            batch_size=MICRO_BATCH,
+            shuffle=config.get("shuffle", True),
+        ),
+        DataLoader(Bytes(4), batch_size=2),
+    ]
+    return Trainer(**(stock | options)), Struck(config), loaders
+
+
+def train_func(config: dict) -> dict[str, Any]:
+    """Train, and say what was logged."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    trainer, module, loaders = build(
+        config,
+        strategy=RayDDPStrategy(global_batch_size=GLOBAL_BATCH, find_unused_parameters=True),
+        plugins=[RayLightningEnvironment()],
+    )
+    prepare_trainer(trainer).fit(module, *loaders)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    result = {"steps": trainer.global_step, "epochs": trainer.current_epoch, "logged": logged}
+    train.report(result)
+    return result
+
+
+def main() -> None:
+    """Read the arguments and train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--trace", default="")
+    parser.add_argument("--orders", default="")
+    parser.add_argument("--finish", default="")
+    parser.add_argument("--pace", type=float, default=0.0)
+    result = TorchTrainer(
+        train_func,
+        train_loop_config=vars(parser.parse_args()),
+        scaling_config=train.ScalingConfig(num_workers=0),
+    ).fit()
+    if train.is_driver():
+        print(json.dumps(result.return_value))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Other libraries' trainers under the engine, in this process, beside the stock ones without it.
+
+tests/chaos/test_frameworks.py kills workers under the same scripts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import ManualOptimBoringModel
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elastic import train
+from elastic.errors import UsageError
+from elastic.train.accelerate import prepare_accelerator
+from elastic.train.huggingface import transformers as of_transformers
+from elastic.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+from tests.chaos import hf_job, lightning_job
+from tests.unit.engine_under_test import data, inside_a_run, inside_again, reported
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Of these libraries: theirs.
+_inside = pytest.fixture(autouse=True, name="_inside")(inside_a_run)
+CONFIG: dict[str, Any] = {
+    "epochs": 2, "trace": "", "orders": "", "finish": "", "pace": 0.0, "dropout": 0.0,
+    "shuffle": False, "samples": 32,
+}  # fmt: skip
+
+
+def parameters(module: nn.Module) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in module.parameters()]
+
+
+def furthest(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def test_the_trainer_of_transformers_computes_what_it_does_by_itself(tmp_path: Path) -> None:
+    """Padded text, five steps an epoch, the last one of half the samples."""
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": 4,
+        "train_sampling_strategy": "sequential",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "max_steps": 8,
+    }
+    found = []
+    for ours in (False, True):
+        config = CONFIG | {"output": str(tmp_path / str(ours))}
+        with inside_again():
+            trainer = hf_job.build(config, **options)
+            if ours:
+                trainer.add_callback(of_transformers.RayTrainReportCallback())
+                of_transformers.prepare_trainer(trainer)
+            else:
+                trainer.remove_callback(hf_job.Watch)
+                trainer.model.watch = None  # type: ignore[union-attr]
+            trainer.train()
+            predicted = trainer.predict(trainer.eval_dataset).predictions  # type: ignore[arg-type]
+        saved = sorted(path.name for path in Path(config["output"]).glob("checkpoint-*"))
+        found.append(
+            (trainer, hf_job.history(trainer), parameters(trainer.model), saved, predicted)
+        )  # type: ignore[arg-type]
+    (stock, right, weights, saved, predicted), (trainer, logs, mine, written, seen) = found
+    assert trainer.state.global_step == stock.state.global_step == 8
+    assert furthest(weights, mine) < 1e-6
+    assert len(predicted) == len(seen) == 5
+    assert written == saved == ["checkpoint-5", "checkpoint-8"]
+    assert [sorted(log) for log in logs] == [sorted(log) for log in right]
+    for log, other in zip(logs, right, strict=True):
+        assert log == pytest.approx(other, rel=1e-5)
+
+
+def test_the_trainer_of_lightning_computes_what_it_does_by_itself() -> None:
+    found = []
+    for ours in (False, True):
+        with inside_again():
+            options: dict[str, Any] = {"callbacks": [], "accumulate_grad_batches": 4}
+            if ours:
+                plugins = [RayLightningEnvironment()]
+                options |= {"strategy": RayDDPStrategy(), "plugins": plugins}
+            trainer, module, loaders = lightning_job.build(CONFIG, **options)
+            trainer.fit(module, *loaders)
+            found.append((trainer, parameters(module)))
+    (stock, weights), (trainer, mine) = found
+    assert trainer.global_step == stock.global_step == 8
+    assert trainer.current_epoch == stock.current_epoch == 2
+    assert furthest(weights, mine) < 1e-6
+    for name in ("loss_epoch", "val_loss"):
+        assert float(trainer.callback_metrics[name]) == pytest.approx(
+            float(stock.callback_metrics[name]), rel=1e-5
+        )
+
+
+def test_a_schedule_of_accelerate_goes_on_once_in_a_step() -> None:
+    accelerator = prepare_accelerator(Accelerator(cpu=True), global_batch_size=8)
+    model: Any = nn.Linear(5, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        model, optimizer, DataLoader(data(), batch_size=2), scheduler
+    )
+    assert len(loader) == 3
+    with pytest.raises(UsageError, match="outside the loop over"):
+        next(iter(loader))
+    for _ in train.epochs(1):
+        for _, x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    assert scheduler.get_last_lr() == [0.5**3]
+
+
+def fit(module: Any) -> None:
+    strategy, plugins = RayDDPStrategy(), [RayLightningEnvironment()]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", strategy=strategy, plugins=plugins, max_epochs=1, **quiet)  # type: ignore[arg-type]
+    prepare_trainer(trainer).fit(module)
+
+
+@pytest.mark.parametrize(
+    ("begin", "says"),
+    [
+        (lambda: fit(ManualOptimBoringModel()), "automatic_optimization=False"),
+        (lambda: prepare_trainer(Trainer(accelerator="cpu")), "has the strategy SingleDevice"),
+        (
+            lambda: prepare_accelerator(Accelerator(cpu=True, gradient_accumulation_steps=2)),
+            "gradient_accumulation_steps=2: leave it out",
+        ),
+        (lambda: of_transformers.prepare_trainer(3), "expected a transformers.Trainer"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_train_so_is_told_what_to_write(begin: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        begin()
+    assert not reported
