@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+
+from elastic.worker.dtensor import is_dtensor
 
 ELEMENTS = 64
 """Of each tensor that are looked at, evenly spread."""
@@ -68,7 +69,7 @@ def _print_of(tensors: list[torch.Tensor]) -> int:
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield tensors and arrays in nested containers, in order; but for sharded ones."""
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         return
     if isinstance(value, torch.Tensor):
         yield value
