@@ -56,6 +56,7 @@ from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.descriptors import raise_limit
 from elastic.runtime.eventlog import quoted
 from elastic.runtime.logging_thread import set_up_logging
+from elastic.runtime.ready import wait_address
 from elastic.runtime.rpc import parse_endpoints
 from elastic.runtime.tether import check_tether
 
@@ -69,6 +70,7 @@ EXIT_CONFIG = 78
 EXIT_REFUSED = 69
 EXIT_DRAINED = 75
 RESOLVE_PAUSE_S = 2.0
+COORD_FILE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ class Flags:
     """The command line, as click hands it over; names are those of the flags."""
 
     coord: str
+    coord_file: str
     workers: str
     resources: str
     labels: str
@@ -114,6 +117,12 @@ class Flags:
     show_default=False,
     metavar="HOST:PORT,...",
     help="Coordinators to try.  [required]",
+)
+@click.option(
+    "--coord-file",
+    default="",
+    hidden=True,
+    help="In place of --coord: the file in which a coordinator says that it is ready.",
 )
 @click.option(
     "--workers",
@@ -238,10 +247,13 @@ def main(context: click.Context, /, **flags: object) -> None:
     given = Flags(**flags)  # type: ignore[arg-type]
     if context.invoked_subcommand is not None:
         return
-    if not given.coord:
+    if not (given.coord or given.coord_file):
         raise click.UsageError("Missing option '--coord'.")
     lines = set_up_logging("elastic-agent", level=given.log_level)
     try:
+        if given.coord_file:
+            found = wait_address(Path(given.coord_file), given.tether_fd, COORD_FILE_S)
+            given = dataclasses.replace(given, coord=found)
         code = run_agent(given, os.environ)
     except ElasticError as error:
         code = exit_code(error)

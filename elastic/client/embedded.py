@@ -20,8 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic.errors import CoordinatorUnreachable, Unavailable
+from elastic.errors import Unavailable
 from elastic.runtime.access import Access
+from elastic.runtime.ready import address_in
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
@@ -32,7 +33,8 @@ LAST_WORDS_MAX = 2000
 FIRST_FD = 3
 """Those below are standard streams, also where one is closed: a child's are put there."""
 NOT_FOR_US = frozenset({
-    "ELASTIC_ACCELERATOR_TYPE", "ELASTIC_ADVERTISE", "ELASTIC_DRAIN_TIMEOUT", "ELASTIC_EVENT_LOG",
+    "ELASTIC_ACCELERATOR_TYPE", "ELASTIC_ADVERTISE", "ELASTIC_COORD_FILE",
+    "ELASTIC_DRAIN_TIMEOUT", "ELASTIC_EVENT_LOG",
     "ELASTIC_HOST", "ELASTIC_LABELS", "ELASTIC_LISTEN", "ELASTIC_LOG_DIR", "ELASTIC_NODE_ID",
     "ELASTIC_NOTICES", "ELASTIC_NOTICE_FILE", "ELASTIC_RESOURCES", "ELASTIC_RUN_DIR",
     "ELASTIC_SPARES", "ELASTIC_STORE", "ELASTIC_STORE_CA", "ELASTIC_STORE_CERT",
@@ -110,20 +112,21 @@ def start_cluster(
     cluster.num_workers = num_workers or 0
     ready = directory / "coordinator.ready"
     try:
+        workers = "auto" if num_workers is None else str(num_workers)
+        # Both at once: the agent imports what it needs while the coordinator does.
         _spawn(
             cluster, theirs, "coordinator", "elastic.coord.cli", "serve",
             "--listen", "127.0.0.1:0", "--store", "memory:", "--ready-file", str(ready),
             "--token-file", str(token_file),
         )  # fmt: skip
-        cluster.address = _wait_ready(cluster, ready)
-        workers = "auto" if num_workers is None else str(num_workers)
         amounts = ",".join(f"{name}={amount:g}" for name, amount in (resources or {}).items())
         _spawn(
-            cluster, theirs, "agent", "elastic.agent.cli", "--coord", cluster.address,
+            cluster, theirs, "agent", "elastic.agent.cli", "--coord-file", str(ready),
             "--workers", workers, "--resources", amounts or "auto",
             "--token-file", str(token_file), "--node-id", "local",
             "--run-dir", str(directory), "--log-dir", str(directory / "logs"),
         )  # fmt: skip
+        cluster.address = _wait_ready(cluster, ready)
         _wait_node(cluster)
     except BaseException:
         stop_cluster(cluster)
@@ -170,7 +173,7 @@ def _wait_ready(cluster: Cluster, ready: Path) -> str:
     coordinator = cluster.processes[0]
     while time.monotonic() < deadline:
         if ready.exists() and (text := ready.read_text().strip()):
-            return _address_in(text)
+            return address_in(text)
         if coordinator.poll() is not None:
             break
         time.sleep(POLL_S)
@@ -211,15 +214,6 @@ def _last_words(cluster: Cluster, name: str) -> str:
     log = (cluster.directory or Path()) / f"{name}.log"
     said = log.read_text(errors="replace")[-LAST_WORDS_MAX:] if log.exists() else ""
     return f"it said:\n{said}"
-
-
-def _address_in(text: str) -> str:
-    """Return the address of a ready line: "... address=HOST:PORT ..."."""
-    for word in text.split():
-        name, _, value = word.partition("=")
-        if name == "address":
-            return value
-    raise CoordinatorUnreachable("(unknown)", f"the ready file says {text!r}")
 
 
 def stop_cluster(cluster: Cluster) -> None:

@@ -26,16 +26,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.utils.serialization import config as serialization
 
 from elastic.core.policy.shares import Piece, Rows
@@ -283,6 +273,8 @@ def write_rest(
     Raises:
         StorageError: it cannot be written.
     """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
     stored = [files.write(MANIFEST, manifest.to_json()), files.write(SKELETON, skeleton)]
     try:
         flat, paths = flatten_state_dict(stock_state(state, aliases))
@@ -333,6 +325,17 @@ def _write_stock(
     files: Files, manifest: Manifest, flat: Mapping[str, Any], paths: Mapping[str, Any]
 ) -> list[StoredFile]:
     """Write what stock PyTorch needs beside the parts."""
+    # Long to import, and not needed by a driver; a spare has done so.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     values = io.BytesIO()

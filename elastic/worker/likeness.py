@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+
+from elastic.worker.dtensor import is_dtensor
 
 from elastic.worker import checksums
 
@@ -61,7 +62,7 @@ def differing(ours: Mapping[str, int], theirs: Mapping[str, int]) -> list[str]:
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield tensors and arrays in nested containers, in order; but for sharded ones."""
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         return
     if isinstance(value, torch.Tensor):
         yield value

@@ -15,16 +15,18 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from elastic.core.policy.shares import Rows, Spread, chunk, merged
 from elastic.errors import UsageError
+from elastic.worker.dtensor import is_dtensor, is_fsdp
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Shard
+    from typing_extensions import TypeIs
 
 Held = tuple[tuple[Rows, ...] | None, ...]
 """Rows of each tensor of a state that a node has; None for all of them."""
@@ -33,15 +35,15 @@ WITH_HELD = "held"
 
 def is_sharded(tensor: object) -> bool:
     """Return whether a tensor is cut over ranks, so that nobody has all of it."""
-    return isinstance(tensor, DTensor) and any(
-        not isinstance(placement, Replicate) for placement in tensor.placements
+    return is_dtensor(tensor) and any(
+        not placement.is_replicate() for placement in tensor.placements
     )
 
 
 def has_shards(models: Iterable[nn.Module]) -> bool:
     """Return whether parameters of these models are cut over ranks, also while gathered."""
     return any(
-        isinstance(module, FSDPModule) or any(map(is_sharded, module.parameters(recurse=False)))
+        is_fsdp(module) or any(map(is_sharded, module.parameters(recurse=False)))
         for model in models
         for module in model.modules()
     )
@@ -58,6 +60,9 @@ def shard(model: nn.Module, device_type: str, options: Mapping[str, Any]) -> Non
     Raises:
         UsageError: options of another FSDP.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
     known = set(inspect.signature(fully_shard).parameters) - {"module"} | {"modules"}
     unknown = sorted(set(options) - known)
     if unknown:
@@ -87,7 +92,7 @@ def let_ranks_differ(model: nn.Module) -> None:
 
     Otherwise a rank whose forward leaves one out sends less than the others expect.
     """
-    if isinstance(model, FSDPModule) and hasattr(model, "set_reduce_scatter_unused_params"):
+    if is_fsdp(model) and hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(True)  # Since torch 2.13.
 
 
@@ -95,7 +100,7 @@ def put_shards_back(models: Iterable[nn.Module]) -> None:
     """Have `fully_shard` models show their shards, also after an evaluation has gathered them."""
     for model in models:
         for module in model.modules():
-            if isinstance(module, FSDPModule):
+            if is_fsdp(module):
                 module.reshard()
 
 
@@ -105,14 +110,14 @@ def check_shards(name: str, tensor: torch.Tensor, world_size: int) -> None:
     Raises:
         UsageError: naming the tensor.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         raise UsageError(
             f"{name} is not sharded, while other parameters are: call fully_shard on the whole "
             f"model too, after its blocks, so that all gradients are reduced"
         )
     placements = tensor.placements
-    cuts = [one for one in placements if not isinstance(one, Replicate)]
-    if len(cuts) != 1 or type(cuts[0]) is not Shard or cuts[0].dim != 0:
+    cuts = [one for one in placements if not one.is_replicate()]
+    if len(cuts) != 1 or not _is_plain_cut(cuts[0]) or cuts[0].dim != 0:
         raise UsageError(
             f"{name} is placed as {tuple(placements)}: expected one Shard(0), as fully_shard makes "
             f"it, with or without Replicate() beside it; pass no shard_placement_fn, and no mesh "
@@ -128,7 +133,7 @@ def check_shards(name: str, tensor: torch.Tensor, world_size: int) -> None:
 
 def answered_by(rank: int, tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank, which is ours, answers for: all of a tensor, or rows; no copy."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
     local, held, spread = tensor.to_local(), rows_of(tensor, rank), spread_of(tensor)
     if held is None or spread is None or held == spread[rank]:
@@ -141,7 +146,7 @@ def spread_of(tensor: torch.Tensor) -> Spread | None:
 
     Copies of one shard, along a `Replicate` dimension of the mesh, answer for parts of it.
     """
-    if not isinstance(tensor, DTensor) or not is_sharded(tensor):
+    if not is_dtensor(tensor) or not is_sharded(tensor):
         return None
     dim, ranks = _dim_of(tensor), tensor.device_mesh.mesh
     return _spread(tensor.shape[0], tuple(ranks.flatten().tolist()), tuple(ranks.shape), dim)
@@ -149,7 +154,7 @@ def spread_of(tensor: torch.Tensor) -> Spread | None:
 
 def rows_of(tensor: torch.Tensor, rank: int) -> Rows | None:
     """Return the rows that a rank holds of a tensor; None if it has all of it."""
-    if not isinstance(tensor, DTensor) or not is_sharded(tensor):
+    if not is_dtensor(tensor) or not is_sharded(tensor):
         return None
     dim, mesh = _dim_of(tensor), tensor.device_mesh
     place = (mesh.mesh == rank).nonzero().tolist()
@@ -166,11 +171,11 @@ def shard_number(tensors: Iterable[torch.Tensor]) -> int:
         over; 0 if none is.
     """
     for tensor in tensors:
-        if isinstance(tensor, DTensor) and is_sharded(tensor):
+        if is_dtensor(tensor) and is_sharded(tensor):
             mesh, number = tensor.device_mesh, 0
             places = mesh.get_coordinate() or [0] * mesh.ndim
             for dim, (place, one) in enumerate(zip(places, tensor.placements, strict=True)):
-                if not isinstance(one, Replicate):
+                if not one.is_replicate():
                     number = number * mesh.size(dim) + place
             return number
     return 0
@@ -178,6 +183,8 @@ def shard_number(tensors: Iterable[torch.Tensor]) -> int:
 
 def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Return these rows as part of a tensor that lies as this one does."""
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         local.to(tensor.to_local().device),
         tensor.device_mesh,
@@ -188,9 +195,16 @@ def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
+def _is_plain_cut(placement: Any) -> TypeIs[Shard]:
+    """Return whether a placement is `Shard`, and not one of its kinds that are strided."""
+    from torch.distributed.tensor import Shard
+
+    return type(placement) is Shard
+
+
 def _dim_of(tensor: DTensor) -> int:
-    cuts = [n for n, one in enumerate(tensor.placements) if not isinstance(one, Replicate)]
-    if len(cuts) != 1 or type(tensor.placements[cuts[0]]) is not Shard:
+    cuts = [n for n, one in enumerate(tensor.placements) if not one.is_replicate()]
+    if len(cuts) != 1 or not _is_plain_cut(tensor.placements[cuts[0]]):
         raise UsageError(
             f"a tensor of shape {tuple(tensor.shape)} is placed as {tuple(tensor.placements)}, "
             f"which cannot be saved: expected one Shard(0) as fully_shard makes it"
@@ -278,7 +292,7 @@ def places_of(skeleton: Any, ours: Mapping[str, Any]) -> dict[int, DTensor]:
     def walk(node: Any, mine: Any) -> None:
         kind, content = node[0], node[1]
         if kind == "tensor":
-            is_same = isinstance(mine, DTensor) and list(mine.shape) == list(node[3])
+            is_same = is_dtensor(mine) and list(mine.shape) == list(node[3])
             if is_same and is_sharded(mine):
                 found[content] = mine
         elif kind == "dict" and isinstance(mine, Expected):

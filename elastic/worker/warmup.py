@@ -22,6 +22,7 @@ MORE_TO_IMPORT = (
     "fsspec.implementations.local",
     "numpy",
     "torch.distributed",
+    "torch.distributed.checkpoint",
     "torch.nn.parallel",
     "torch.utils.data.distributed",
 )

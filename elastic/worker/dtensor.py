@@ -1,0 +1,31 @@
+"""Whether something is a DTensor, or a module of FSDP's, without importing either.
+
+Rule: what is not imported has no objects. torch.distributed.tensor and .fsdp take half as long to
+import as torch itself, and neither a driver nor a replicated model ever needs them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs  # mypy has it.
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Return whether a value is a DTensor."""
+    return _is_a(value, "torch.distributed.tensor", "DTensor")
+
+
+def is_fsdp(module: object) -> TypeIs[FSDPModule]:
+    """Return whether `fully_shard` was called on a module."""
+    return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
+
+
+def _is_a(value: object, module: str, name: str) -> bool:
+    loaded: Any = sys.modules.get(module)
+    kind = getattr(loaded, name, None)  # Absent while the module is being imported.
+    return kind is not None and isinstance(value, kind)
