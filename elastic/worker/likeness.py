@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic.worker.dtensor import is_dtensor
-
 from elastic.worker import checksums
+from elastic.worker.dtensor import is_dtensor
 
 
 def state_prints(state: Any, caches: Sequence[Collection[str]] = ()) -> dict[str, int]:
