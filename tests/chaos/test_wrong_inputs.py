@@ -384,7 +384,7 @@ def test_code_that_catches_everything_is_left_all_the_same_and_no_child_stays(
     os.kill(victim, signal.SIGKILL)
     cluster.wait(job_id, lambda v: v.record.generation > 1, "the next group")
     cluster.wait(job_id, lambda _: bool(list(marks.glob("[2-9]-0"))), "the next group to train")
-    assert is_running(survivor)
+    assert not is_running(survivor), "code outside of train.epochs() begins in a new process"
     finish.touch()
     view = end_of(cluster, job_id)
     assert view.record.phase is JobPhase.SUCCEEDED, view.record.failure
