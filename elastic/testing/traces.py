@@ -29,11 +29,14 @@ class TraceDiffers(ElasticError):
 
 
 def lines_of(directory: Path) -> list[tuple[str, Line]]:
-    """Return (process, line) of all that was written there, in each process's order."""
+    """Return (process, line) of all that was written there, in each process's order.
+
+    A line without an end is still being written, or was when its process was killed.
+    """
     return [
         (path.stem, json.loads(line))
         for path in sorted(directory.glob("*.jsonl"))
-        for line in path.read_text().splitlines()
+        for line in path.read_text().split("\n")[:-1]
     ]
 
 
