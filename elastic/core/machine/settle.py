@@ -172,8 +172,9 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
     plan = decision.value
     if plan.shows:
         lateness.show_all(cluster, job, decision.reason)
-    if plan.act is Act.FORM:
-        if plan.cause == "broken" and early.has_left(job):
+    is_ended = plan.act is Act.FORM or (plan.act is Act.SUSPEND and bool(plan.members))
+    if plan.cause == "broken" and is_ended:
+        if early.has_left(job):
             verdict = early.judge(cluster, job)
             wake(job, verdict.wake_ns)
             if verdict.value is early.Verdict.WAIT:
@@ -183,8 +184,9 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
                 end_job(cluster, job, JobPhase.FAILED, verdict.reason)
                 return False
             decision = replace(decision, reason=verdict.reason)
-        elif plan.cause == "broken" and _fails_by_break(cluster, job):
+        elif _fails_by_break(cluster, job):
             return False
+    if plan.act is Act.FORM:
         if leaving.exhausts_budget(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
@@ -196,8 +198,6 @@ def _settle_group(cluster: Cluster, job: JobState) -> bool:
         _holds(job, decision.reason)
         return False
     if plan.act is Act.SUSPEND:
-        if plan.members and plan.cause == "broken" and _fails_by_break(cluster, job):
-            return False
         if leaving.exhausts_budget(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
