@@ -15,16 +15,21 @@ from elastic.core.world import ENDED, JobPhase
 from elastic.testing.chaos_jobs import chaos_job, with_script
 from elastic.testing.local_cluster import LocalCluster
 from elastic.testing.traces import Reference
-from tests.chaos.struck import PLACES, WORKERS, Run, assert_kept
+from tests.chaos.struck import WORKERS, Run, assert_kept
 
 JOBS = {
     "accelerate": "accelerate_job.py",
     "lightning": "lightning_job.py",
     "transformers": "hf_job.py",
 }
+PLACES = ("forward", "step", "commit")
+"""`test_whole_steps.py` has the others; here each replacement imports a large library first."""
 
 
-@pytest.mark.parametrize("library", JOBS)
+@pytest.mark.parametrize(
+    "library",
+    [pytest.param("accelerate", marks=pytest.mark.slow), "lightning", "transformers"],
+)
 def test_workers_are_killed_at_every_place(
     cluster: LocalCluster, tmp_path: Path, library: str
 ) -> None:

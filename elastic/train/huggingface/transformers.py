@@ -32,8 +32,9 @@ from transformers.trainer_callback import (
     TrainerControl,
     TrainerState,
 )
-from transformers.trainer_utils import get_last_checkpoint, has_length
+from transformers.trainer_utils import get_last_checkpoint
 
+from elastic.core.policy.cursor import Epochs
 from elastic.errors import UsageError
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
@@ -182,10 +183,15 @@ class _Run(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Correct what a worker that came later cannot have counted."""
-        cursor = self._engine.cursor
-        steps = len(self.loader) if has_length(self.loader) else state.max_steps
-        state.epoch = cursor.epoch + cursor.step / steps
+        """Say how much of the epochs is done, in batches of the loader as a Trainer does."""
+        cursor, data = self._engine.cursor, self._engine.data
+        if isinstance(data, Epochs):
+            rest = 0 if data.drop_last else data.micro_batch - 1
+            batches = (data.num_samples + rest) // data.micro_batch
+            done = min(cursor.step * data.num_micro_batches, batches)
+            state.epoch = cursor.epoch + done / batches
+        else:
+            state.epoch = cursor.epoch + cursor.step / state.max_steps
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
