@@ -402,7 +402,7 @@ class _Fit:
         engine.add_optimizer(strategy.optimizers[0])
         for config in strategy.lr_scheduler_configs:
             engine.add_scheduler(config.scheduler)
-        engine.register("lightning.Trainer", self)
+        engine.register("lightning.Trainer", self, is_own=True)
         total = fit.max_epochs if fit.max_epochs not in (None, -1) else sys.maxsize
         self._epochs = engine.epochs(total, trainer.current_epoch)
         self._epoch = next(self._epochs, sys.maxsize)

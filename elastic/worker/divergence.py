@@ -270,7 +270,7 @@ def _watched_in(state: TrainState) -> Iterator[_Watched]:
         for place, tensor in enumerate([] if state.is_sharded else state.loose())
     )
     for name, thing in state.registered.items():
-        if isinstance(thing, nn.Module):
+        if isinstance(thing, nn.Module) and name not in state.own:
             yield from new(_tensors_of(thing, f"registered {name}: "))
 
 
@@ -291,7 +291,7 @@ def _registered_values(state: TrainState) -> Prints:
     """Return checksums of registered objects that are no modules, by their names."""
     found = {}
     for name, thing in state.registered.items():
-        if not isinstance(thing, nn.Module):
+        if not isinstance(thing, nn.Module) and name not in state.own:
             # It is the user's own, and may raise anything. Whoever saves it tells of that.
             with suppress(Exception):
                 found[f"registered {name}"] = values_print(thing.state_dict())

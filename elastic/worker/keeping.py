@@ -23,6 +23,7 @@ from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.context import WorkerContext
 from elastic.worker.exchange import WAIT_SLICE_S
+from elastic.worker.likeness import Own
 from elastic.worker.logbook import Logbook
 from elastic.worker.peer_copies import PeerCopies
 from elastic.worker.reading import read_checkpoint
@@ -171,7 +172,7 @@ class Keeper:
                 durable=self._is_stored,  # Not by our own plan or wish: some hear of one later.
                 about=self._logbook.latest,
                 aliases=self._objects.aliases(),
-                caches=self._objects.caches(),
+                own=Own(self._objects.caches(), self._objects.own),
             )
             while not saver.is_async and not done.wait(WAIT_SLICE_S) and not is_over():
                 self._show_life()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,24 +21,41 @@ from elastic.worker import checksums
 from elastic.worker.dtensor import is_dtensor
 
 
-def state_prints(state: Any, caches: Sequence[Collection[str]] = ()) -> dict[str, int]:
+class Own(NamedTuple):
+    """What each rank may have for itself.
+
+    Attributes:
+        tensors: names of tensors, by model.
+        registered: names of registered objects.
+    """
+
+    tensors: Sequence[Collection[str]] = ()
+    registered: Collection[str] = ()
+
+
+NOTHING_OWN = Own()
+
+
+def state_prints(state: Any, own: Own) -> dict[str, int]:
     """Return a checksum of each prepared and registered object, by what it is called for people.
 
     Args:
         state: of the run, as `Keeper.take` returns it.
-        caches: names of tensors that ranks may have for themselves, by model.
+        own: what is left out.
     """
     objects = state.get("objects") if isinstance(state, Mapping) else None
     if not isinstance(objects, Mapping):
         return {}
     prints = {}
     for number, model in enumerate(objects.get("models") or ()):
-        own = caches[number] if number < len(caches) else ()
-        prints[f"model {number}"] = _print_of({k: v for k, v in model.items() if k not in own})
+        caches = own.tensors[number] if number < len(own.tensors) else ()
+        prints[f"model {number}"] = _print_of({k: v for k, v in model.items() if k not in caches})
     prints["parameters of no prepared model"] = _print_of(objects.get("loose"))
     for number, optimizer in enumerate(objects.get("optimizers") or ()):
         prints[f"optimizer {number}"] = _print_of(optimizer)
     for name, value in (objects.get("registered") or {}).items():
+        if name in own.registered:
+            continue
         with suppress(Exception):  # What cannot be saved is told of where it is packed.
             prints[f"registered {name}"] = checksums.values_print(value)
     return prints

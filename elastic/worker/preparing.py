@@ -49,7 +49,7 @@ class Preparing:
         """Let a scaler's state be part of the run's; known at its first use."""
         self.state.add_scaler(scaler)
 
-    def register(self, name: str, thing: Stateful) -> None:
-        """Let an object of the user's own be part of the run's state."""
+    def register(self, name: str, thing: Stateful, *, is_own: bool = False) -> None:
+        """Let an object of the user's own be part of the run's state; see `TrainState.register`."""
         complaints.check_early("train.register", self.has_begun)
-        self.state.register(name, thing)
+        self.state.register(name, thing, is_own=is_own)

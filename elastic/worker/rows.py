@@ -17,7 +17,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError, check
 from elastic.worker.wires import Message, make_small_wires
 
-ROW = 40
+ROW = 44
 """Numbers in a row as it is sent."""
 TAG = 1_000_000
 """Above the tags of transfers; those of buckets are above it."""

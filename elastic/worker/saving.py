@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +29,7 @@ from elastic.runtime.snapshot_memory import Mark
 from elastic.worker.arena import Layout, Slot
 from elastic.worker.arrival import Arrival
 from elastic.worker.exchange import WAIT_SLICE_S
-from elastic.worker.likeness import combined, state_prints
+from elastic.worker.likeness import NOTHING_OWN, Own, combined, state_prints
 from elastic.worker.sharded_state import (
     Held,
     answered_by,
@@ -293,7 +293,7 @@ class Saver:
         request: int = 0,
         about: Mapping[str, Any] | None = None,
         aliases: Sequence[Mapping[str, str]] = (),
-        caches: Sequence[Collection[str]] = (),
+        own: Own = NOTHING_OWN,
         durable: bool = True,
     ) -> threading.Event:
         """Copy our share of the state, and have it written.
@@ -307,7 +307,7 @@ class Saver:
             request: the wish that this serves.
             about: values that people want to see beside it.
             aliases: see `checkpoint_files.write_rest`.
-            caches: see `likeness.state_prints`.
+            own: see `likeness.state_prints`.
             durable: False to leave it in memory only.
 
         Returns:
@@ -324,7 +324,7 @@ class Saver:
             self._last_s, self._served = began, max(request, self._served)
         self._end_warming()
         try:
-            slot, mark, arrangement, skeleton = self._copy(state(), steps, caches)
+            slot, mark, arrangement, skeleton = self._copy(state(), steps, own)
         except Exception as error:
             if durable:
                 self._tell_failed(steps, error)
@@ -363,14 +363,12 @@ class Saver:
             name = name_of(steps, self._seat.generation, self.number)
             self._writer.tell(Failure(self._seat.rank, name, str(error)))
 
-    def _copy(
-        self, state: Any, steps: int, caches: Sequence[Collection[str]]
-    ) -> tuple[Slot, Mark, Arrangement, bytes]:
+    def _copy(self, state: Any, steps: int, own: Own) -> tuple[Slot, Mark, Arrangement, bytes]:
         """Copy our share into the slot whose turn it is."""
         values, tensors, trace = split_and_trace(state)
         arrangement = self._arranged(values, tensors, trace)
         layout, pieces = arrangement.layout, arrangement.pieces
-        self._prints = state_prints(state, caches)
+        self._prints = state_prints(state, own)
         seat, slot = self._seat, self._slot_of(self.number)
         if self._is_being_written(slot):
             raise OSError(f"snapshot {self.number}: one in the same place is still being written")

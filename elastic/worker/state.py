@@ -47,6 +47,8 @@ class TrainState:
         self.schedulers: list[Stateful] = []
         self.scalers: list[Stateful] = []
         self.registered: dict[str, Stateful] = {}
+        # Names of registered objects that each rank may have otherwise.
+        self.own: set[str] = set()
         # Of the optimizers: how many parameters they have, and those that want no gradients.
         self._num_known, self._frozen = 0, list[nn.Parameter]()
         # What registered objects are given once the iteration is over, and whether they are.
@@ -55,8 +57,14 @@ class TrainState:
         # States of scalers that the run has used already, and this member not yet.
         self._unused_scalers: list[Any] = []
 
-    def register(self, name: str, thing: Stateful) -> None:
+    def register(self, name: str, thing: Stateful, *, is_own: bool = False) -> None:
         """Add an object of the user's own.
+
+        Args:
+            name: of it in the run's state.
+            thing: the object.
+            is_own: ranks may have other values, such as who writes files and shows progress. Who
+                joins gets the leader's.
 
         Raises:
             UsageError: it cannot give or take its state, or the name is taken by another one.
@@ -69,6 +77,8 @@ class TrainState:
         if self.registered.get(name, thing) is not thing:
             raise UsageError(f"train.register({name}=...): another object has this name already")
         self.registered[name] = thing
+        if is_own:
+            self.own.add(name)
 
     def add_scaler(self, scaler: Stateful) -> None:
         """Add a scaler, once; in the order of their first use, the same on all members."""

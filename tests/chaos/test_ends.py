@@ -68,7 +68,8 @@ def test_a_scripts_own_handlers_of_signals_are_called_as_under_torchrun(
 
     wait_for(lambda: has_all("trains"), "both ranks to train")
     for rank in range(2):
-        os.kill(int((storage / f"trains-{rank}").read_text()), signal.SIGUSR1)
+        pid = wait_for((storage / f"trains-{rank}").read_text, "its process id")
+        os.kill(int(pid), signal.SIGUSR1)
     wait_for(lambda: has_all("usr1"), "handlers of SIGUSR1")
     script.process.terminate()
     assert script.wait() == 128 + signal.SIGTERM, script.said()

@@ -15,7 +15,7 @@ from elastic import train
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker import keeping
+from elastic.worker import keeping, likeness
 from elastic.worker.local import LocalRun, local_context
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.transfer import pack
@@ -167,7 +167,7 @@ def test_members_whose_weights_differ_in_a_bit_save_nothing_and_name_the_object(
         many[7_000] ^= saver is run.savers[1]  # The lowest bit of one of them.
         name = "mask (buffer)" if kind == "caches" else "weight"
         state["objects"]["models" if kind == "caches" else kind] = [{name: many}]
-        saver.take(lambda s=state: s, Cursor(0, 1), 1, caches=[{"mask (buffer)"}])  # type: ignore[misc]
+        saver.take(lambda s=state: s, Cursor(0, 1), 1, own=likeness.Own([{"mask (buffer)"}]))  # type: ignore[misc]
         if saver is run.savers[1]:
             for one in run.savers:
                 one.finish()

@@ -185,16 +185,15 @@ def train_func(config: dict) -> dict:
     counted = Counted()
     train.register(counted=counted)
 
-    def compute(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], epoch: int) -> None:
+    def compute(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
         x, y, ids = batch
-        at = epoch * len(loader) + train.get_context().get_step()
         if config["pace"]:
             time.sleep(config["pace"])  # Stands for a model that takes longer.
         orders.at("forward")
         loss = F.cross_entropy(model(x), y)
         orders.at("backward")
         (scaler.scale(loss) + module.ledger[ids].mean()).backward()
-        train.log(loss=loss, over=float(is_over(config)), at=at)
+        train.log(loss=loss, over=float(is_over(config)), at=counted.number)
 
     def update() -> None:
         orders.at("step")
@@ -219,12 +218,12 @@ def train_func(config: dict) -> dict:
         if config["whole_steps"]:
             for step in train.steps(loader):
                 for batch in step:
-                    compute(batch, epoch)
+                    compute(batch)
                 update()
                 counted.number += 1  # Unasked, as a library's loop does.
         else:
             for batch in loader:
-                compute(batch, epoch)
+                compute(batch)
                 update()
                 counted.number += train.stepped()
         train.report({"epoch": epoch})
@@ -271,7 +270,7 @@ def trace(
         "scaler": scaler and scaler.state_dict(),
         "random": digest([torch.get_rng_state(), *numpy_state(), random.getstate()[1]]),
         # A mean over all micro-batches of the step before, which all have the same value.
-        "logged": train.get_logged().get("at"),
+        "mean": train.get_logged().get("at"),
         **more,
     }
     Path(directory).mkdir(parents=True, exist_ok=True)

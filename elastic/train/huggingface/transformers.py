@@ -175,7 +175,7 @@ class _Run(TrainerCallback):
         engine.add_model(trainer.model)
         engine.add_optimizer(getattr(optimizer, "optimizer", optimizer))
         engine.add_scheduler(trainer.lr_scheduler)
-        engine.register("transformers.Trainer", self)
+        engine.register("transformers.Trainer", self, is_own=True)
         self._epochs = engine.epochs(state.num_train_epochs)
         self._next_epoch()
         self.take_place(begins=True)
