@@ -27,7 +27,7 @@ NEVER_LOADED = {
     # Training scripts run in workers, and a worker holds no gRPC: it does not survive forks well.
     "elastic.worker.main": GRPC,
     "elastic.train": GRPC,
-    "elastic.train.torch": GRPC,
+    "elastic.train.torch": GRPC | {"accelerate", "lightning", "transformers"},
 }
 
 

@@ -39,9 +39,8 @@ from elastic.errors import UsageError
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.one_process import see_one_process, take_place
-from elastic.train.session import report, require_engine
+from elastic.train.session import report, require_context, require_engine
 from elastic.train.trainer import TorchTrainer
-from elastic.worker.context import current
 from elastic.worker.stepping import Step
 
 __all__ = [
@@ -98,7 +97,7 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
             "prepare_trainer: auto_find_batch_size=True: the batch size decides which samples are "
             "trained with together, on all workers; set per_device_train_batch_size"
         )
-    workers = require_context_size()
+    workers = require_context("prepare_trainer").max_workers
     size = args.train_batch_size * args.gradient_accumulation_steps * workers
     args.gradient_accumulation_steps = 1
     args.average_tokens_across_devices = False  # Micro-batches are weighed by their tokens.
@@ -108,12 +107,6 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
     trainer._elastic = _Run(trainer, global_batch_size or size)  # type: ignore[attr-defined]
     trainer.callback_handler.callbacks.insert(0, trainer._elastic)  # type: ignore[attr-defined]
     return trainer
-
-
-def require_context_size() -> int:
-    """Return the workers of the largest group."""
-    context = current()
-    return context.max_workers if context is not None else 1
 
 
 class _Run(TrainerCallback):
