@@ -51,10 +51,10 @@ proto: $(INSTALLED)  ## make elastic/wire/generated anew from proto/
 install: $(INSTALLED)  ## build .venv, and nothing else
 
 # The stamp is written last: an install that was interrupted is taken up again.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (the first time takes a few minutes, most of it PyTorch)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	@touch $@
 
 clean:  ## remove what runs and tools left behind, .venv included

@@ -1,7 +1,7 @@
-"""Every private part of torch.distributed that this package touches, in one place.
+"""The private parts of torch.distributed that forming groups in a running process needs.
 
-Rule: each name is looked up once, at import of `parts()`, and a torch that lacks one is refused
-with what to install. Nothing else in the package reaches below torch.distributed's public names.
+Rule: each name is looked up once, by `parts()`, and a torch that lacks one is refused with what to
+install. All private names of torch stand in `torch_names`.
 
 Three seams are enough. `ProcessGroupGloo`, as torch's own group builder sees it, is where each
 group (the default one, `new_group`, a device mesh) makes its sockets. `init_process_group` and
@@ -28,10 +28,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic.errors import GroupError, UsageError
+from elastic.worker.torch_names import TORCH_RANGE
 
 log = logging.getLogger(__name__)
 
-TORCH_RANGE = "torch>=2.9,<2.14"
 MAPS = (
     "pg_map",
     "pg_names",

@@ -87,16 +87,22 @@ def sleeps_for_ever(number: int) -> bool:
 class Quiet:
     """Whether threads have done nothing for a while: none copies, adds up or begins."""
 
-    def __init__(self, numbers: Set[int]) -> None:
-        """Nothing has been seen."""
+    def __init__(self, numbers: Set[int], *, is_blind: bool = False) -> None:
+        """Nothing has been seen.
+
+        Args:
+            numbers: of the threads.
+            is_blind: there are more, which cannot be told from others: torch 2.9 names none.
+        """
         self._numbers = numbers
+        self._is_blind = is_blind
         self._seen: tuple[Seen, ...] | None = None
         self._since = 0.0
 
     def lasts(self, seconds: float) -> bool:
         """Take a look; return whether all looks of so many seconds have shown the same."""
         now, seen = time.monotonic(), look_at(self._numbers)
-        if seen is None:
+        if seen is None or self._is_blind:
             self._since = self._since or now
             return now - self._since >= max(seconds, BLIND_S)
         if seen != self._seen or not all(one.sleeps for one in seen):

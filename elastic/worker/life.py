@@ -199,6 +199,10 @@ class Life:
                 self._silenced_at = now
             return now - self._silenced_at > SILENT_S
 
+    def quiet(self) -> Quiet:
+        """Return what looks at the threads of gloo's in which this life's collectives run."""
+        return Quiet(self.threads, is_blind=bool(self._backends) and not numbers_of_gloo())
+
     def join_gloo(self) -> bool:
         """Wait until nothing of gloo's is at work for this life, once aborted.
 
@@ -207,7 +211,7 @@ class Life:
         """
         while not self.has_closed_all():
             time.sleep(LOOK_S)
-        quiet, end = Quiet(self.threads), time.monotonic() + AT_WORK_S
+        quiet, end = self.quiet(), time.monotonic() + AT_WORK_S
         while not quiet.lasts(QUIET_LOOKS_S):
             if time.monotonic() > end:
                 return False

@@ -24,7 +24,6 @@ from datetime import timedelta
 from typing import Any
 
 from elastic.worker import c10d
-from elastic.worker.gloo_threads import Quiet
 from elastic.worker.life import Life
 
 log = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ class _Over:
 
     def __init__(self, life: Life) -> None:
         self._life = life
-        self._quiet = Quiet(life.threads)
+        self._quiet = life.quiet()
 
     def is_certain(self) -> bool:
         return self._life.has_closed_all() and self._quiet.lasts(QUIET_S)

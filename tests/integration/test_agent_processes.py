@@ -159,7 +159,7 @@ async def test_a_killed_process_is_told_of_at_once(
     async with running(tmp_path) as node:
         pid = await node.work()
         os.kill(pid, signal.SIGKILL)
-        assert await node.exit_of() == ExitCause(ExitKind.SIGNAL, 9, "SIGKILL")
+        assert await node.exit_of() == ExitCause(ExitKind.SIGNAL, 9)
         # Told once, and reaped soon after: no zombie stays.
         await wait_until(lambda: not Path(f"/proc/{pid}").exists())
         assert sum(isinstance(event, ProcessExited) for event in node.events.all) == 1

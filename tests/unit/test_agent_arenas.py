@@ -21,7 +21,7 @@ from elastic.runtime.clock import SystemClock
 from tests.patience import DEADLINE_S
 
 pytestmark = pytest.mark.anyio
-KILLED = ExitCause(ExitKind.SIGNAL, 9, "SIGKILL")
+KILLED = ExitCause(ExitKind.SIGNAL, 9)
 DONE = ExitCause(ExitKind.CODE, 0)
 JOB = JobId("j1")
 

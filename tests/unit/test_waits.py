@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.worker import c10d
+from elastic.worker.gloo_threads import Quiet
 from elastic.worker.waits import MESSAGES, Waits
 from tests.patience import DEADLINE_S
 
@@ -27,6 +28,9 @@ class PlayedLife:
 
     def has_closed_all(self) -> bool:
         return self.is_over
+
+    def quiet(self) -> Quiet:
+        return Quiet(self.threads)
 
 
 @dataclass

@@ -1,0 +1,122 @@
+"""Every private name of torch that this package touches, in one list, and what happens without it.
+
+Rule: whoever touches another one adds it here. A worker's process looks all of them up before it
+takes work: a name that is needed and not there is refused, with what to install; without another
+something is left out, as its row says, and the log names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from elastic.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+LOWEST, BELOW = (2, 9), (2, 16)
+TORCH_RANGE = f"torch>={LOWEST[0]}.{LOWEST[1]},<{BELOW[0]}.{BELOW[1]}"
+ANY_TORCH = "ELASTIC_ANY_TORCH"
+"""Set to 1 by who wants to try a torch outside of the range."""
+GROUPS = "no group can be formed in a running process"
+C10D = "torch.distributed.distributed_c10d"
+
+
+class Name(NamedTuple):
+    """A private name, and what happens without it; "" where we cannot do without."""
+
+    module: str
+    path: str
+    need: str
+    without: str = ""
+
+
+NAMES = (
+    Name(C10D, "ProcessGroupGloo.create_device", GROUPS),
+    Name(C10D, "ProcessGroupGloo._Options", GROUPS),
+    Name(C10D, "_world.pg_map", GROUPS),
+    Name(C10D, "_world.pg_names", GROUPS),
+    Name(C10D, "_world.pg_group_ranks", GROUPS),
+    Name(C10D, "_world.pg_backend_config", GROUPS),
+    Name(C10D, "_world.pg_to_tag", GROUPS),
+    Name(C10D, "_world.tags_to_pg", GROUPS),
+    Name(C10D, "_world.pg_coalesce_state", GROUPS),
+    Name(C10D, "_world.default_pg", GROUPS),
+    Name(C10D, "_world.group_count", "survivors and newcomers name keys of the store alike"),
+    Name(C10D, "_update_default_pg", GROUPS),
+    Name(C10D, "_unregister_all_process_groups", GROUPS),
+    Name(C10D, "_get_default_group", "collectives of a script join the group first"),
+    Name(C10D, "_get_default_store", "a run in the user's own process shares facts by it"),
+    Name(C10D, "_set_pg_timeout", "timeouts of a group that stands"),
+    Name(C10D, "Work.wait", "waits of scripts end with their group"),
+    Name(C10D, "Work.is_completed", "waits of scripts end with their group"),
+    Name(C10D, "Work._get_op_type", "a wait says for which collective"),
+    Name(C10D, "ProcessGroup._get_backend", "connections of a group are cut"),
+    Name(C10D, "ProcessGroup._get_sequence_number_for_group", "who is behind is named"),
+    Name("torch._C", "_current_graph_task_id", "gradients are reduced while backward runs"),
+    Name("torch.autograd.graph", "_engine_run_backward", "gradients are reduced in backward"),
+    Name("torch.nn.modules.batchnorm", "_NormBase", "buffers of batch norm are reduced"),
+    Name("torch.autograd", "_unsafe_preserve_version_counter", "buffers are put back in place"),
+    Name("torch", "_foreach_add_", "gradients are added at once"),
+    Name("torch", "_foreach_copy_", "snapshots are copied at once"),
+    Name("torch.utils.data._utils.worker", "_worker_info", "streams are dealt to loader workers"),
+    Name(
+        "torch.amp.grad_scaler", "GradScaler._lazy_init_scale_growth_tracker", "scalers step once"
+    ),
+    Name("torch.distributed.checkpoint._nested_dict", "flatten_state_dict", "checkpoints"),
+    Name("torch.distributed.checkpoint.filesystem", "_StorageInfo", "checkpoints"),
+    Name(
+        "torch.distributed.tensor.debug",
+        "_clear_sharding_prop_cache",
+        "layouts of groups that are gone are forgotten",
+        without="they stay in memory, unused",
+    ),
+)
+
+
+def missing(names: tuple[Name, ...] = NAMES) -> tuple[Name, ...]:
+    """Return the names that this torch lacks, of those modules that are imported."""
+    return tuple(name for name in names if not _is_there(name))
+
+
+def _is_there(name: Name) -> bool:
+    found: Any = sys.modules.get(name.module)
+    if found is None:
+        return True  # Looked up once it is imported; a test imports all.
+    for part in name.path.split("."):
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+def check_torch(environ: Mapping[str, str], version: str | None = None) -> None:
+    """Refuse a torch that we have not been run with, or that lacks what we need.
+
+    Args:
+        environ: may say that any release will do.
+        version: of torch, as it says itself; None for the one that is installed.
+
+    Raises:
+        UsageError: with what to install.
+    """
+    version = version or torch.__version__
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    release = tuple(map(int, numbers.groups())) if numbers else (0, 0)
+    if not LOWEST <= release < BELOW and environ.get(ANY_TORCH) != "1":
+        raise UsageError(
+            f"torch {version} is installed, and elastic-torch was tried with {TORCH_RANGE} only: "
+            f"install one of those, or set {ANY_TORCH}=1 to take the risk"
+        )
+    for name in missing():
+        if not name.without:
+            raise UsageError(
+                f"torch {version} has no {name.module}.{name.path}, without which this does not "
+                f"work: {name.need}; install {TORCH_RANGE}"
+            )
+        log.warning("torch_lacks name=%s.%s then=%r", name.module, name.path, name.without)
