@@ -183,10 +183,10 @@ class LocalCluster:
         os.kill(self.agents[name].pid, number)
 
     def stop_jobs(self) -> None:
-        """Stop every job, and wait until none has a worker."""
+        """Stop every job where it stands, and wait until none has a worker."""
         for left in self.client.list(include_ended=False):
             with contextlib.suppress(Refused):  # It has just ended by itself.
-                self.client.stop(left.record.spec.job_id, "its test is over")
+                self.client.stop(left.record.spec.job_id, "its test is over", now=True)
             self.wait(left.record.spec.job_id, lambda view: not view.workers, "the end")
 
     def stop(self, *, keep: bool = False) -> None:
