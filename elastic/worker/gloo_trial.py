@@ -17,6 +17,7 @@ import socket
 import stat
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,14 @@ def _sockets() -> set[int]:
     return found
 
 
-def passed_file(environ: dict[str, str]) -> Path:
+def passed_file(environ: Mapping[str, str]) -> Path:
     """Return the file whose being there says that this torch has passed."""
     base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or "/tmp") / ".cache"
     version = torch.__version__.replace("/", "-")
     return Path(base) / "elastic-torch" / f"gloo-passed-{version}-{torch.version.git_version[:12]}"
 
 
-def try_once_beside(environ: dict[str, str], agent: socket.socket) -> None:
+def try_once_beside(environ: Mapping[str, str], agent: socket.socket) -> None:
     """Try gloo in a fork of this process, which goes on meanwhile, unless this torch has passed.
 
     What differs is printed: to the agent's log, from the zygote.

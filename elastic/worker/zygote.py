@@ -288,9 +288,9 @@ def main(socket_fd: int, protocol: str) -> None:
     from elastic.worker.gloo_trial import try_once_beside
     from elastic.worker.torch_names import check_torch
 
-    check_torch(os.environ)
     started_with = warm_up_here()
-    try_once_beside(dict(os.environ), sock)
+    check_torch(started_with)
+    try_once_beside(started_with, sock)
     pipe_fd = Zygote(sock).serve()
     np.random.seed()  # As Python's own does after a fork; or all would draw the same.
     be_worker(pipe_fd, started_with)

@@ -22,10 +22,10 @@ def test_every_private_name_is_there() -> None:
 
 
 def test_a_torch_outside_of_the_range_is_refused_unless_told() -> None:
-    for version in ("2.9.1", torch.__version__, "2.15.0+cu130", "2.14.0a0+gitabc"):
+    for version in ("2.9.1", torch.__version__, "2.14.1+cu130", "2.14.0a0+gitabc"):
         check_torch({}, version)
-    for version in ("2.8.0", "2.16.0.dev20261101", "3.0", "unknown"):
-        with pytest.raises(UsageError, match=r"torch>=2\.9,<2\.16"):
+    for version in ("2.8.0", "2.15.0", "3.0", "unknown"):
+        with pytest.raises(UsageError, match=r"torch>=2\.9,<2\.15"):
             check_torch({}, version)
         check_torch({ANY_TORCH: "1"}, version)
 
@@ -46,7 +46,8 @@ def test_gloo_is_as_we_rely_on() -> None:
     """In a process of its own, for the threads that it starts."""
     code = "from elastic.worker.gloo_trial import try_gloo; print(try_gloo())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    names_no_thread = torch.__version__.startswith("2.9.")  # It is waited for blindly there.
+    assert names_no_thread or done.stdout.splitlines()[-1] == "[]"
 
 
 def test_where_no_thread_of_gloo_can_be_found_nothing_is_taken_for_quiet_at_once() -> None:
