@@ -22,8 +22,8 @@ __all__ = ["s3"]
 URL = f"s3://{BUCKET}/results/run"
 
 
-def marker(generation: int = 2, unix_ns: int = 1) -> Marker:
-    return Marker("j1", generation, 3, 4, unix_ns, "{}", ())
+def marker(generation: int = 2, unix_ns: int = 1, index: int = 3) -> Marker:
+    return Marker("j1", generation, index, 4, unix_ns, "{}", ())
 
 
 def names(path: str = "*") -> list[str]:
@@ -40,7 +40,7 @@ def test_a_run_lives_in_a_bucket(s3: Trouble, tmp_path: Path) -> None:
     assert [file[:2] for file in files] == [("deep/shard", 0), ("model", 3_000_000)]
     assert not run.is_committed("c1")
     run.commit("c1", marker())
-    run.commit("c2", marker(unix_ns=2))
+    run.commit("c2", marker(unix_ns=2, index=4))
     assert run.newest_checkpoint() == f"{URL}/checkpoints/c2"
     assert [run.checkpoint("c1").checksum(file.path) for file in files] == list(files)
     run.mark_recorded("c1")
