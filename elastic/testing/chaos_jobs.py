@@ -142,7 +142,7 @@ def chaos_job(
     """
     finish = directory / "finish"
     if kind == "steps":
-        options: tuple[str, ...] = ("--width", "64", "--samples", "1000", "--scaler")
+        options: tuple[str, ...] = ("--width", "64", "--samples", "1000")
         args = (*options, "--epochs", str(ENDLESS), "--pace", "0.01")
         args = (*args, "--trace", str(directory / "trace"))
         if save_every:

@@ -28,6 +28,7 @@ from tests.chaos.struck import PLACES, WORKERS, Run, assert_kept
 from tests.patience import wait_for
 
 HANG_TIMEOUT_S = 3.0
+OPTIONS = ("--model", "cnn", "--scaler")
 PACE_S = 0.03
 """Of a micro-batch: the undisturbed run, which has all of them to do alone, is to stay ahead."""
 
@@ -38,7 +39,7 @@ def runs(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with ExitStack() as stack:
         directory = tmp_path_factory.mktemp("promise")
         job = chaos_job("steps", "x", workers=1, directory=directory)
-        options = (*job.options, "--model", "cnn")
+        options = (*job.options, *OPTIONS)
         reference = Reference(Path(job.spec.entry.target), options, directory / "reference")
         found = [make_run(cluster, stack.enter_context(reference), directory / "0")]
         yield found
@@ -48,7 +49,7 @@ def make_run(cluster: LocalCluster, reference: Reference, directory: Path) -> Ru
     """Describe a run in this folder."""
     (directory / "orders").mkdir(parents=True)
     job = chaos_job("steps", "promise", workers=WORKERS, directory=directory, save_every=5)
-    job = with_arguments(job, "--model", "cnn", "--orders", str(directory / "orders"))
+    job = with_arguments(job, *OPTIONS, "--orders", str(directory / "orders"))
     entry = replace(job.spec.entry, args=(*job.spec.entry.args, "--pace", str(PACE_S)))
     spec = replace(job.spec, entry=entry, hang_timeout_s=HANG_TIMEOUT_S)
     return Run(cluster, replace(job, spec=spec), reference)
