@@ -211,7 +211,9 @@ def train_func(config: dict) -> dict:
         counter.zero_grad()
         note_time(config)
         if config["trace"] and train.stepped():
-            trace(config["trace"], module, [optimizer, counter], scheduler, scaler)
+            # Of whole steps values are there at once, or a step later for who has adopted one.
+            more = {"mean": None} if config["whole_steps"] else {}
+            trace(config["trace"], module, [optimizer, counter], scheduler, scaler, **more)
         orders.at("between")
 
     for epoch in train.epochs(config["epochs"]):
