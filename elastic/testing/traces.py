@@ -85,7 +85,7 @@ def _is_right(name: str, value: Any, right: Any) -> bool:
     if name == "mean" and value is None:
         return True  # It tells of none.
     is_older = name == "mean" and right is not None and value == (right - 1 if right else None)
-    return value == right or is_older
+    return bool(value == right or is_older)
 
 
 def _all_to(last: Place, places: set[Place]) -> list[Place]:
