@@ -211,9 +211,9 @@ def train_func(config: dict) -> dict:
         counter.zero_grad()
         note_time(config)
         if config["trace"] and train.stepped():
-            # Of whole steps values are there at once, or a step later for who has adopted one.
-            more = {"mean": None} if config["whole_steps"] else {}
-            trace(config["trace"], module, [optimizer, counter], scheduler, scaler, **more)
+            # A mean over all micro-batches of the step before, which all have the same value.
+            mean = {"mean": train.get_logged().get("at")} if not config["whole_steps"] else {}
+            trace(config["trace"], module, [optimizer, counter], scheduler, scaler, **mean)
         orders.at("between")
 
     for epoch in train.epochs(config["epochs"]):
@@ -271,8 +271,6 @@ def trace(
         "scheduler": scheduler and json.dumps(scheduler.state_dict(), default=str, sort_keys=True),
         "scaler": scaler and scaler.state_dict(),
         "random": digest([torch.get_rng_state(), *numpy_state(), random.getstate()[1]]),
-        # A mean over all micro-batches of the step before, which all have the same value.
-        "mean": train.get_logged().get("at"),
         **more,
     }
     Path(directory).mkdir(parents=True, exist_ok=True)
