@@ -16,7 +16,7 @@ from elastic.wire.codec_jobs import LogChunk
 TRACEBACK = "Traceback (most recent call last):"
 LINKS = ("During handling of the above exception", "The above exception was the direct cause")
 """Stand between the tracebacks of a chain, which is one to us."""
-HOLD_S = 15.0
+HOLD_S = 3.0
 HELD_CHARS_MAX = 200_000
 LINE_CHARS_MAX = 16_384
 

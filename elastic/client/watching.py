@@ -28,7 +28,7 @@ __all__ = ["Follower", "Printer", "follow"]
 
 QUEUE_ITEMS_MAX = 1000
 TICK_S = 0.25
-OUTPUT_GRACE_S = 30.0
+OUTPUT_GRACE_S = 5.0
 """Output that has not come this long after the job's end is not waited for."""
 JOIN_TIMEOUT_S = 2.0
 

@@ -126,14 +126,18 @@ class Zygote:
         if not job:
             return self._fork_here(int(number), pipe_fd, output_fd)
         nursery = self._nurseries.get(job)
+        is_new = nursery is None
         if nursery is None:
             nursery = self._nurseries[job] = Nursery(_read(script))
+        # Before a nursery is forked, which would keep them open: then a worker's output, and the
+        # pipe of one that died, had no end as long as the nursery lives.
+        nursery.waiting[int(number)] = pipe_fd, output_fd
+        if is_new:
             if (end := self._begin(nursery)) is not None:
                 return end
             for old in [*self._nurseries][:-NURSERIES_MAX]:
                 if not self._nurseries[old].waiting:
                     self._nurseries.pop(old).end()
-        nursery.waiting[int(number)] = pipe_fd, output_fd
         return self._pass_on(nursery, [int(number)])
 
     def _begin(self, nursery: Nursery) -> int | None:

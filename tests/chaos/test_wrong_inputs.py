@@ -159,7 +159,6 @@ def test_a_failing_script_is_told_once_and_last_with_exit_code_1(
     assert len((next(tmp_path.iterdir()) / "metrics.jsonl").read_text().splitlines()) == 7
 
 
-@pytest.mark.slow
 def test_noise_comes_through_as_it_was_printed(cluster: LocalCluster, tmp_path: Path) -> None:
     storage = ("--storage-path", str(tmp_path))
     done = command(cluster, "submit", str(BAD), *storage, "--", "make_noise")

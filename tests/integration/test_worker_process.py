@@ -43,7 +43,9 @@ def agent(tmp_path: Path) -> Iterator[PlayedAgent]:
 
 
 def function(train: Callable[..., Any], **config: Any) -> Entry:
-    return Entry(EntryKind.FUNCTION, train.__name__, payload=worker_entry.pack(train, config, {}))
+    """Make a train function that is called again in its process, once for each group."""
+    payload = worker_entry.pack(train, config, {"recovery": "reenter"})
+    return Entry(EntryKind.FUNCTION, train.__name__, payload=payload)
 
 
 # ---------------------------------------------------------------- train functions
