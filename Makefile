@@ -33,10 +33,10 @@ lint: $(INSTALLED)  ## style, format and types
 	$(call check,$(BIN)/ruff format --quiet --check .)
 	$(call check,$(BIN)/mypy --no-error-summary)
 
-# Tests of a file share what they have started, so a file is one process's. Where twenty tests
-# fail, others would, too.
+# Tests that share a cluster are one process's (tests/conftest.py). Where twenty tests fail, others
+# would, too.
 pytest: $(INSTALLED)  ## the tests without the checks
-	@$(BIN)/python -m pytest -m "not slow and not gpu" -n logical --dist loadfile \
+	@$(BIN)/python -m pytest -m "not slow and not gpu" -n logical --dist loadgroup \
 		--no-loadscope-reorder --durations 10 --maxfail 20 $(PYTEST_FLAGS) tests
 
 chaos: $(INSTALLED)  ## the tests that take minutes or hours

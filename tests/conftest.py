@@ -36,6 +36,8 @@ from tests.patience import (
 MARKS = "ELASTIC_TEST_MARKS"
 SEED = "ELASTIC_TEST_SEED"
 LINES_AT_ONCE = 15
+# Where tests of one file share a cluster, and so have to run in one process.
+SHARING = ("chaos", "integration", "gpu")
 # The longest parts first: what is left for the end then divides well among the cores.
 PARTS = ("chaos", "integration", "simulation", "property", "scenarios", "unit", "tidy")
 # How often the watchdog of a test looks.
@@ -118,10 +120,14 @@ class SaysAtOnce:
                 terminal.write_line(f"    {line}")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the parts into their order; within a part it stays as it is."""
+    """Put the parts into their order, and together what shares a cluster."""
     ranks = {part: rank for rank, part in enumerate(PARTS)}
     items.sort(key=lambda item: ranks.get(part_of(item.nodeid), len(PARTS)))
+    for item in items:
+        if part_of(item.nodeid) in SHARING:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def part_of(nodeid: str) -> str:
