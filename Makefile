@@ -7,12 +7,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.docs-installed
 
 # For example: make test PYTEST_FLAGS="-x -k sqlite"
 PYTEST_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint pytest chaos test-gpu proto install clean
+.PHONY: help demo test lint pytest chaos test-gpu docs proto install clean
 
 help:  ## say what there is
 	@awk -F ":.*## " '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -45,6 +46,10 @@ chaos: $(INSTALLED)  ## the tests that take minutes or hours
 test-gpu: $(INSTALLED)  ## the tests that need CUDA devices
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS) tests
 
+docs: $(DOCS_INSTALLED)  ## build the pages of docs/ into build/docs; a warning is an error
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "build/docs/index.html"
+
 proto: $(INSTALLED)  ## make elastic/wire/generated anew from proto/
 	@$(BIN)/python scripts/gen_proto.py
 
@@ -55,6 +60,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (the first time takes a few minutes, most of it PyTorch)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	@touch $@
 
 clean:  ## remove what runs and tools left behind, .venv included

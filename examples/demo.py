@@ -290,11 +290,17 @@ def main() -> None:
     """Read the arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=80)
+    parser.add_argument("--picture", type=Path, help="an SVG to write of what was printed")
     args = parser.parse_args()
     console = Console(highlight=False)
-    if not console.is_terminal:
+    if args.picture is not None:
+        console = Console(highlight=False, width=108, record=True, color_system="truecolor")
+    elif not console.is_terminal:
         console = Console(highlight=False, width=100)
-    sys.exit(run(console, args.epochs))
+    code = run(console, args.epochs)
+    if args.picture is not None:
+        console.save_svg(str(args.picture), title="make demo")
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +20,14 @@ PROGRAMS = {
     "elastic-agent": "elastic.agent.cli",
     "elastic-coord": "elastic.coord.cli",
 }
-FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^ *```[^\n`]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^( *)```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(r"^\s*(?:[$#] )?(elastic(?:-agent|-coord)?)((?: +\S+)*)$")
+# Side by side with another library's, so no program.
+SIDE_BY_SIDE = "migrate-from-"
+README_BYTES_MAX = 4096
+EXIT_CODES = ("elastic/client/terminal.py", "elastic/agent/cli.py", "elastic/coord/cli.py")
 # Commands that have commands of their own.
 GROUPS = {("elastic-coord", "certs"), ("elastic-coord", "tokens")}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -100,16 +106,18 @@ def test_everything_public_is_described() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = [link for link in LINK.findall(page.read_text()) if "://" not in link]
-    headings = {anchor(line) for line in page.read_text().splitlines() if line.startswith("#")}
     wrong = []
-    for target in targets:
+    for target in LINK.findall(page.read_text()):
         file, _, fragment = target.partition("#")
-        if file and not (page.parent / file).exists():
-            wrong.append(target)
-        if not file and fragment not in headings:
+        to = page.parent / file if file else page
+        if "://" not in target and not (to.exists() and (not fragment or fragment in headings(to))):
             wrong.append(target)
     assert not wrong, f"{page.name} links to what is not there: {wrong}"
+
+
+def headings(page: Path) -> set[str]:
+    """The names to which links into a page may lead."""
+    return {anchor(line) for line in page.read_text().splitlines() if line.startswith("#")}
 
 
 def anchor(heading: str) -> str:
@@ -134,3 +142,39 @@ def test_a_command_that_a_page_shows_exists(
     assert done.exit_code == 0, f"{page}: {program} {subcommand}: {done.output}"
     missing = [option for option in options if not re.search(rf"{option}\b", done.output)]
     assert not missing, f"{page}: {program} {subcommand} has no {missing}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if not page.name.startswith(SIDE_BY_SIDE)],
+    ids=lambda page: page.name,
+)
+def test_python_that_a_page_shows_is_python(page: Path) -> None:
+    for _, block in PYTHON.findall(page.read_text()):
+        ast.parse(textwrap.dedent(block), filename=str(page))
+
+
+def test_the_readme_is_one_screen() -> None:
+    size = len((ROOT / "README.md").read_bytes())
+    assert size <= README_BYTES_MAX, f"README.md has {size} bytes: move what is new to docs/"
+
+
+def test_every_exit_code_is_explained() -> None:
+    codes = {
+        node.value.value
+        for path in EXIT_CODES
+        for node in parsed(ROOT / path).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        if ast.unparse(node.targets[0]).startswith("EXIT_")
+    }
+    page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
+    explained = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
+    assert codes == explained
+
+
+def test_the_glossary_has_each_word_once() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    parts = [re.findall(r"^\| ([^|]+) \|", part, re.MULTILINE)[1:] for part in page.split("\n## ")]
+    words = [word for part in parts for word in part]
+    assert len(words) == len(set(words)) > 100
+    assert all(part == sorted(part) for part in parts)
