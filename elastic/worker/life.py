@@ -201,7 +201,7 @@ class Life:
 
     def quiet(self) -> Quiet:
         """Return what looks at the threads of gloo's in which this life's collectives run."""
-        return Quiet(self.threads, is_blind=bool(self._backends) and not numbers_of_gloo())
+        return Quiet(self.threads, are_all=not self._backends or bool(numbers_of_gloo()))
 
     def join_gloo(self) -> bool:
         """Wait until nothing of gloo's is at work for this life, once aborted.

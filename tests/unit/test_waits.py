@@ -30,7 +30,7 @@ class PlayedLife:
         return self.is_over
 
     def quiet(self) -> Quiet:
-        return Quiet(self.threads)
+        return Quiet(self.threads, are_all=True)
 
 
 @dataclass
