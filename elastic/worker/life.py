@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -198,6 +199,11 @@ class Life:
                 self.loop.silence(ours)
                 self._silenced_at = now
             return now - self._silenced_at > SILENT_S
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a message may be waited for."""
+        return timedelta(seconds=self.spec.timeout_s)
 
     def quiet(self) -> Quiet:
         """Return what looks at the threads of gloo's in which this life's collectives run."""
