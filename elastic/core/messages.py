@@ -479,9 +479,17 @@ class Warm:
 
 @dataclass(frozen=True)
 class Pong:
-    """Answer to `Ping`."""
+    """Answer to `Ping`; or said unasked, when `times` changes.
+
+    Attributes:
+        number: of the ping, 0 for none.
+        times: it may be silent for so many times as long as others, 0 for as long as it likes.
+            Native code may keep its control thread from answering, and be no hang: before the
+            first step of a process, and in what a script says that it works at.
+    """
 
     number: int
+    times: int = 1
 
 
 PipeToAgent = Warm | WorkerUpdate | Reported | Progress | Pong | Pulse

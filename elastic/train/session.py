@@ -105,7 +105,18 @@ def working(what: str) -> contextlib.AbstractContextManager[None]:
         what: for people.
     """
     context = worker_context.current()
-    return context.activity.working(what) if context is not None else contextlib.nullcontext()
+    return _working(context, what) if context is not None else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _working(context: WorkerContext, what: str) -> Iterator[None]:
+    """Say so to the agent as well, before and after: native code may keep us from saying more."""
+    try:
+        with context.activity.working(what):
+            context.link.tell_work()
+            yield
+    finally:
+        context.link.tell_work()
 
 
 def is_driver() -> bool:

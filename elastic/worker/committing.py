@@ -38,6 +38,10 @@ class Link(Protocol):
         """Tell what happened."""
         ...
 
+    def tell_work(self) -> None:
+        """Have the agent hear now whether the main thread says that it works."""
+        ...
+
     def wish(self, generation: Generation) -> WishBoundary | None:
         """Return how and why this generation is to be left at its next boundary, None if not."""
         ...

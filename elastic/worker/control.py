@@ -40,16 +40,17 @@ from elastic.core.events.worker import (
     WorkerEvent,
 )
 from elastic.core.machine.worker import EXIT_AGENT_GONE, WorkerMachine
-from elastic.core.messages import PipeToAgent, Progress
+from elastic.core.messages import PipeToAgent, Pong, Progress
+from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import Begun
 from elastic.errors import ElasticError, Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import note_text
 from elastic.wire.pipe import Pipe
-from elastic.worker import signals
+from elastic.worker import c10d, signals
 from elastic.worker.activity import Flow
 from elastic.worker.collective_watch import CollectiveWatch
-from elastic.worker.exchange import Exchange
+from elastic.worker.exchange import Exchange, Told
 from elastic.worker.group import ProcessGroups
 from elastic.worker.interrupt import Interrupter
 
@@ -57,6 +58,8 @@ log = logging.getLogger(__name__)
 
 EXIT_BUG = 70
 """EX_SOFTWARE: the control thread itself failed."""
+FIRST_COLLECTIVES = 20
+"""Libraries begin with some: DistributedDataParallel compares shapes and sends its weights."""
 GOODBYE_S = 2.0
 """What user code registered with atexit may take at the end, in all."""
 
@@ -112,6 +115,9 @@ class ControlThread:
         for item in self._exchange.take_posted():
             if isinstance(item, Progress):
                 self._send(item)
+            elif isinstance(item, Told):
+                self._send(Pong(0, self._silent_times()))
+                item.told.set()
             else:
                 self._step(item)
         if self._pipe.fileno() in readable:
@@ -137,9 +143,19 @@ class ControlThread:
     def _hear(self) -> None:
         try:
             while (message := self._pipe.receive(0)) is not None:
-                self._step(AgentTold(message, signals.is_handled(signal.SIGTERM)))
+                is_handled, times = signals.is_handled(signal.SIGTERM), self._silent_times()
+                self._step(AgentTold(message, is_handled, times))
         except Unavailable:
             self._lose_pipe()
+
+    def _silent_times(self) -> int:
+        """Return for how long native code may keep this thread from running, as `Pong` says it."""
+        seen = self._exchange.activity
+        if seen.work:
+            return 0
+        # Code that has no steps of ours is taken to have begun once its collectives have.
+        has_begun = seen.has_stepped or max(c10d.issued(), default=0) >= FIRST_COLLECTIVES
+        return 1 if has_begun else FIRST_TIMES
 
     def _lose_pipe(self) -> None:
         if not self._closed:

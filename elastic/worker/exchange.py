@@ -1,7 +1,8 @@
 """What the control thread and the main thread of a worker hand to each other.
 
 Rule: neither thread ever waits for the other here. The main thread waits for orders only while
-it has nothing to do, and for an answer in slices, so that `GroupChanged` finds it awake.
+it has nothing to do, and for an answer in slices, so that `GroupChanged` finds it awake; and for a
+moment around work that a script names, of which the agent is to hear while it can.
 """
 
 from __future__ import annotations
@@ -31,6 +32,19 @@ Order = Setup | FormGroup | EnterTrain | LetGo
 
 WAIT_SLICE_S = 0.02
 """An exception that another thread raises in this one arrives between two slices."""
+TOLD_S = 1.0
+"""How long the main thread waits at most until the agent was told of its work."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """The agent is to hear now for how long the main thread may keep the control thread silent.
+
+    Attributes:
+        told: set once it was sent.
+    """
+
+    told: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
@@ -65,7 +79,7 @@ class Exchange:
         self.activity = Activity()
         self.is_asked = False
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._posted: queue.SimpleQueue[WorkerEvent | Progress] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[WorkerEvent | Progress | Told] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._wish: WishBoundary | None = None
@@ -83,17 +97,24 @@ class Exchange:
         self._posted.put(item)
         os.eventfd_write(self._wake_fd, 1)
 
+    def tell_work(self) -> None:
+        """Have the agent hear, before this returns, whether the main thread says that it works."""
+        item = Told()
+        self._posted.put(item)
+        os.eventfd_write(self._wake_fd, 1)
+        item.told.wait(TOLD_S)
+
     def fileno(self) -> int:
         """Return a descriptor that is readable while something is posted."""
         return self._wake_fd
 
-    def take_posted(self) -> list[WorkerEvent | Progress]:
+    def take_posted(self) -> list[WorkerEvent | Progress | Told]:
         """Return what was posted since the last call, in order."""
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             return []
-        items: list[WorkerEvent | Progress] = []
+        items: list[WorkerEvent | Progress | Told] = []
         while True:
             try:
                 items.append(self._posted.get_nowait())

@@ -87,15 +87,16 @@ def sleeps_for_ever(number: int) -> bool:
 class Quiet:
     """Whether threads have done nothing for a while: none copies, adds up or begins."""
 
-    def __init__(self, numbers: Set[int], *, is_blind: bool = False) -> None:
+    def __init__(self, numbers: Set[int], *, are_all: bool = False) -> None:
         """Nothing has been seen.
 
         Args:
-            numbers: of the threads.
-            is_blind: there are more, which cannot be told from others: torch 2.9 names none.
+            numbers: of the threads. Where none is found there may be some all the same, which
+                cannot be told from others: torch 2.9 names none.
+            are_all: there are no others, also if these are none.
         """
         self._numbers = numbers
-        self._is_blind = is_blind
+        self._is_blind = not (numbers or are_all)
         self._seen: tuple[Seen, ...] | None = None
         self._since = 0.0
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -199,9 +200,14 @@ class Life:
                 self._silenced_at = now
             return now - self._silenced_at > SILENT_S
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long a message may be waited for."""
+        return timedelta(seconds=self.spec.timeout_s)
+
     def quiet(self) -> Quiet:
         """Return what looks at the threads of gloo's in which this life's collectives run."""
-        return Quiet(self.threads, is_blind=bool(self._backends) and not numbers_of_gloo())
+        return Quiet(self.threads, are_all=not self._backends or bool(numbers_of_gloo()))
 
     def join_gloo(self) -> bool:
         """Wait until nothing of gloo's is at work for this life, once aborted.

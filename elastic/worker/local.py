@@ -150,6 +150,9 @@ class NoCoordinator:
             self._untold.put(item.metrics)
             self.tell()
 
+    def tell_work(self) -> None:
+        """Tell nobody: there is no agent."""
+
     def tell(self) -> None:
         """Pass on what was posted by other threads."""
         if threading.get_ident() != self._thread:

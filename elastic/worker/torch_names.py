@@ -1,13 +1,15 @@
-"""Every private name of torch that this package touches, in one list, and what happens without it.
+"""Every private name of torch and Python that this package touches, and what happens without it.
 
-Rule: whoever touches another one adds it here. A worker's process looks all of them up before it
-takes work: a name that is needed and not there is refused, with what to install; without another
-something is left out, as its row says, and the log names it.
+Rule: whoever touches another one adds it here; `tests/tidy/test_private_names.py` finds it. A
+worker's process looks all of them up before it takes work: a name that is needed and not there is
+refused, with what to install; without another something is left out, as its row says, and the log
+names it.
 """
 
 from __future__ import annotations
 
 import logging
+import platform
 import re
 import sys
 from collections.abc import Mapping
@@ -24,7 +26,10 @@ TORCH_RANGE = f"torch>={LOWEST[0]}.{LOWEST[1]},<{BELOW[0]}.{BELOW[1]}"
 ANY_TORCH = "ELASTIC_ANY_TORCH"
 """Set to 1 by who wants to try a torch outside of the range."""
 GROUPS = "no group can be formed in a running process"
+HELD = "errors of collectives are looked at before a script sees them"
 C10D = "torch.distributed.distributed_c10d"
+MESH = "torch.distributed.device_mesh"
+SCALER = "torch.amp.grad_scaler"
 
 
 class Name(NamedTuple):
@@ -58,6 +63,17 @@ NAMES = (
     Name(C10D, "Work._get_op_type", "a wait says for which collective"),
     Name(C10D, "ProcessGroup._get_backend", "connections of a group are cut"),
     Name(C10D, "ProcessGroup._get_sequence_number_for_group", "who is behind is named"),
+    Name(C10D, "ProcessGroupGloo._set_default_timeout", "timeouts of a group that forms"),
+    Name(C10D, "ProcessGroupGloo._Options._timeout", "timeouts of a group that forms"),
+    Name(C10D, "ProcessGroupGloo._Options._devices", GROUPS),
+    Name(MESH, "DeviceMesh._thread_id", "layouts of groups that are gone differ from new ones"),
+    Name("torch.nn.parallel", "DistributedDataParallel._pre_forward", HELD),
+    Name("torch.nn.parallel", "DistributedDataParallel._post_forward", HELD),
+    Name("torch.nn", "Module._parameters", "ranks that differ are found"),
+    Name("torch.nn", "Module._buffers", "buffers are put back"),
+    Name("torch.nn", "Module._non_persistent_buffers_set", "ranks that differ are found"),
+    Name("torch", "Tensor._version", "buffers that forward changes are found"),
+    Name("torch.xpu", "_is_compiled", "no driver is started before a fork"),
     Name("torch._C", "_current_graph_task_id", "gradients are reduced while backward runs"),
     Name("torch.autograd.graph", "_engine_run_backward", "gradients are reduced in backward"),
     Name("torch.nn.modules.batchnorm", "_NormBase", "buffers of batch norm are reduced"),
@@ -65,9 +81,9 @@ NAMES = (
     Name("torch", "_foreach_add_", "gradients are added at once"),
     Name("torch", "_foreach_copy_", "snapshots are copied at once"),
     Name("torch.utils.data._utils.worker", "_worker_info", "streams are dealt to loader workers"),
-    Name(
-        "torch.amp.grad_scaler", "GradScaler._lazy_init_scale_growth_tracker", "scalers step once"
-    ),
+    Name(SCALER, "GradScaler._lazy_init_scale_growth_tracker", "scalers step once"),
+    Name(SCALER, "GradScaler._scale", "scalers step once"),
+    Name(SCALER, "GradScaler._per_optimizer_states", "scalers forget a step that is void"),
     Name("torch.distributed.checkpoint._nested_dict", "flatten_state_dict", "checkpoints"),
     Name("torch.distributed.checkpoint.filesystem", "_StorageInfo", "checkpoints"),
     Name(
@@ -76,6 +92,10 @@ NAMES = (
         "layouts of groups that are gone are forgotten",
         without="they stay in memory, unused",
     ),
+    Name("sys", "_current_frames", "who hangs is told from who works"),
+    Name("sys", "_getframe", "libraries that ask for their rank early are found"),
+    Name("threading", "_shutdown", "threads of a script end before its process"),
+    Name("atexit", "_run_exitfuncs", "what a script registered with atexit is called"),
 )
 
 
@@ -90,9 +110,17 @@ def _is_there(name: Name) -> bool:
         return True  # Looked up once it is imported; a test imports all.
     for part in name.path.split("."):
         if not hasattr(found, part):
-            return False
+            return _do_instances_have(found, part)
         found = getattr(found, part)
     return True
+
+
+def _do_instances_have(owner: Any, name: str) -> bool:
+    """Return whether a class gives this to its instances alone: its methods name it then."""
+    codes = [getattr(one, "__code__", None) for one in vars(owner).values()]
+    return isinstance(owner, type) and any(
+        name in (*code.co_names, *code.co_consts) for code in codes if code is not None
+    )
 
 
 def check_torch(environ: Mapping[str, str], version: str | None = None) -> None:
@@ -116,7 +144,8 @@ def check_torch(environ: Mapping[str, str], version: str | None = None) -> None:
     for name in missing():
         if not name.without:
             raise UsageError(
-                f"torch {version} has no {name.module}.{name.path}, without which this does not "
-                f"work: {name.need}; install {TORCH_RANGE}"
+                f"torch {version} on Python {platform.python_version()} has no {name.module}."
+                f"{name.path}, without which this does not work: {name.need}; install "
+                f"{TORCH_RANGE}"
             )
         log.warning("torch_lacks name=%s.%s then=%r", name.module, name.path, name.without)

@@ -67,7 +67,7 @@ class Waits:
             # NCCL's works look the same, and their time is the device's.
             return real(work, *args, **named)
         if work._get_op_type() in MESSAGES:
-            return self._in_another_thread(life, lambda: real(work))
+            return self._in_another_thread(life, lambda: _each(real, [work], life.timeout))
         return _in_slices(life, real, work)
 
     def wait_messages(self, real: Wait, works: Sequence[Any]) -> None:
@@ -80,7 +80,7 @@ class Waits:
         if life is None:
             _each(real, works)
         elif works:
-            self._in_another_thread(life, lambda: _each(real, works))
+            self._in_another_thread(life, lambda: _each(real, works, life.timeout))
 
     def _in_another_thread(self, life: Life, call: Callable[[], Any]) -> Any:
         standby = getattr(self._standbys, "mine", None) or Standby()
@@ -111,9 +111,9 @@ def _in_slices(life: Life, real: Wait, work: Any) -> Any:
                 raise over.error() from None
 
 
-def _each(real: Wait, works: Sequence[Any]) -> None:
-    for work in works:
-        real(work)
+def _each(real: Wait, works: Sequence[Any], *timeout: timedelta) -> bool:
+    """Wait for messages; without a timeout gloo gives up after that with which the group formed."""
+    return all([real(work, *timeout) for work in works])  # noqa: C419 - each, whatever it returns
 
 
 class _Over:

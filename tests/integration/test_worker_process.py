@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -20,7 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic import train
 from elastic.core.messages import Assign, LeaveGroup, Ping, Pong, ReportAck, Stop
+from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import Entry, EntryKind, WorkerPhase
 from elastic.errors import StorageError
 from elastic.worker import entry as worker_entry
@@ -116,6 +119,11 @@ def train_with_checkpoints(config: dict[str, Any]) -> dict[str, Any]:
         context.report(json.dumps({"index": index}), str(part))
         index += 1
     return {"begun_with": begun_with, "left_at": index}
+
+
+def train_in_native_code(config: dict[str, Any]) -> None:
+    with train.working("evaluation"):
+        ctypes.PyDLL(None).usleep(1000)  # Holds the interpreter's lock.
 
 
 # ---------------------------------------------------------------- what happens to groups
@@ -334,7 +342,7 @@ def test_a_worker_stops_on_order_and_by_the_loss_of_its_agent_but_not_by_ctrl_c(
         one.process.send_signal(signal.SIGTERM)
     for one in workers:
         one.tell(Ping(7))
-        assert one.wait_for(lambda m: m if isinstance(m, Pong) else None, "Pong").number == 7
+        assert one.wait_for(lambda m: m if isinstance(m, Pong) else None, "Pong") == Pong(7)
     # It waits in a collective for a member that cannot come.
     os.kill(workers[1].pid, signal.SIGSTOP)
     workers[0].tell(Stop("job stopped", GRACE_NS))
@@ -342,6 +350,17 @@ def test_a_worker_stops_on_order_and_by_the_loss_of_its_agent_but_not_by_ctrl_c(
     os.kill(workers[1].pid, signal.SIGCONT)
     workers[1].sock.close()
     assert workers[1].wait_exit() == 70
+
+
+def test_an_agent_hears_of_work_before_native_code_can_keep_a_worker_silent(
+    agent: PlayedAgent,
+) -> None:
+    (one,) = agent.workers(1, function(train_in_native_code))
+    announce([one], 1)
+    for times in (0, FIRST_TIMES):
+        said = one.wait_for(lambda m: m if isinstance(m, Pong) else None, "Pong")
+        assert said == Pong(0, times)
+    one.wait_phase(FINISHED, 1)
 
 
 def test_a_spare_ends_with_its_agent(agent: PlayedAgent) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from elastic.core.events.agent import (
     Kill,
     ProcessExited,
@@ -19,6 +21,7 @@ from elastic.core.messages import (
     StartWorker,
     StopWorker,
 )
+from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import (
     EntryKind,
     ExitCause,
@@ -26,6 +29,7 @@ from elastic.core.world import (
     WorkerPhase,
 )
 from tests.unit.agent_under_test import (
+    CONFIG,
     KILLED,
     W1,
     S,
@@ -70,6 +74,16 @@ def test_the_agents_own_sleep_is_not_a_workers_silence() -> None:
     assert not of(agent.last, Kill)
     agent.process(1, Pong(1))
     assert not of(agent.pass_time(1), Kill)
+
+
+@pytest.mark.parametrize("times", [1, FIRST_TIMES, 0])
+def test_native_code_may_keep_a_worker_silent_for_as_long_as_it_has_said(times: int) -> None:
+    agent = with_worker()
+    agent.pass_time(1)
+    agent.process(1, Pong(1, times))
+    limit_s = times * CONFIG.hang_timeout_s
+    assert not of(agent.pass_time(limit_s or 3600), Kill)
+    assert bool(of(agent.pass_time(2 * CONFIG.ping_interval_s), Kill)) == bool(times)
 
 
 # ---------------------------------------------------------------- scripts that end their process

@@ -129,6 +129,7 @@ class Pong:
     """As `messages.Pong`, with a field that the wire does not know."""
 
     number: int
+    times: int = 1
     forgotten: str = ""
 
 

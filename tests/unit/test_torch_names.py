@@ -51,6 +51,6 @@ def test_gloo_is_as_we_rely_on() -> None:
 
 
 def test_where_no_thread_of_gloo_can_be_found_nothing_is_taken_for_quiet_at_once() -> None:
-    quiet = Quiet(frozenset(), is_blind=True)
+    quiet = Quiet(frozenset())
     assert not quiet.lasts(0.0)
     assert not quiet.lasts(BLIND_S / 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -25,12 +26,13 @@ class PlayedLife:
     spec: str = "rank 0 of 2"
     is_over: bool = False
     threads: frozenset[int] = frozenset()
+    timeout: timedelta = timedelta(seconds=DEADLINE_S)
 
     def has_closed_all(self) -> bool:
         return self.is_over
 
     def quiet(self) -> Quiet:
-        return Quiet(self.threads)
+        return Quiet(self.threads, are_all=True)
 
 
 @dataclass
@@ -131,6 +133,15 @@ def test_a_timeout_of_the_callers_is_torchs(waits: Waits) -> None:
     waits.wait(lambda work, *args, **named: asked.append((args, named)), PlayedWork(), timeout=3)
     waits.wait(lambda work, *args, **named: asked.append((args, named)), PlayedWork(), 4)
     assert asked == [((), {"timeout": 3}), ((4,), {})]
+
+
+def test_messages_have_the_groups_time_and_not_that_of_forming(
+    waits: Waits, life: PlayedLife
+) -> None:
+    asked: list[Any] = []
+    for wait in (waits.wait, lambda real, work: waits.wait_messages(real, [work])):
+        wait(lambda _, *args: asked.append(args), PlayedWork(13))
+    assert asked == [(life.timeout,)] * 2
 
 
 @pytest.fixture

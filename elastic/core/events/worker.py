@@ -34,10 +34,12 @@ class AgentTold:
 
     Attributes:
         is_handled: the script has a handler of its own for SIGTERM.
+        silent_times: for how long native code may run in the main thread, as in `Pong.times`.
     """
 
     message: PipeToWorker
     is_handled: bool = False
+    silent_times: int = 1
 
 
 @dataclass(frozen=True)

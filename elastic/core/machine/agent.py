@@ -210,7 +210,7 @@ class AgentMachine:
             books.processes.warmed(process, message.pid)
             return
         if isinstance(message, Pong):
-            books.processes.ponged(process, message.number, books.now_ns)
+            books.processes.ponged(process, message, books.now_ns)
             return
         worker = books.workers.get(process.worker_id)
         if worker is None:

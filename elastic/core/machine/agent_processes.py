@@ -15,8 +15,9 @@ from elastic.core.events.agent import ANY_JOB, AgentEffect, Kill, OpenLog, SendP
 from elastic.core.machine.agent_spawning import SpawnBackoff
 from elastic.core.machine.story import note
 from elastic.core.machine.transitions import PROCESS, ProcessPhase, check_move
-from elastic.core.messages import Assign, Ping, PipeToWorker, Stop
+from elastic.core.messages import Assign, Ping, PipeToWorker, Pong, Stop
 from elastic.core.policy.failure import STOPPED
+from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import EntryKind, ExitCause, ExitKind, JobId, WorkerId
 
 WARM_UP_S_MAX = 300.0
@@ -49,6 +50,7 @@ class Process:
         stopped_since_ns: since when the kernel shows it as stopped, None if it runs.
         is_spared: it may stay stopped: nobody else has what it has in memory.
         silent_since_ns: since when a ping is unanswered, None if none is.
+        silent_times: how many times as long as others it may be silent, 0 for as long as it likes.
         num_pings, last_pong: numbers of the newest ping and of the newest answer.
     """
 
@@ -63,6 +65,7 @@ class Process:
     stopped_since_ns: int | None = None
     is_spared: bool = False
     silent_since_ns: int | None = None
+    silent_times: int = FIRST_TIMES
     num_pings: int = 0
     last_pong: int = 0
 
@@ -140,11 +143,12 @@ class Processes:
         elif process.stopped_since_ns is None:
             process.stopped_since_ns = now_ns
 
-    def ponged(self, process: Process, number: int, now_ns: int) -> None:
+    def ponged(self, process: Process, pong: Pong, now_ns: int) -> None:
         """Its control thread lives: an older answer than the newest one says nothing new."""
-        if process.last_pong < number <= process.num_pings:
-            process.last_pong = number
-            process.silent_since_ns = None if number == process.num_pings else now_ns
+        process.silent_times = pong.times
+        if process.last_pong < pong.number <= process.num_pings:
+            process.last_pong = pong.number
+            process.silent_since_ns = None if pong.number == process.num_pings else now_ns
 
     # ------------------------------------------------------------ what we do with them
 
@@ -237,15 +241,17 @@ class Processes:
             limits.append((process.stopped_since_ns + self._stopped_ns, Overdue.STOPPED))
         is_kept = process.stopped_since_ns is not None and process.is_spared
         is_asked = process.phase is ProcessPhase.ASSIGNED and not is_kept
-        if process.silent_since_ns is not None and is_asked:
-            limits.append((process.silent_since_ns + self._hang_ns, Overdue.SILENT))
+        if process.silent_since_ns is not None and process.silent_times and is_asked:
+            limit_ns = process.silent_times * self._hang_ns
+            limits.append((process.silent_since_ns + limit_ns, Overdue.SILENT))
         return limits
 
     def _why(self, process: Process, overdue: Overdue) -> str:
         if overdue is Overdue.STOPPED:
             return f"{STOPPED} for {self._stopped_ns / 1e9:g} s"
         if overdue is Overdue.SILENT:
-            return f"its control thread did not answer for {self._hang_ns / 1e9:g} s"
+            limit_s = process.silent_times * self._hang_ns / 1e9
+            return f"its control thread did not answer for {limit_s:g} s"
         if process.end is not None:
             return f"did not end within its grace period: {process.end.detail}"
         return "did not get warm in time"

@@ -202,7 +202,7 @@ class WorkerMachine:
     def _told(self, event: AgentTold) -> None:
         message: PipeToWorker = event.message
         if isinstance(message, Ping):
-            self._out.append(SendPipe(Pong(message.number)))
+            self._out.append(SendPipe(Pong(message.number, event.silent_times)))
         elif isinstance(message, Assign):
             self._assigned(message)
         elif isinstance(message, Stop):

@@ -165,10 +165,12 @@ class Warm(_message.Message):
     def __init__(self, pid: _Optional[int] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ("number",)
+    __slots__ = ("number", "times")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     number: int
-    def __init__(self, number: _Optional[int] = ...) -> None: ...
+    times: int
+    def __init__(self, number: _Optional[int] = ..., times: _Optional[int] = ...) -> None: ...
 
 class WorkerUpdate(_message.Message):
     __slots__ = ("report",)
