@@ -214,10 +214,11 @@ class TrainingFailed(ElasticError):
 
 
 class WorkerGroupError(TrainingFailed):
-    """The code of a worker failed, and was not to be tried again.
+    """The code of workers failed, and was not to be tried again.
 
     Attributes:
-        worker_failures: what it raised, by rank: of the attempt that ended the run the first.
+        worker_failures: what they raised, by rank, the first one first; of the attempt that ended
+            the run. Who was stopped before it raised anything is not among them.
     """
 
     def __init__(

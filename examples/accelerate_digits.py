@@ -9,12 +9,12 @@ The last one trains in one process, and ends with the same accuracy. scikit-lear
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from command_line import parse
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -61,16 +61,11 @@ def train_func(config: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Train, and say how well."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--num-workers", default="2:3", help="how many, such as 2:3; 0: none")
-    parser.add_argument("--epochs", type=int, default=10)
-    args = parser.parse_args()
-    low, _, high = args.num_workers.partition(":")
-    workers = (int(low), int(high)) if high else int(low)
+    args = parse(__doc__, epochs=10)
     result = TorchTrainer(
         train_func,
         train_loop_config={"epochs": args.epochs},
-        scaling_config=train.ScalingConfig(num_workers=workers),
+        scaling_config=train.ScalingConfig(num_workers=args.num_workers),
     ).fit()
     if train.is_driver():
         print(result.return_value)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from command_line import parse_workers
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -99,12 +100,6 @@ def sha256(model: nn.Module) -> str:
     for tensor in model.state_dict().values():
         digest.update(tensor.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def parse_workers(text: str) -> int | tuple[int, int]:
-    """Turn "3" into 3 and "2:3" into (2, 3)."""
-    low, _, high = text.partition(":")
-    return (int(low), int(high)) if high else int(low)
 
 
 def main() -> None:

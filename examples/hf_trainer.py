@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import parse
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -75,16 +76,11 @@ def train_func(config: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Train, and say how well."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--num-workers", default="2:3", help="how many, such as 2:3; 0: none")
-    parser.add_argument("--steps", type=int, default=60)
-    args = parser.parse_args()
-    low, _, high = args.num_workers.partition(":")
-    workers = (int(low), int(high)) if high else int(low)
+    args = parse(__doc__, steps=60)
     result = TorchTrainer(
         train_func,
         train_loop_config={"steps": args.steps},
-        scaling_config=train.ScalingConfig(num_workers=workers),
+        scaling_config=train.ScalingConfig(num_workers=args.num_workers),
     ).fit()
     if train.is_driver():
         print(result.return_value)

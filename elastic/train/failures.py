@@ -39,11 +39,17 @@ def as_exception(failure: Failure) -> Exception:
 
 
 def failures_of(record: JobRecord) -> dict[int, Exception]:
-    """Return what the first worker of a job's last attempt raised, by its rank; {} for nothing."""
+    """Return what workers of a job's last attempt raised, by rank, the first one first.
+
+    A rank is missing that was stopped before it raised anything, because another one had.
+    """
     if record.failure is None:
         return {}
     rank = re.search(r"\(rank (\d+)\)", record.failed_worker)
-    return {int(rank[1]) if rank else 0: as_exception(record.failure)}
+    found = {int(rank[1]) if rank else 0: as_exception(record.failure)}
+    for one in record.rank_failures:
+        found.setdefault(one.rank, as_exception(one.failure))
+    return found
 
 
 def failed_on_cluster(record: JobRecord) -> TrainingFailed:

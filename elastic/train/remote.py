@@ -8,22 +8,35 @@
     print(elastic.get(refs))
 
 Rule: each call is a job of one worker, with all that jobs have: it waits for room, is replaced
-where its node is lost, and shows in `elastic ps`. There is no store of objects: what a function
-returns is what JSON can say, and what is larger it writes to storage and returns the path of.
+where its node is lost, and shows in `elastic ps`. There is no store of objects: a value travels in
+the job's record, so that it has to be small; what is larger a function writes to storage, and
+returns the path of.
+
+A value that JSON gives back as it was travels as JSON, any other as a pickle, which runs code where
+it is read. So it carries a code made with a key that this call has drawn and its worker alone was
+sent: nobody's other job, and nobody who can only write records, gets anything unpickled here.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
+import hmac
 import json
 import os
+import pickle
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 from elastic.errors import ConfigError, TrainingFailed, UsageError
 
+PICKLE, CODE = "pickle", "code"
+"""Names in what stands for a value that JSON cannot say."""
+PICKLE_BYTES_MAX = 256 * 1024
+"""Of a value: the coordinator keeps it with the job, in its store."""
 WITHOUT_EFFECT = frozenset({"name", "num_returns", "scheduling_strategy", "max_calls", "memory"})
 
 
@@ -34,10 +47,12 @@ class ObjectRef:
     Attributes:
         job_id: of the job that makes it.
         function: name of what was called.
+        key: of the code that its value carries.
     """
 
     job_id: str
     function: str
+    key: bytes = field(default=b"", repr=False)
 
     def get(self, timeout: float | None = None) -> Any:
         """Do as `elastic.get`."""
@@ -89,7 +104,8 @@ class RemoteFunction:
 
         values = [get(one) if isinstance(one, ObjectRef) else one for one in args]
         keywords = {k: get(v) if isinstance(v, ObjectRef) else v for k, v in named.items()}
-        spec = self._spec(values, keywords, new_job_id())
+        key = secrets.token_bytes(32)
+        spec = self._spec(values, keywords, new_job_id(), key)
         cluster = require_cluster(1, 1)
         entry = spec.entry
         if cluster.env:
@@ -101,9 +117,9 @@ class RemoteFunction:
             if cluster.is_embedded:
                 check_fits(spec, [known.node for known in client.status().view.nodes])
             client.submit(spec)
-        return ObjectRef(spec.job_id, entry.target)
+        return ObjectRef(spec.job_id, entry.target, key)
 
-    def _spec(self, args: Sequence[Any], named: Mapping[str, Any], job_id: Any) -> Any:
+    def _spec(self, args: Sequence[Any], named: Mapping[str, Any], job_id: Any, key: bytes) -> Any:
         from elastic.client.submission import plain_name
         from elastic.core.config import JobSpec
         from elastic.core.world import Entry, EntryKind, Resources, sorted_pairs
@@ -117,7 +133,7 @@ class RemoteFunction:
         entry = Entry(
             kind=EntryKind.FUNCTION,
             target=target,
-            payload=pack(functools.partial(call, self._function, args, named), None, {}),
+            payload=pack(functools.partial(call, self._function, args, named, key), None, {}),
             working_dir=os.getcwd(),
             python_path=python_path(),
             env=sorted_pairs(worker_env(wish.runtime_env)),
@@ -141,22 +157,65 @@ def _replace(value: Any, **changes: Any) -> Any:
     return dataclasses.replace(value, **changes)
 
 
-def call(function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Call a function on a worker.
+def call(
+    function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], key: bytes
+) -> Any:
+    """Call a function on a worker; return its value as one that JSON can say.
 
     Raises:
-        UsageError: it returned what JSON cannot say.
+        UsageError: it returned what cannot be pickled, or is too large.
     """
+    import cloudpickle
+
     value = function(*args, **named)
+    if _is_json(value):
+        return value
+    name = getattr(function, "__name__", str(function))
     try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
+        told = cloudpickle.dumps(value)
+    except Exception as error:
         raise UsageError(
-            f"{getattr(function, '__name__', function)} returned a {type(value).__name__}, which "
-            f"JSON cannot say ({error}): return numbers, text, lists and dicts; write what is more "
-            f"to storage, and return its path"
+            f"{name} returned a {type(value).__name__}, which cannot be pickled ({error}): return "
+            f"numbers, text, arrays, or objects of these"
         ) from error
-    return value
+    if len(told) > PICKLE_BYTES_MAX:
+        raise UsageError(
+            f"{name} returned a {type(value).__name__} of {len(told)} bytes, at most "
+            f"{PICKLE_BYTES_MAX} are kept: write it to storage, and return its path"
+        )
+    return {PICKLE: base64.b64encode(told).decode(), CODE: _code(key, told)}
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether JSON gives a value back as it was."""
+    try:
+        return bool(json.loads(json.dumps(value)) == value) and not (
+            isinstance(value, dict) and PICKLE in value
+        )
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _code(key: bytes, told: bytes) -> str:
+    return hmac.new(key, told, "sha256").hexdigest()
+
+
+def value_of(ref: ObjectRef, text: str) -> Any:
+    """Return what a call returned.
+
+    Raises:
+        UsageError: it was not this call that returned it.
+    """
+    said = json.loads(text) if text else None
+    if not (isinstance(said, dict) and PICKLE in said):
+        return said
+    told = base64.b64decode(said[PICKLE])
+    if not ref.key or not hmac.compare_digest(_code(ref.key, told), str(said.get(CODE))):
+        raise UsageError(
+            f"elastic.get: the value of {ref.function} (job {ref.job_id}) does not carry this "
+            f"call's code, and is not unpickled; pass what {ref.function}.remote(...) returned"
+        )
+    return pickle.loads(told)
 
 
 @overload
@@ -262,7 +321,7 @@ def _value(client: Any, ref: ObjectRef, timeout: float | None, over: threading.E
     if record is None or record.phase not in ENDED:
         raise TimeoutError(f"{ref.function} (job {ref.job_id}) has not ended within {timeout} s")
     if record.phase is JobPhase.SUCCEEDED:
-        return json.loads(record.result) if record.result else None
+        return value_of(ref, record.result)
     failed: TrainingFailed = failed_on_cluster(record)
     for error in failures_of(record).values():
         raise error from failed

@@ -600,40 +600,23 @@ class TorchTrainer(DataParallelTrainer):
         self,
         train_loop_per_worker: Callable[..., Any],
         *,
-        train_loop_config: dict[str, Any] | None = None,
         torch_config: TorchConfig | None = None,
-        scaling_config: ScalingConfig | None = None,
-        run_config: RunConfig | None = None,
-        validation_config: ValidationConfig | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        resume_from_checkpoint: Checkpoint | None = None,
+        **named: Any,
     ) -> None:
         """Describe the run; nothing is started.
 
         Args:
-            train_loop_per_worker: as in `DataParallelTrainer`, and all others but one.
-            train_loop_config: the argument; must be picklable.
-            torch_config: backend and its timeout.
-            scaling_config: how many workers, with what.
-            run_config: name, place and policies.
-            validation_config: what validates checkpoints that are reported with `validation=`.
-            metadata: what JSON can say, for `train.get_context().get_metadata()`.
-            resume_from_checkpoint: what a new run begins with.
+            train_loop_per_worker: called on every worker; see `DataParallelTrainer`.
+            torch_config: backend and its timeout; by default NCCL beside gloo where there are GPUs.
+            named: train_loop_config, scaling_config, run_config, validation_config, metadata and
+                resume_from_checkpoint, as of `DataParallelTrainer`.
 
         Raises:
             UsageError: the train function cannot be called with a config, or an argument is of
                 another class.
         """
-        super().__init__(
-            train_loop_per_worker,
-            train_loop_config=train_loop_config,
-            backend_config=_checked("torch_config", torch_config, TorchConfig),
-            scaling_config=scaling_config,
-            run_config=run_config,
-            validation_config=validation_config,
-            metadata=metadata,
-            resume_from_checkpoint=resume_from_checkpoint,
-        )
+        checked = _checked("torch_config", torch_config, TorchConfig)
+        super().__init__(train_loop_per_worker, backend_config=checked, **named)
 
     @classmethod
     def _made_of(cls, parts: dict[str, Any]) -> Self:

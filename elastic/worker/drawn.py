@@ -50,7 +50,7 @@ class Drawn:
         if epoch not in self._known:
             if callable(getattr(self._sampler, "set_epoch", None)):
                 self._sampler.set_epoch(epoch)
-            with _seeded(derive(self._seed, SAMPLER, epoch), self._sampler):
+            with seeded(derive(self._seed, SAMPLER, epoch), self._sampler):
                 order = list(self._sampler)
             if len(order) != self._size:
                 raise UsageError(
@@ -71,8 +71,8 @@ class Drawn:
 
 
 @contextmanager
-def _seeded(seed: int, sampler: Any) -> Iterator[None]:
-    """Have everything that a sampler may draw from seeded, and put back afterwards."""
+def seeded(seed: int, sampler: Any = None) -> Iterator[None]:
+    """Have everything that may be drawn from seeded, a sampler's own too; put back afterwards."""
     found = getattr(sampler, "generator", None)
     own = found if isinstance(found, torch.Generator) else torch.Generator()
     theirs = own.get_state()

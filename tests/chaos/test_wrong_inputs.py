@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -395,12 +396,14 @@ def test_code_that_catches_everything_is_left_all_the_same_and_no_child_stays(
 @pytest.mark.usefixtures("_connected")
 def test_calls_groups_and_callbacks_as_scripts_of_ray_have_them(tmp_path: Path) -> None:
     @elastic.remote
-    def half(x: int) -> float:
+    def half(x: int) -> Fraction:
         if x % 2:
             raise ValueError(f"{x} is odd")
-        return x / 2
+        return Fraction(x, 2)
 
-    assert elastic.get([half.remote(2), half.remote(half.remote(8))]) == [1.0, 2.0]
+    halves = elastic.get([half.remote(2), half.remote(half.remote(8))])
+    assert halves == [1, 2]
+    assert isinstance(halves[0], Fraction)
     with pytest.raises(ValueError, match="3 is odd") as caught:
         elastic.get(half.remote(3))
     assert isinstance(caught.value.__cause__, train.WorkerGroupError)

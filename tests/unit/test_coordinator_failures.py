@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic.core.messages import ReportAck
+from elastic.core.world import JobPhase
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
 
 # ---------------------------------------------------------------- losses in a row
@@ -17,6 +18,24 @@ def test_many_nodes_lost_at_once_are_no_crash_loop() -> None:
     coordinator.advance(CONFIG.node_grace_s)
     assert coordinator.members("a").endswith(": n1/1 n2/1")
     assert coordinator.job("a").record.losses == 0
+
+
+# ---------------------------------------------------------------- who else has failed
+
+
+def test_what_other_ranks_raise_in_the_moment_of_the_first_is_kept_with_it() -> None:
+    coordinator = running(nodes=3, low=3)
+    coordinator.raises("n2/1", "first")
+    coordinator.raises("n1/1", "second")
+    coordinator.exits("n3/1")
+    coordinator.restart()
+    record = coordinator.job("a").record
+    assert record.phase is JobPhase.FAILED
+    assert [(one.rank, one.failure.message) for one in record.rank_failures] == [
+        (1, "first"),
+        (0, "second"),
+    ]
+    assert record.failure == record.rank_failures[0].failure
 
 
 # ---------------------------------------------------------------- reports and checkpoints

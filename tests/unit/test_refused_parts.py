@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 
 import pytest
 
 import elastic
 import elastic.errors
 import elastic.train
+from elastic.train import remote
 
 
 @pytest.mark.parametrize(
@@ -50,3 +52,13 @@ def test_a_remote_function_refuses_what_it_cannot_be() -> None:
         half.options(gpus=1)
     with pytest.raises(elastic.errors.UsageError, match="got a int, expected what"):
         elastic.get([1])  # type: ignore[list-item]
+
+
+def test_what_a_call_returns_is_unpickled_only_for_whom_it_was_sent() -> None:
+    said = json.dumps(remote.call(lambda x: {x}, (1,), {}, b"key"))
+    assert remote.value_of(remote.ObjectRef("j-1", "f", b"key"), said) == {1}
+    for key in (b"other", b""):
+        with pytest.raises(elastic.errors.UsageError, match="does not carry this call's code"):
+            remote.value_of(remote.ObjectRef("j-1", "f", key), said)
+    with pytest.raises(elastic.errors.UsageError, match=r"bytes of \d+ bytes, at most 262144"):
+        remote.call(bytes, (300_000,), {}, b"key")

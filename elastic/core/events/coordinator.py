@@ -24,6 +24,18 @@ from elastic.core.world import (
 
 
 @dataclass(frozen=True)
+class RankFailure:
+    """What a worker's code raised.
+
+    Attributes:
+        rank: of the worker, in the group that it failed in.
+    """
+
+    rank: int
+    failure: Failure
+
+
+@dataclass(frozen=True)
 class JobRecord:
     """All that must survive the coordinator of one job; written whole.
 
@@ -37,6 +49,8 @@ class JobRecord:
         checkpoints: recorded and kept, oldest first.
         reason: why it waits, or how it ended.
         failure, failed_worker: the first failure of the last attempt, shown once and last.
+        rank_failures: of the group in which that was, in the order in which they were heard of; at
+            most `RANK_FAILURES_MAX`.
         result: JSON that rank 0's train function returned.
         metrics: JSON of rank 0's newest report.
         sequence: order of submission.
@@ -75,6 +89,7 @@ class JobRecord:
     leaves_for: str = ""
     since_unix_ns: int = 0
     stopping: str = ""
+    rank_failures: tuple[RankFailure, ...] = ()
 
     @property
     def bounds(self) -> tuple[int, int]:

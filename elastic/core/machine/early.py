@@ -65,6 +65,7 @@ def judge(cluster: Cluster, job: JobState) -> Decision[Verdict]:
     job.history = decision.value.history
     job.failure = failure
     job.failed_worker = f"{left[0][1].report.worker_id} (rank {first})"
+    job.note_failure(first, failure)
     if decision.value.job_fails:
         return Decision(Verdict.FAIL, decision.reason)
     cluster.note("left_early", job.job_id, generation=job.generation, reason=what)

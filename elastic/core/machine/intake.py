@@ -410,11 +410,16 @@ def lose_worker(
         absence.blame_silent_nodes(cluster, job, only_away=True)
     what = failure_policy.describe(worker.stop_cause or cause)
     cluster.note("worker_gone", job.job_id, worker=worker_id, rank=rank, cause=what)
+    failure = failure or worker.report.failure
+    has_failed = job.phase is JobPhase.FAILED  # Others may fail in the same moment.
+    if failure is not None and (has_failed or worker.stop_cause is None):
+        is_news = job.note_failure(rank, failure)
+        if has_failed and is_news:
+            cluster.do(Persist((job.record(),)))
     if job.has_ended() or not charge:
         return
     if worker.stop_cause is not None:
         cause, failure = worker.stop_cause, None
-    failure = failure or (worker.report.failure if worker.stop_cause is None else None)
     node = cluster.book.nodes.get(worker.node_id)
     if node is not None:
         is_ordered = worker.stop_cause is not None
@@ -435,6 +440,7 @@ def lose_worker(
     if is_users:
         job.failure = failure or Failure("WorkerExited", f"worker {worker_id} {what}")
         job.failed_worker = f"{worker_id} (rank {rank})" if rank >= 0 else worker_id
+        job.note_failure(rank, job.failure)
     if judgement.job_fails:
         end_job(cluster, job, JobPhase.FAILED, decision.reason)
         return

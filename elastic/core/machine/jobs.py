@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from elastic.core.config import CoordinatorConfig, JobSpec
-from elastic.core.events.coordinator import CoordinatorEffect, JobRecord
+from elastic.core.events.coordinator import CoordinatorEffect, JobRecord, RankFailure
 from elastic.core.machine.copies_book import Copies
 from elastic.core.machine.links_book import Links
 from elastic.core.machine.nodes import LIVE, PRESENT, NodeBook, NodeState
@@ -40,6 +40,9 @@ from elastic.core.world import (
 
 if TYPE_CHECKING:
     from elastic.core.machine.waves import Wave
+
+RANK_FAILURES_MAX = 16
+"""Of a job: each may have a traceback of 32,000 characters, and the record is written whole."""
 
 
 @dataclass
@@ -89,6 +92,7 @@ class JobState:
         wake_ns: when this job must be looked at again.
         first_steps: wall clock at the end of each member's first step in this generation.
         finished: what the train function returned, of each member that finished; outlives it.
+        rank_failures, failed_in: what members have raised, and in which generation.
         failure_generation, loss_generation: the newest that was charged for a failure, a loss.
         save_request: of the newest wish for a checkpoint that did not come true yet, 0 for none.
         preemptions: how many nodes an announced drain took from its groups; a budget of its own.
@@ -145,6 +149,8 @@ class JobState:
     waits_for: str = ""
     failure: Failure | None = None
     failed_worker: str = ""
+    rank_failures: tuple[RankFailure, ...] = ()
+    failed_in: Generation = NO_GENERATION
     failure_generation: Generation = NO_GENERATION
     loss_generation: Generation = NO_GENERATION
     result: str = ""
@@ -323,6 +329,16 @@ class JobState:
         reported = (c.path for c in reversed(self.checkpoints) if not c.automatic)
         return next(reported, self.spec.resume_from)
 
+    def note_failure(self, rank: int, failure: Failure) -> bool:
+        """Keep what a member of the present group raised; return whether that is news."""
+        if self.failed_in != self.generation:
+            self.rank_failures, self.failed_in = (), self.generation
+        is_known = any(one.rank == rank for one in self.rank_failures)
+        if rank < 0 or is_known or len(self.rank_failures) == RANK_FAILURES_MAX:
+            return False
+        self.rank_failures = (*self.rank_failures, RankFailure(rank, failure))
+        return True
+
     def record(self) -> JobRecord:
         """Return what must survive the coordinator."""
         ahead_ns = self.unix_ahead_ns
@@ -338,6 +354,7 @@ class JobState:
             reason=self.reason,
             failure=self.failure,
             failed_worker=self.failed_worker,
+            rank_failures=self.rank_failures,
             result=self.result,
             metrics=self.metrics,
             sequence=self.sequence,

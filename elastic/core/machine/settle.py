@@ -100,7 +100,7 @@ def end_job(cluster: Cluster, job: JobState, phase: JobPhase, reason: str) -> No
     # No worker starts for it any more, and two hundred ended jobs are remembered.
     job.spec = replace(job.spec, entry=replace(job.spec.entry, payload=b""))
     if phase is JobPhase.SUCCEEDED:
-        job.failure, job.failed_worker = None, ""
+        job.failure, job.failed_worker, job.rank_failures = None, "", ()
         job.result = job.finished[job.member_ids()[0]]
     cluster.do(Persist((job.record(),)))
     cluster.note("job_ended", job.job_id, phase=phase.value, reason=reason)

@@ -30,8 +30,16 @@ class Cordon(_message.Message):
     reason: str
     def __init__(self, node_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class RankFailure(_message.Message):
+    __slots__ = ("rank", "failure")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    failure: _facts_pb2.Failure
+    def __init__(self, rank: _Optional[int] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ...) -> None: ...
+
 class JobRecord(_message.Message):
-    __slots__ = ("spec", "phase", "generation", "group", "failures", "losses", "checkpoints", "reason", "failure", "failed_worker", "result", "metrics", "sequence", "preemptions", "min_workers", "max_workers", "paused", "preempted_by", "submitter", "told_to_save", "leaves_for", "since_unix_ns", "stopping")
+    __slots__ = ("spec", "phase", "generation", "group", "failures", "losses", "checkpoints", "reason", "failure", "failed_worker", "result", "metrics", "sequence", "preemptions", "min_workers", "max_workers", "paused", "preempted_by", "submitter", "told_to_save", "leaves_for", "since_unix_ns", "stopping", "rank_failures")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +63,7 @@ class JobRecord(_message.Message):
     LEAVES_FOR_FIELD_NUMBER: _ClassVar[int]
     SINCE_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     STOPPING_FIELD_NUMBER: _ClassVar[int]
+    RANK_FAILURES_FIELD_NUMBER: _ClassVar[int]
     spec: _facts_pb2.JobSpec
     phase: _facts_pb2.JobPhase
     generation: int
@@ -78,4 +87,5 @@ class JobRecord(_message.Message):
     leaves_for: str
     since_unix_ns: int
     stopping: str
-    def __init__(self, spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.JobPhase, str]] = ..., generation: _Optional[int] = ..., group: _Optional[_Union[_facts_pb2.Group, _Mapping]] = ..., failures: _Optional[int] = ..., losses: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[_facts_pb2.CheckpointRecord, _Mapping]]] = ..., reason: _Optional[str] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ..., failed_worker: _Optional[str] = ..., result: _Optional[str] = ..., metrics: _Optional[str] = ..., sequence: _Optional[int] = ..., preemptions: _Optional[int] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., paused: bool = ..., preempted_by: _Optional[str] = ..., submitter: _Optional[str] = ..., told_to_save: bool = ..., leaves_for: _Optional[str] = ..., since_unix_ns: _Optional[int] = ..., stopping: _Optional[str] = ...) -> None: ...
+    rank_failures: _containers.RepeatedCompositeFieldContainer[RankFailure]
+    def __init__(self, spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.JobPhase, str]] = ..., generation: _Optional[int] = ..., group: _Optional[_Union[_facts_pb2.Group, _Mapping]] = ..., failures: _Optional[int] = ..., losses: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[_facts_pb2.CheckpointRecord, _Mapping]]] = ..., reason: _Optional[str] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ..., failed_worker: _Optional[str] = ..., result: _Optional[str] = ..., metrics: _Optional[str] = ..., sequence: _Optional[int] = ..., preemptions: _Optional[int] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., paused: bool = ..., preempted_by: _Optional[str] = ..., submitter: _Optional[str] = ..., told_to_save: bool = ..., leaves_for: _Optional[str] = ..., since_unix_ns: _Optional[int] = ..., stopping: _Optional[str] = ..., rank_failures: _Optional[_Iterable[_Union[RankFailure, _Mapping]]] = ...) -> None: ...
