@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic.data.context import DataContext
     from elastic.data.dataset import Dataset
     from elastic.data.iterator import DataIterator
     from elastic.data.reading import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "DataContext",
     "DataIterator",
     "Dataset",
     "from_arrow",
@@ -56,7 +58,7 @@ __all__ = [
     "read_parquet",
     "read_text",
 ]
-_HOME = {"Dataset": "dataset", "DataIterator": "iterator"}
+_HOME = {"DataContext": "context", "DataIterator": "iterator", "Dataset": "dataset"}
 
 
 def __getattr__(name: str) -> Any:

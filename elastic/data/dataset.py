@@ -34,6 +34,7 @@ from elastic.data.batches import (
     to_table,
     to_torch,
 )
+from elastic.data.nodes import Apply, Node, Read, Shuffle, Slice, Union, Zip
 from elastic.data.operations import (
     ROWS_AT_ONCE,
     AddColumn,
@@ -47,21 +48,10 @@ from elastic.data.operations import (
     expression_of,
     shown,
 )
-from elastic.data.sources import FileSource, Memory, Parquet, check_on_error
-from elastic.data.table import (
-    Apply,
-    Node,
-    Read,
-    Shuffle,
-    Sink,
-    Slice,
-    Union,
-    Zip,
-    counted,
-    in_memory,
-    table_of,
-    write_parquet,
-)
+from elastic.data.parquet import Parquet
+from elastic.data.sources import FileSource, Memory, check_on_error
+from elastic.data.table import counted, in_memory, table_of
+from elastic.data.writing import Sink, write_parquet
 from elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -175,7 +165,7 @@ class Dataset:
             others: Ray's that say where it runs, which has no effect here.
         """
         _check_others("map_batches", others)
-        size = ROWS_AT_ONCE if batch_size == "default" else batch_size
+        size = ROWS_AT_ONCE if batch_size in ("default", "auto") else batch_size
         if size is not None and (not isinstance(size, int) or size < 1):
             raise UsageError(f"map_batches: batch_size={batch_size!r}: expected an int from 1 on")
         function = Function(

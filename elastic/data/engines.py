@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from elastic.data.nodes import Read
+from elastic.data.parquet import Parquet
 from elastic.data.reading import read_parquet
-from elastic.data.sources import Parquet
-from elastic.data.table import Read
 from elastic.errors import UsageError
 
 if TYPE_CHECKING:

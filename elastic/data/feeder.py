@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic.data.feeders import receive, send
 from elastic.data.rows import seeded
-from elastic.data.table import finish
+from elastic.data.table_reader import finish
 
 LOOK_S = 1.0
 

@@ -24,7 +24,7 @@ import cloudpickle
 
 from elastic.data.batches import Batch
 from elastic.data.operations import Operation
-from elastic.data.table import Gathered
+from elastic.data.table_reader import Gathered
 
 log = logging.getLogger(__name__)
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic.data.batches import arrow, of_rows, pandas, taken_from
 from elastic.data.dataset import Dataset
+from elastic.data.formats import Binary, Csv, Lines, Numpy
+from elastic.data.nodes import Apply, Read
 from elastic.data.operations import Decode, Fetch
-from elastic.data.sources import (
-    Binary,
-    Csv,
-    HuggingFace,
-    Lines,
-    Memory,
-    Numpy,
-    Parquet,
-    Range,
-    Source,
-)
-from elastic.data.table import Apply, Read
+from elastic.data.parquet import Parquet
+from elastic.data.sources import HuggingFace, Memory, Range, Source
 from elastic.errors import UsageError
 
 NO_EFFECT = frozenset({
@@ -36,11 +29,14 @@ def _of(source: Source) -> Dataset:
 
 def _files(what: str, paths: Any, ends: Sequence[str] | None, others: dict[str, Any]) -> Any:
     """Return the arguments that all sources of files have."""
+    options, filesystem = others.pop("storage_options", None), others.pop("filesystem", None)
+    if filesystem is not None:
+        paths, options = _in_filesystem(what, paths, filesystem)
     found: dict[str, Any] = {
         "name": what,
         "paths": paths,
         "extensions": None if ends is None else tuple(ends),
-        "options": others.pop("storage_options", None),
+        "options": options,
         "on_error": others.pop("on_error", "raise"),
     }
     unknown = sorted(set(others) - NO_EFFECT)
@@ -50,6 +46,18 @@ def _files(what: str, paths: Any, ends: Sequence[str] | None, others: dict[str, 
             f"are storage_options={{...}}, as fsspec has them"
         )
     return found
+
+
+def _in_filesystem(what: str, paths: Any, filesystem: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return the URLs of paths in a file system of fsspec's, and its options."""
+    if not hasattr(filesystem, "unstrip_protocol"):
+        raise UsageError(
+            f"elastic.data.{what}: filesystem is a {type(filesystem).__name__}: expected one of "
+            f"fsspec's; or leave it out, and pass URLs and storage_options={{...}}"
+        )
+    several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    urls = [filesystem.unstrip_protocol(os.fspath(one)) for one in several]
+    return urls, dict(filesystem.storage_options)
 
 
 def read_parquet(

@@ -17,7 +17,8 @@ import torch
 from elastic.core.policy.cursor import AUGMENT, Epochs, derive
 from elastic.data.batches import Batch
 from elastic.data.lanes import Lanes
-from elastic.data.table import Table, TableReader, finish
+from elastic.data.table import Table
+from elastic.data.table_reader import TableReader, finish
 from elastic.worker.seeding import seed_everything
 
 if TYPE_CHECKING:

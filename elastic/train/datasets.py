@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elastic.data.iterator import Collate, DataIterator, check_others
+from elastic.data.kept import table_of_run
 from elastic.data.rows import LaneOrder, Rows
-from elastic.data.table import Table, in_memory, table_of, table_of_run
+from elastic.data.table import Table, in_memory, table_of
 from elastic.errors import UsageError
 from elastic.storage.files import Files
 from elastic.train.config import DataConfig

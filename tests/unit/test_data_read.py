@@ -45,7 +45,7 @@ def test_files_come_in_a_stable_order_by_folder_pattern_and_list(table: Path) ->
     with pytest.raises(DataError, match=r"nothing\*.parquet leads to no file"):
         data.read_parquet(f"{table}/nothing*.parquet").count()
     with pytest.raises(UsageError, match="storage_options"):
-        data.read_parquet(table, filesystem=None)
+        data.read_parquet(table, sorted=True)
 
 
 def test_verbs_make_rows_of_rows(table: Path) -> None:
