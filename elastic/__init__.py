@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic import train
+    from elastic import data, train
     from elastic.train.cluster import (
         available_resources,
         cluster_resources,
@@ -28,6 +28,7 @@ __all__ = [
     "__version__",
     "available_resources",
     "cluster_resources",
+    "data",
     "get",
     "init",
     "is_initialized",
@@ -75,8 +76,8 @@ def __getattr__(name: str) -> Any:
         AttributeError: the package has no such name.
         ImportError: it has no such part, and says what to use.
     """
-    if name == "train":
-        return import_module("elastic.train")
+    if name in ("data", "train"):
+        return import_module(f"elastic.{name}")
     if name in _NOT_HERE:
         raise AttributeError(
             f"elastic.{name}: Ray has it, and there is none here: {_NOT_HERE[name]} "

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from elastic.train.config import (
         BackendConfig,
         CheckpointConfig,
+        DataConfig,
         FailureConfig,
         LoggingConfig,
         PeerReplication,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         ScalingConfig,
         SyncConfig,
     )
+    from elastic.train.datasets import get_dataset_shard
     from elastic.train.evaluating import gather_for_metrics
     from elastic.train.failures import UserExceptionWithTraceback
     from elastic.train.loop import epochs, get_logged, log, register, stepped, steps
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BackendConfig": "config",
+    "DataConfig": "config",
     "DataParallelTrainer": "trainer",
     "LoggingConfig": "config",
     "SyncConfig": "config",
@@ -74,6 +77,7 @@ _HOME = {
     "get_all_reported_checkpoints": "session",
     "get_checkpoint": "session",
     "get_context": "session",
+    "get_dataset_shard": "datasets",
     "get_preemption_info": "preemption",
     "gather_for_metrics": "evaluating",
     "epochs": "loop",
@@ -100,6 +104,7 @@ __all__ = [
     "CheckpointConsistencyMode",
     "CheckpointUploadMode",
     "ControllerError",
+    "DataConfig",
     "DataParallelTrainer",
     "FailureConfig",
     "LoggingConfig",
@@ -124,6 +129,7 @@ __all__ = [
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
+    "get_dataset_shard",
     "get_logged",
     "get_preemption_info",
     "is_driver",

@@ -463,3 +463,38 @@ class TorchConfig(BackendConfig):
         if self.consistency not in ("bitwise", "samples"):
             refuse(self, "consistency", "bitwise or samples")
         take_seconds(self, "timeout_s", "seconds, a finite number > 0")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How the trainer's datasets reach the workers.
+
+    Attributes:
+        datasets_to_split: "all", or the names of those that are dealt out over the workers; of the
+            others every worker sees all rows, unless it trains with them in a loop over
+            `train.epochs()`.
+        execution_options, enable_shard_locality: of Ray, without effect: there is no object store.
+        num_feeders: processes beside each worker that run the datasets' functions ahead of time;
+            0 runs them in the worker, when it asks for a batch.
+        shuffle_memory: bytes of each worker for rows that are read ahead to be shuffled.
+    """
+
+    datasets_to_split: str | Sequence[str] = "all"
+    execution_options: Any = None
+    enable_shard_locality: bool = True
+    num_feeders: int = 0
+    shuffle_memory: int = 512 * 1024**2
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        names = self.datasets_to_split
+        if names != "all" and (
+            isinstance(names, str) or not all(isinstance(one, str) for one in names)
+        ):
+            refuse(self, "datasets_to_split", "'all', or a list of names of datasets")
+        take_int(self, "num_feeders", "an int, 0 or more", low=0)
+        take_int(self, "shuffle_memory", "bytes, 1 or more", low=1)
+
+    def splits(self, name: str) -> bool:
+        """Return whether a dataset is dealt out over the workers."""
+        return self.datasets_to_split == "all" or name in self.datasets_to_split

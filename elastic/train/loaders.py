@@ -112,13 +112,13 @@ def prepare_data_loader(
             drop_last=batches.drop_last,
         )
     cut = _cut_of(streams, is_iterable)
-    num_micro_batches = _micro_batches_of(context, data_loader, global_batch_size)
+    number = num_micro_batches(context, data_loader.batch_size, global_batch_size)
     return PreparedLoader(
         data_loader,
         get_device() if move_to_device else None,
         non_blocking=auto_transfer,
         deals=add_dist_sampler and not is_iterable,
-        num_micro_batches=num_micro_batches,
+        num_micro_batches=number,
         streams=cut if is_iterable and add_dist_sampler else None,
         weigh=weigh,
     )
@@ -140,10 +140,19 @@ def _cut_of(streams: str | None, is_iterable: bool) -> Cut | str:
     return Cut(streams) if streams is not None else ""
 
 
-def _micro_batches_of(
-    context: WorkerContext, loader: DataLoader[Any], global_batch_size: int | None
+def num_micro_batches(
+    context: WorkerContext, size: int | None, global_batch_size: int | None
 ) -> int:
-    """Return V, the micro-batches of a step."""
+    """Return V, the micro-batches of a step.
+
+    Args:
+        context: knows the largest group.
+        size: samples of a micro-batch, None if the loader does not say.
+        global_batch_size: samples of a step, None for the default.
+
+    Raises:
+        UsageError: there is no such number.
+    """
     if global_batch_size is None:
         return context.max_workers
     if not is_whole(global_batch_size):
@@ -151,7 +160,6 @@ def _micro_batches_of(
             f"prepare_data_loader(global_batch_size={global_batch_size!r}): expected an int, the "
             f"samples of a step"
         )
-    size = loader.batch_size
     if size is None:
         raise UsageError(
             f"prepare_data_loader(global_batch_size={global_batch_size}): the loader has no "
@@ -234,7 +242,7 @@ class PreparedLoader:
         """Begin a pass."""
         context = require_context("a prepared loader")
         engine = context.engine
-        if engine is not None and engine.has_begun and _trains(engine):
+        if engine is not None and engine.has_begun and is_trained_with(engine):
             return self._moved(engine.micro_batches(self._micro_batches(engine)))
         # In that loop what is not trained with is evaluated. In others only gradients can tell:
         # in evaluation mode DistributedDataParallel still does the same on all ranks.
@@ -377,7 +385,7 @@ class PreparedLoader:
         return getattr(self._loader, name)
 
 
-def _trains(engine: StepEngine) -> bool:
+def is_trained_with(engine: StepEngine) -> bool:
     """Return whether what is read now is trained with, rather than evaluated."""
     models = engine.state.models
     return torch.is_grad_enabled() and (not models or any(is_training(one) for one in models))

@@ -329,6 +329,11 @@ def _counting(context: WorkerContext, run: RunDirectory) -> list[tuple[str, Mark
     return context.the_reporter().kept(found)
 
 
+def wait_a_moment(context: WorkerContext) -> None:
+    """Wait for what another rank does, as one that waits on purpose."""
+    _pass_time(context, WAIT_SLICE_S)
+
+
 def _pass_time(context: WorkerContext, seconds: float) -> None:
     """Wait a little, in slices that an interrupt can end; who waits on purpose is not hung."""
     until = time.monotonic() + seconds

@@ -38,7 +38,13 @@ from elastic.train.beginning import (
 )
 from elastic.train.callbacks import Telling, TrainRunContext, UserCallback
 from elastic.train.checkpoint import Checkpoint
-from elastic.train.config import BackendConfig, RunConfig, ScalingConfig, TorchConfig
+from elastic.train.config import (
+    BackendConfig,
+    DataConfig,
+    RunConfig,
+    ScalingConfig,
+    TorchConfig,
+)
 from elastic.train.failures import failed_on_cluster, failures_of
 from elastic.train.here import as_raised, environment, failed_here, say_unused
 from elastic.train.metrics import as_reported
@@ -57,6 +63,7 @@ if TYPE_CHECKING:
     from elastic.client.jobs import Client
     from elastic.core.events.shared import Note
     from elastic.core.view import JobView
+    from elastic.data.dataset import Dataset
     from elastic.train.cluster import Cluster
     from elastic.worker.context import WorkerContext
     from elastic.worker.local import LocalRun
@@ -88,6 +95,8 @@ class DataParallelTrainer:
         backend_config: BackendConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
+        datasets: Mapping[str, Dataset] | None = None,
+        dataset_config: DataConfig | None = None,
         validation_config: ValidationConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
@@ -102,6 +111,9 @@ class DataParallelTrainer:
             backend_config: a `TorchConfig`; None for the small group.
             scaling_config: how many workers, with what.
             run_config: name, place and policies.
+            datasets: by name, for `train.get_dataset_shard(name)`. What they consist of is
+                written down with the run, which is gone on with only while it is the same.
+            dataset_config: how they reach the workers.
             validation_config: what validates checkpoints that are reported with `validation=`.
             metadata: what JSON can say, for `train.get_context().get_metadata()`.
             resume_from_checkpoint: what `train.get_checkpoint` gives in a new run until it has
@@ -128,6 +140,8 @@ class DataParallelTrainer:
         if validation_config is not None:
             _checked("validation_config", validation_config, ValidationConfig)
         self.validation_config = validation_config
+        self.datasets = checked(datasets)
+        self.dataset_config = _checked("dataset_config", dataset_config, DataConfig)
         if resume_from_checkpoint is not None and not isinstance(
             resume_from_checkpoint, Checkpoint
         ):
@@ -150,6 +164,8 @@ class DataParallelTrainer:
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
+        datasets: Mapping[str, Dataset] | None = None,
+        dataset_config: DataConfig | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> Self:
         """Return the trainer of a run that did not succeed; its `fit` goes on with the run.
@@ -165,6 +181,8 @@ class DataParallelTrainer:
             scaling_config: another number of workers will do.
             run_config: its name and storage_path are those of `path` in any case.
             torch_config: backend and its timeout.
+            datasets: by name; of the same files.
+            dataset_config: how they reach the workers.
             validation_config: what validates checkpoints.
 
         Raises:
@@ -186,6 +204,8 @@ class DataParallelTrainer:
             "scaling_config": scaling_config,
             "run_config": run_config,
             "torch_config": torch_config,
+            "datasets": datasets,
+            "dataset_config": dataset_config,
             "validation_config": validation_config,
         }
         parts = {**stored, **{key: value for key, value in passed.items() if value is not None}}
@@ -271,7 +291,7 @@ class DataParallelTrainer:
             context.engine.configure(self._options())
         if context.validator is not None:
             context.validator.configure(self._options()["validation"])
-        with beginning_from(self.resume_from_checkpoint):
+        with beginning_from(self.resume_from_checkpoint), self._offering():
             value = call_with_config(self.train_loop_per_worker, self.train_loop_config)
         returned = result_json(value)
         kept = committed_in(context.run_path)
@@ -293,7 +313,7 @@ class DataParallelTrainer:
             run = replace(run, **begun)
             telling = self._tells(run.job_name, run.job_id, run.run_path)
             try:
-                with end_noted(run):
+                with end_noted(run), self._offering():
                     outcome = self._stopping.run_here(self.train_loop_per_worker, run, run_local)
             except (Exception, SystemExit) as error:
                 raised = {torchrun_rank() or 0: as_raised(error)}
@@ -383,11 +403,31 @@ class DataParallelTrainer:
             try:
                 with announced(plan, phase_of=client.phase_of) as begun:
                     spec = replace(spec, resume_from=begun.resume_from, resumes=begun.resumes)
+                    if self.datasets:
+                        spec = self._with_tables(spec)
                     client.submit(spec)
                     return spec
             except NameTaken as error:
                 taken = error
         raise taken
+
+    def _with_tables(self, spec: JobSpec) -> JobSpec:
+        """Return the job with what its datasets consist of, which is looked up now."""
+        from elastic.train.datasets import OPTION, tables_for
+        from elastic.worker.entry import pack
+
+        given = tables_for(self.datasets, self.dataset_config, spec.run_path)
+        options = {**self._options(), OPTION: given}
+        payload = pack(self.train_loop_per_worker, self.train_loop_config, options)
+        return replace(spec, entry=replace(spec.entry, payload=payload))
+
+    def _offering(self) -> contextlib.AbstractContextManager[None]:
+        """Let the train function have the datasets, in this process."""
+        if not self.datasets:
+            return contextlib.nullcontext()
+        from elastic.train.datasets import offering
+
+        return offering(self.datasets, self.dataset_config)
 
     def _plan(self, name: str, job_id: str, *, owner: Owner | None, trainer: bytes) -> Plan:
         return Plan(
@@ -411,6 +451,8 @@ class DataParallelTrainer:
                 "torch_config": self.torch_config,
                 "validation_config": self.validation_config,
                 "metadata": self.metadata,
+                "datasets": self.datasets,
+                "dataset_config": self.dataset_config,
             }
         )
 
@@ -600,27 +642,74 @@ class TorchTrainer(DataParallelTrainer):
         self,
         train_loop_per_worker: Callable[..., Any],
         *,
+        train_loop_config: dict[str, Any] | None = None,
         torch_config: TorchConfig | None = None,
-        **named: Any,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: Mapping[str, Dataset] | None = None,
+        dataset_config: DataConfig | None = None,
+        validation_config: ValidationConfig | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
     ) -> None:
         """Describe the run; nothing is started.
 
         Args:
-            train_loop_per_worker: called on every worker; see `DataParallelTrainer`.
-            torch_config: backend and its timeout; by default NCCL beside gloo where there are GPUs.
-            named: train_loop_config, scaling_config, run_config, validation_config, metadata and
-                resume_from_checkpoint, as of `DataParallelTrainer`.
+            train_loop_per_worker: as in `DataParallelTrainer`, and all others but one.
+            train_loop_config: the argument; must be picklable.
+            torch_config: backend and its timeout.
+            scaling_config: how many workers, with what.
+            run_config: name, place and policies.
+            datasets: by name, for `train.get_dataset_shard(name)`. What they consist of is
+                written down with the run, which is gone on with only while it is the same.
+            dataset_config: how they reach the workers.
+            validation_config: what validates checkpoints that are reported with `validation=`.
+            metadata: what JSON can say, for `train.get_context().get_metadata()`.
+            resume_from_checkpoint: what a new run begins with.
 
         Raises:
             UsageError: the train function cannot be called with a config, or an argument is of
                 another class.
         """
-        checked = _checked("torch_config", torch_config, TorchConfig)
-        super().__init__(train_loop_per_worker, backend_config=checked, **named)
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=_checked("torch_config", torch_config, TorchConfig),
+            scaling_config=scaling_config,
+            run_config=run_config,
+            datasets=datasets,
+            dataset_config=dataset_config,
+            validation_config=validation_config,
+            metadata=metadata,
+            resume_from_checkpoint=resume_from_checkpoint,
+        )
 
     @classmethod
     def _made_of(cls, parts: dict[str, Any]) -> Self:
         return cls(**parts)
+
+
+def checked(datasets: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return datasets by name, after a look at their names and classes.
+
+    Raises:
+        UsageError: one of them is no dataset, or its name cannot be that of a file.
+    """
+    found = dict(datasets or {})
+    if found:
+        from elastic.data.dataset import Dataset
+    for name, dataset in found.items():
+        if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
+            raise UsageError(
+                f"TorchTrainer: datasets has the name {name!r}: expected letters, digits, _ and -"
+            )
+        if not isinstance(dataset, Dataset):
+            raise UsageError(
+                f"TorchTrainer: datasets[{name!r}] is a {type(dataset).__name__}: expected what "
+                f"elastic.data.read_parquet(...), from_huggingface(...), from_torch(...) and "
+                f"others return"
+            )
+    return found
 
 
 def _checked(what: str, value: Config | None, kind: type[Config]) -> Config:

@@ -10,7 +10,7 @@ import random
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,19 @@ SAMPLER = 4
 """Purpose of these seeds, beside those in cursor.py and feed.py."""
 KEPT = 2
 """Epochs whose order is kept: the end of one is read while the next one is prefetched."""
+
+
+@runtime_checkable
+class Ordered(Protocol):
+    """A sampler whose order of any epoch can be asked for at once; it has a length."""
+
+    def of(self, epoch: int) -> Sequence[Any]:
+        """Return what the dataset is asked for, by place in the epoch."""
+        ...
+
+    def print(self, epoch: int) -> int:
+        """Return a number of 32 bits that differs where the order of an epoch does."""
+        ...
 
 
 class Drawn:

@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from elastic.core.policy.cursor import Cursor, Epochs, Permutation, shuffle_seed
 from elastic.core.policy.microbatch import Span
 from elastic.errors import UsageError, check
-from elastic.worker.drawn import Drawn
+from elastic.worker.drawn import Drawn, Ordered
 from elastic.worker.feed import Feed, Key, check_prefetch
 from elastic.worker.seeding import Request, SeededCollate, SeededDataset
 from elastic.worker.share import Share, ToldShare
@@ -183,7 +183,7 @@ class MicroBatchLoader:
 
     def order_print(self, epoch: int) -> int:
         """Return a number that differs where a sampler of the user's orders an epoch otherwise."""
-        return self._sampler.print(epoch) if isinstance(self._sampler, Drawn) else 0
+        return self._sampler.print(epoch) if isinstance(self._sampler, Ordered) else 0
 
     def share(self, batch: Batch, rank: int, world_size: int) -> Share | ToldShare:
         """Return what a rank has to do in the step of a micro-batch that it has taken."""
@@ -216,7 +216,7 @@ class _ByNumber:
     def request(self, tag: int, piece: _Piece) -> Request:
         numbers = piece.numbers
         sampler = self._sampler
-        order = sampler.of(piece.key[0]) if isinstance(sampler, Drawn) else sampler
+        order = sampler.of(piece.key[0]) if isinstance(sampler, Ordered) else sampler
         indices = numbers if order is None else [order[place] for place in numbers]
         return Request(tag, piece.key[0], indices, numbers)
 
@@ -330,7 +330,7 @@ def _order_of(loader: DataLoader[Any], seed: int) -> tuple[int, bool, Any]:
     _check_batches(loader)
     check_prefetch(loader)
     sampler: Any = loader.sampler
-    own = _is_indexed(sampler)
+    own = _is_indexed(sampler) or isinstance(sampler, Ordered)
     of_all = isinstance(sampler, DistributedSampler)  # It knows of ranks; we deal out by ourselves.
     is_torchs = of_all or is_plain(sampler, RandomSampler) or type(sampler) is SequentialSampler
     size = _length_of(loader.dataset) if is_torchs else 0

@@ -1,0 +1,170 @@
+"""Rows per second into the step: elastic.data beside Hugging Face datasets and a plain DataLoader.
+
+    python bench/data.py --rows 40000 --cost-ms 2
+
+One table of parquet files, one costly function of batches, one consumer, one run: each variant
+reads the whole table once, shuffled, with as many processes beside the consumer as `--processes`
+says. Prints rows per second over the epoch, the time to the first batch, and how much memory the
+consumer took on. All are read in turns, each in a process of its own.
+
+The plain DataLoader has the table in memory and shuffles all rows; Hugging Face has it in its Arrow
+cache, whose making is not counted; elastic.data reads the parquet files, shuffled in windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+VARIANTS = ("DataLoader", "HF datasets + DataLoader", "elastic.data")
+BATCH = 128
+WIDTH = 256
+COST_MS = "BENCH_COST_MS"
+
+
+def costly(batch: dict[str, Any]) -> dict[str, Any]:
+    """Do arithmetic for so many milliseconds of this processor's own time."""
+    x = np.asarray(batch["x"], dtype=np.float32)
+    until = time.process_time() + float(os.environ[COST_MS]) / 1000
+    while time.process_time() < until:
+        x = np.tanh(x + 0.5)
+    return {"id": np.asarray(batch["id"]), "x": x}
+
+
+def write_table(folder: Path, rows: int) -> None:
+    """Write 8 files, with row groups of 1,000 rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    generator = np.random.default_rng(0)
+    for number, ids in enumerate(np.array_split(np.arange(rows), 8)):
+        flat = generator.random(len(ids) * WIDTH, dtype=np.float32)
+        wide = pa.FixedSizeListArray.from_arrays(flat, WIDTH)
+        table = pa.table({"id": ids, "x": wide})
+        parquet.write_table(table, folder / f"{number}.parquet", row_group_size=1000)
+
+
+def batches_of(variant: str, folder: str, processes: int) -> Iterator[Any]:
+    """Yield one epoch of batches, shuffled, as dicts of tensors."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        found = costly({name: np.stack([row[name] for row in rows]) for name in ("id", "x")})
+        return {name: torch.from_numpy(values) for name, values in found.items()}
+
+    if variant == "elastic.data":
+        from elastic import data
+        from elastic.data.iterator import DataIterator
+        from elastic.data.table import in_memory, table_of
+
+        ds = data.read_parquet(folder).map_batches(costly, batch_size=None)
+        table = table_of(ds.random_shuffle(seed=1).node, in_memory)
+        iterator = DataIterator(lambda: table, lambda: (0, 1), num_feeders=processes)
+        yield from iterator.iter_torch_batches(batch_size=BATCH)
+        iterator.close()
+        return
+    if variant == "DataLoader":
+        import pyarrow.parquet as parquet
+
+        whole = parquet.read_table(folder)
+        ids = whole["id"].to_numpy()
+        x = whole["x"].combine_chunks().flatten().to_numpy().reshape(-1, WIDTH)
+        rows: Any = [{"id": ids[one], "x": x[one]} for one in range(len(ids))]
+    else:
+        import datasets
+
+        cache = Path(folder).parent / "cache"
+        files = [str(one) for one in sorted(Path(folder).glob("*.parquet"))]
+        rows = datasets.load_dataset(
+            "parquet", data_files=files, split="train", cache_dir=str(cache)
+        ).with_format("numpy")
+    yield from DataLoader(
+        rows, batch_size=BATCH, shuffle=True, num_workers=processes, collate_fn=collate
+    )
+
+
+def measure(variant: str, folder: str, processes: int) -> dict[str, float]:
+    """Read an epoch in this process."""
+    if variant.startswith("HF"):
+        # Its cache is made once, and is no part of what is compared.
+        next(iter(batches_of(variant, folder, 0)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.perf_counter()
+    ids: list[int] = []
+    first = 0.0
+    for batch in batches_of(variant, folder, processes):
+        first = first or time.perf_counter() - began
+        ids += batch["id"].tolist()
+    seconds = time.perf_counter() - began
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {
+        "rows": len(ids),
+        "distinct": len(set(ids)),
+        "rows_per_s": len(ids) / seconds,
+        "first_s": first,
+        "memory_mb": grown / 1024,
+    }
+
+
+def main() -> None:
+    """Read the arguments, measure each variant in turns, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=40_000)
+    parser.add_argument("--cost-ms", type=float, default=2.0, help="of the function, a batch")
+    parser.add_argument("--processes", type=int, default=1, help="beside the consumer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--measure", nargs=2, metavar=("VARIANT", "FOLDER"))
+    args = parser.parse_args()
+    os.environ[COST_MS] = str(args.cost_ms)
+    if args.measure:
+        print(json.dumps(measure(*args.measure, args.processes)))
+        return
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    with tempfile.TemporaryDirectory(prefix="bench-data-") as place:
+        folder = Path(place) / "table"
+        folder.mkdir()
+        write_table(folder, args.rows)
+        size = sum(one.stat().st_size for one in folder.iterdir()) / 1024**2
+        for _ in range(args.rounds):
+            for name in VARIANTS:
+                command = [
+                    *(sys.executable, __file__, "--measure", name, str(folder)),
+                    *("--cost-ms", str(args.cost_ms), "--processes", str(args.processes)),
+                ]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                found[name].append(json.loads(done.stdout.splitlines()[-1]))
+    table = Table(
+        title=f"{args.rows:,} rows, {size:.0f} MB; {args.cost_ms} ms a batch of {BATCH}; "
+        f"{args.processes} processes beside; best of {args.rounds}"
+    )
+    for heading in ("", "rows/s", "first batch", "memory", "each row once"):
+        table.add_column(heading, justify="right")
+    for name, rounds in found.items():
+        best = max(rounds, key=lambda one: one["rows_per_s"])
+        once = all(one["rows"] == one["distinct"] == args.rows for one in rounds)
+        table.add_row(
+            name,
+            f"{best['rows_per_s']:,.0f}",
+            f"{min(one['first_s'] for one in rounds):.2f} s",
+            f"{min(one['memory_mb'] for one in rounds):,.0f} MB",
+            "yes" if once else "no",
+        )
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()

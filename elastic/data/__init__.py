@@ -1,0 +1,74 @@
+"""Datasets: read, map, shuffle and feed, each row once, in the same order at any world size.
+
+    from elastic import data, train
+
+    ds = data.read_parquet("s3://bucket/table/").map_batches(tokenize).random_shuffle(seed=1)
+    TorchTrainer(train_func, datasets={"train": ds}, ...).fit()
+
+Shaped like ray.data. Rule: nothing is read or computed before somebody asks for rows, and nothing
+is imported before it is needed: pyarrow, pandas and torch come with the first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic.data.context import DataContext
+    from elastic.data.dataset import Dataset
+    from elastic.data.iterator import DataIterator
+    from elastic.data.reading import (
+        from_arrow,
+        from_dask,
+        from_huggingface,
+        from_items,
+        from_numpy,
+        from_pandas,
+        from_polars,
+        from_torch,
+        range,  # noqa: A004
+        read_binary_files,
+        read_csv,
+        read_images,
+        read_json,
+        read_numpy,
+        read_parquet,
+        read_text,
+    )
+
+__all__ = [
+    "DataContext",
+    "DataIterator",
+    "Dataset",
+    "from_arrow",
+    "from_dask",
+    "from_huggingface",
+    "from_items",
+    "from_numpy",
+    "from_pandas",
+    "from_polars",
+    "from_torch",
+    "range",
+    "read_binary_files",
+    "read_csv",
+    "read_images",
+    "read_json",
+    "read_numpy",
+    "read_parquet",
+    "read_text",
+]
+_HOME = {"DataContext": "context", "DataIterator": "iterator", "Dataset": "dataset"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name from its module on first use."""
+    if name not in __all__:
+        raise AttributeError(f"module 'elastic.data' has no attribute {name!r}")
+    home = _HOME.get(name, "reading")
+    return getattr(importlib.import_module(f"elastic.data.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    """Return what can be imported from here."""
+    return sorted(__all__)

@@ -1,0 +1,347 @@
+"""Rows between two operations, in the form that the next one wants.
+
+A batch is a pyarrow table, or a dict of NumPy arrays with as many entries each. Rule: it is turned
+into the other form only when an operation asks for that one, and rows keep their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from elastic.errors import UsageError
+
+Batch = Any
+"""A pyarrow.Table, or a dict of NumPy arrays."""
+FORMATS = ("default", "numpy", "pandas", "pyarrow")
+EXTRA = "pip install 'elastic-torch[data]'"
+
+
+def arrow() -> Any:
+    """Return the module pyarrow.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UsageError(f"elastic.data reads with pyarrow, which is missing: {EXTRA}") from error
+    return pyarrow
+
+
+def pandas() -> Any:
+    """Return the module pandas.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise UsageError(f"this needs pandas, which is missing: {EXTRA}") from error
+    return pandas
+
+
+def num_rows(batch: Batch) -> int:
+    """Return the rows of a batch."""
+    if isinstance(batch, dict):
+        return len(next(iter(batch.values()))) if batch else 0
+    return int(batch.num_rows)
+
+
+def columns_of(batch: Batch) -> list[str]:
+    """Return the names of the columns."""
+    return list(batch) if isinstance(batch, dict) else list(batch.column_names)
+
+
+def sliced(batch: Batch, start: int, stop: int) -> Batch:
+    """Return some rows that follow each other, without a copy."""
+    if isinstance(batch, dict):
+        return {name: values[start:stop] for name, values in batch.items()}
+    return batch.slice(start, stop - start)
+
+
+def taken(batch: Batch, rows: Any) -> Batch:
+    """Return rows by their numbers, in that order."""
+    if isinstance(batch, dict):
+        return {name: values[rows] for name, values in batch.items()}
+    return batch.take(arrow().array(rows))
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Return one batch of several; of mixed forms a dict."""
+    if len(batches) == 1:
+        return batches[0]
+    if all(not isinstance(one, dict) for one in batches):
+        return arrow().concat_tables(batches, promote_options="permissive")
+    parts = [to_numpy(one) for one in batches]
+    return {name: _stacked([part[name] for part in parts]) for name in parts[0]}
+
+
+def _stacked(arrays: Sequence[Any]) -> Any:
+    if len({(one.dtype == object, one.shape[1:]) for one in arrays}) == 1:
+        return np.concatenate(arrays)
+    return _objects([value for one in arrays for value in one])
+
+
+def batched(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:
+    """Yield the same rows in batches of a size, the last one smaller; None leaves them alone."""
+    held: list[Batch] = []
+    count = 0
+    for batch in batches:
+        rows, start = num_rows(batch), 0
+        if not rows:
+            continue
+        if size is None:
+            yield batch
+            continue
+        while count + rows - start >= size:
+            stop = start + size - count
+            held.append(sliced(batch, start, stop))
+            yield joined(held)
+            held, count, start = [], 0, stop
+        if start < rows:
+            held.append(sliced(batch, start, rows))
+            count += rows - start
+    if held:
+        yield joined(held)
+
+
+# --------------------------------------------------------------------------------- forms
+
+
+def to_format(batch: Batch, name: str) -> Any:
+    """Return a batch as "numpy" (and "default"), "pandas" or "pyarrow"."""
+    if name == "pyarrow":
+        return to_table(batch)
+    if name == "pandas":
+        return to_pandas(batch)
+    return to_numpy(batch)
+
+
+def check_format(name: str | None, what: str) -> str:
+    """Return the name of a format.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    name = name or "default"
+    if name not in FORMATS:
+        raise UsageError(f"{what}: batch_format={name!r}: expected one of {', '.join(FORMATS)}")
+    return name
+
+
+def to_numpy(batch: Batch) -> dict[str, Any]:
+    """Return a dict of arrays; lists of equal length become rows of one array."""
+    if isinstance(batch, dict):
+        return batch
+    return {name: _column(batch.column(name)) for name in batch.column_names}
+
+
+def _column(column: Any) -> Any:
+    pa = arrow()
+    kind = column.type
+    if isinstance(kind, pa.FixedShapeTensorType):
+        parts = [chunk.to_numpy_ndarray() for chunk in column.chunks if len(chunk)]
+        empty = np.empty((0, *kind.shape), kind.value_type.to_pandas_dtype())
+        return np.concatenate(parts) if parts else empty
+    if pa.types.is_dictionary(kind):
+        column = column.cast(kind.value_type)
+    is_list = (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+    if not is_list:
+        return column.to_numpy(zero_copy_only=False)
+    values = column.combine_chunks()
+    is_flat = pa.types.is_primitive(kind.value_type) and not values.null_count
+    if is_flat and len(values):
+        flat = values.flatten()
+        lengths = values.value_lengths().to_numpy(zero_copy_only=False)
+        if (lengths == lengths[0]).all() and not flat.null_count:
+            return flat.to_numpy(zero_copy_only=False).reshape(len(values), int(lengths[0]))
+    return array_of([np.asarray(one) if one is not None else None for one in column.to_pylist()])
+
+
+def array_of(values: Sequence[Any]) -> Any:
+    """Return an array with one entry for each value: of numbers where they are, else of objects."""
+    first = values[0] if len(values) else None
+    if _is_tensor(first):
+        values = [one.detach().cpu().numpy() for one in values]
+    if len(values) and all(isinstance(one, (np.ndarray, list, tuple)) for one in values):
+        arrays = [np.asarray(one) for one in values] if _is_even(values) else []
+        if arrays and len({one.shape for one in arrays}) == 1 and arrays[0].dtype != object:
+            return np.stack(arrays)
+        return _objects(values)
+    if all(isinstance(one, (bool, int, float, np.number, np.bool_)) for one in values):
+        return np.asarray(values)
+    return _objects(values)
+
+
+def _is_even(values: Sequence[Any]) -> bool:
+    """Return whether nested lists have the same lengths, so that NumPy can put them together."""
+    return len({_lengths(one) for one in values}) == 1 and _lengths(values[0]) is not None
+
+
+def _lengths(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, np.ndarray):
+        return value.shape
+    if not isinstance(value, (list, tuple)):
+        return ()
+    inner = {_lengths(one) for one in value}
+    if len(inner) > 1 or None in inner:
+        return None
+    return (len(value), *(inner.pop() or () if inner else ()))
+
+
+def _objects(values: Sequence[Any]) -> Any:
+    found = np.empty(len(values), dtype=object)
+    for place, value in enumerate(values):
+        found[place] = value
+    return found
+
+
+def _is_tensor(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
+
+
+def to_table(batch: Batch) -> Any:
+    """Return a pyarrow table.
+
+    Raises:
+        UsageError: a column holds what Arrow cannot say.
+    """
+    pa = arrow()
+    if not isinstance(batch, dict):
+        return batch
+    columns: dict[str, Any] = {}
+    for name, values in batch.items():
+        try:
+            if values.ndim > 1 and values.dtype != object and len(values):
+                whole = np.ascontiguousarray(values)
+                columns[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(whole)
+            else:
+                plain = values.tolist() if values.dtype == object else values
+                columns[name] = pa.array(plain, from_pandas=True)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+            kind = type(values[0]).__name__ if len(values) else "nothing"
+            raise UsageError(
+                f"elastic.data: column {name!r} holds {kind} values that Arrow cannot store "
+                f"({error}): turn them into numbers, text, bytes or arrays of one shape"
+            ) from error
+    return pa.table(columns)
+
+
+def to_pandas(batch: Batch) -> Any:
+    """Return a DataFrame; what has several numbers in a row becomes a column of arrays."""
+    frames = pandas()
+    if not isinstance(batch, dict):
+        return frames.DataFrame(
+            {
+                name: (
+                    list(_column(batch.column(name)))
+                    if arrow().types.is_nested(batch.schema.field(name).type)
+                    or isinstance(batch.schema.field(name).type, arrow().BaseExtensionType)
+                    else batch.column(name).to_pandas()
+                )
+                for name in batch.column_names
+            }
+        )
+    return frames.DataFrame(
+        {name: list(values) if values.ndim > 1 else values for name, values in batch.items()}
+    )
+
+
+def taken_from(value: Any, what: str) -> Batch:
+    """Return what a function of the user's has returned, as a batch.
+
+    Raises:
+        UsageError: it is none, or its columns differ in length.
+    """
+    pa = arrow()
+    if isinstance(value, pa.RecordBatch):
+        return pa.Table.from_batches([value])
+    if isinstance(value, pa.Table):
+        return value
+    if type(value).__name__ == "DataFrame" and type(value).__module__.startswith("pandas"):
+        return {str(name): _of_series(value[name]) for name in value.columns}
+    if not isinstance(value, Mapping):
+        raise UsageError(
+            f"{what} returned a {type(value).__name__}: expected a dict of arrays or lists, a "
+            f"pandas.DataFrame or a pyarrow.Table"
+        )
+    found = {}
+    for name, values in value.items():
+        if _is_tensor(values):
+            values = values.detach().cpu().numpy()
+        if not isinstance(values, np.ndarray):
+            if not isinstance(values, (list, tuple)):
+                raise UsageError(
+                    f"{what} returned a {type(values).__name__} as column {name!r}: expected an "
+                    f"array or a list with one entry for each row"
+                )
+            values = array_of(values)
+        found[str(name)] = values
+    lengths = {name: len(values) for name, values in found.items()}
+    if len(set(lengths.values())) > 1:
+        raise UsageError(f"{what} returned columns of different lengths: {lengths}")
+    return found
+
+
+def _of_series(series: Any) -> Any:
+    values = series.to_numpy()
+    return array_of(list(values)) if values.dtype == object else values
+
+
+# ---------------------------------------------------------------------------------- rows
+
+
+def rows_of(batch: Batch) -> Iterator[dict[str, Any]]:
+    """Yield each row as a dict; numbers are Python's own."""
+    columns = to_numpy(batch)
+    plain = {
+        name: values.tolist() if values.ndim == 1 and values.dtype != object else values
+        for name, values in columns.items()
+    }
+    for number in range(num_rows(batch)):
+        yield {name: values[number] for name, values in plain.items()}
+
+
+def of_rows(rows: Sequence[Mapping[str, Any]]) -> Batch:
+    """Return a batch of rows; a column that a row lacks is None there."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: array_of([row.get(name) for row in rows]) for name in names}
+
+
+# --------------------------------------------------------------------------------- torch
+
+
+def to_torch(batch: Batch, dtypes: Any = None, device: Any = None) -> dict[str, Any]:
+    """Return a dict of tensors.
+
+    Args:
+        batch: whose columns are numbers.
+        dtypes: a torch.dtype for all columns, or a dict by name.
+        device: where to, None to leave them on the CPU.
+
+    Raises:
+        UsageError: a column cannot be a tensor.
+    """
+    import torch
+
+    found = {}
+    for name, values in to_numpy(batch).items():
+        if values.dtype == object or values.dtype.kind not in "biufc":
+            kind = type(values[0]).__name__ if len(values) else values.dtype
+            raise UsageError(
+                f"iter_torch_batches: column {name!r} holds {kind} values of different sizes or "
+                f"kinds, which are no tensor: encode them in map_batches, drop_columns([{name!r}]),"
+                f" or pass collate_fn"
+            )
+        if not values.flags.writeable or not values.flags.c_contiguous:
+            values = np.array(values)
+        wish = dtypes.get(name) if isinstance(dtypes, Mapping) else dtypes
+        found[name] = torch.as_tensor(values).to(device=device, dtype=wish)
+    return found

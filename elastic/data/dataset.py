@@ -1,0 +1,717 @@
+"""A lazy dataset, with the verbs of ray.data.
+
+Rule: a verb returns another dataset at once and reads nothing; rows are read by those that show,
+count, write or iterate, as a stream whose memory does not grow with the data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from elastic.data.batches import (
+    EXTRA,
+    Batch,
+    arrow,
+    batched,
+    check_format,
+    joined,
+    num_rows,
+    of_rows,
+    rows_of,
+    sliced,
+    taken,
+    to_format,
+    to_numpy,
+    to_pandas,
+    to_table,
+    to_torch,
+)
+from elastic.data.nodes import Apply, Node, Read, Shuffle, Slice, Union, Zip
+from elastic.data.operations import (
+    ROWS_AT_ONCE,
+    AddColumn,
+    Columns,
+    FilterBy,
+    Function,
+    MapBatches,
+    MapRows,
+    Operation,
+    Sample,
+    expression_of,
+    shown,
+)
+from elastic.data.parquet import Parquet
+from elastic.data.sources import FileSource, Memory, check_on_error
+from elastic.data.table import counted, in_memory, table_of
+from elastic.data.writing import Sink, write_parquet
+from elastic.errors import UsageError
+
+if TYPE_CHECKING:
+    from elastic.data.engines import Engine
+    from elastic.data.iterator import DataIterator
+
+NO_EFFECT = frozenset({
+    "concurrency", "compute", "num_cpus", "num_gpus", "memory", "ray_remote_args",
+    "zero_copy_batch", "ray_remote_args_fn", "max_retries", "locality_hints",
+    "override_num_blocks", "parallelism", "udf_modifying_row_count",
+})  # fmt: skip
+"""Arguments of Ray's that say who does something where, and change nothing of what is done."""
+
+
+class Dataset:
+    """Rows with columns, not read yet.
+
+    Example:
+        >>> from elastic import data
+        >>> data.range(4).map(lambda row: {"square": row["id"] ** 2}).take()
+        [{'square': 0}, {'square': 1}, {'square': 4}, {'square': 9}]
+    """
+
+    def __init__(self, node: Node) -> None:
+        """Stand for what a node computes."""
+        self._node = node
+        self._count: int | None = None
+        self._columns: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without what was learnt here."""
+        return {"_node": self._node, "_count": None, "_columns": None}
+
+    @property
+    def node(self) -> Node:
+        """Return what computes the rows."""
+        return self._node
+
+    def _apply(self, operation: Operation) -> Dataset:
+        return Dataset(Apply((self._node,), operation))
+
+    # --------------------------------------------------------------------- rows to rows
+
+    def map(
+        self,
+        fn: Callable[..., Mapping[str, Any]],
+        *,
+        fn_args: Sequence[Any] = (),
+        fn_kwargs: Mapping[str, Any] | None = None,
+        fn_constructor_args: Sequence[Any] = (),
+        fn_constructor_kwargs: Mapping[str, Any] | None = None,
+        on_error: str = "raise",
+        **others: Any,
+    ) -> Dataset:
+        """Return the rows that a function makes of each row.
+
+        Args:
+            fn: takes a row as a dict, returns one; or a class whose objects do, of which each
+                process makes one.
+            fn_args: for each call, behind the row.
+            fn_kwargs: for each call.
+            fn_constructor_args: for the class.
+            fn_constructor_kwargs: for the class.
+            on_error: "skip" to leave rows out for which it raises; `stats()` counts them.
+            others: Ray's that say where it runs, which has no effect here.
+        """
+        _check_others("map", others)
+        check_on_error(on_error, "map")
+        function = Function(
+            fn, fn_args, fn_kwargs or {}, fn_constructor_args, fn_constructor_kwargs or {}
+        )
+        return self._apply(MapRows("map", function, on_error))
+
+    def flat_map(
+        self,
+        fn: Callable[..., Any],
+        *,
+        fn_args: Sequence[Any] = (),
+        fn_kwargs: Mapping[str, Any] | None = None,
+        on_error: str = "raise",
+        **others: Any,
+    ) -> Dataset:
+        """Return all rows of the lists that a function makes of each row; otherwise as `map`."""
+        _check_others("flat_map", others)
+        check_on_error(on_error, "flat_map")
+        return self._apply(MapRows("flat_map", Function(fn, fn_args, fn_kwargs or {}), on_error))
+
+    def map_batches(
+        self,
+        fn: Callable[..., Any],
+        *,
+        batch_size: int | str | None = "default",
+        batch_format: str | None = "default",
+        fn_args: Sequence[Any] = (),
+        fn_kwargs: Mapping[str, Any] | None = None,
+        fn_constructor_args: Sequence[Any] = (),
+        fn_constructor_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> Dataset:
+        """Return the rows that a function makes of many at once.
+
+        Args:
+            fn: takes a batch, returns one (or yields several); or a class, as in `map`. In training
+                it is called with the rows of micro-batches, and returns as many as it gets.
+            batch_size: rows of a call at most; None for whatever is at hand.
+            batch_format: "numpy" (the default; a dict of arrays), "pandas" or "pyarrow".
+            fn_args: for each call, behind the batch.
+            fn_kwargs: for each call.
+            fn_constructor_args: for the class.
+            fn_constructor_kwargs: for the class.
+            others: Ray's that say where it runs, which has no effect here.
+        """
+        _check_others("map_batches", others)
+        size = ROWS_AT_ONCE if batch_size in ("default", "auto") else batch_size
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise UsageError(f"map_batches: batch_size={batch_size!r}: expected an int from 1 on")
+        function = Function(
+            fn, fn_args, fn_kwargs or {}, fn_constructor_args, fn_constructor_kwargs or {}
+        )
+        return self._apply(MapBatches(function, size, check_format(batch_format, "map_batches")))
+
+    def filter(
+        self,
+        fn: Callable[..., bool] | None = None,
+        expr: Any = None,
+        *,
+        on_error: str = "raise",
+        **others: Any,
+    ) -> Dataset:
+        """Return the rows that a function or an expression is true for.
+
+        Args:
+            fn: takes a row as a dict.
+            expr: of pyarrow.compute, such as `pc.field("age") > 30`, or its text, "age > 30".
+            on_error: "skip" to leave rows out for which `fn` raises.
+            others: Ray's that say where it runs, which has no effect here.
+        """
+        _check_others("filter", others)
+        check_on_error(on_error, "filter")
+        if (fn is None) == (expr is None):
+            raise UsageError("filter: expected either a function or expr=...")
+        if fn is not None:
+            return self._apply(MapRows("filter", Function(fn), on_error))
+        return self._apply(FilterBy(expression_of(expr) if isinstance(expr, str) else expr))
+
+    def add_column(
+        self, col: str, fn: Callable[[Any], Any], *, batch_format: str = "pandas", **others: Any
+    ) -> Dataset:
+        """Return the rows with one column more, which a function makes of batches."""
+        _check_others("add_column", others)
+        return self._apply(AddColumn(col, Function(fn), check_format(batch_format, "add_column")))
+
+    def select_columns(self, cols: str | Sequence[str], **others: Any) -> Dataset:
+        """Return the rows with these columns only; of parquet files no others are read."""
+        _check_others("select_columns", others)
+        names, node = _names(cols), self._node
+        source = node.source if isinstance(node, Read) else None
+        if isinstance(source, Parquet) and source.columns is None:
+            return Dataset(Read((), replace(source, columns=tuple(names))))
+        return self._apply(Columns("select_columns", names))
+
+    def drop_columns(self, cols: str | Sequence[str], **others: Any) -> Dataset:
+        """Return the rows without these columns."""
+        _check_others("drop_columns", others)
+        return self._apply(Columns("drop_columns", _names(cols)))
+
+    def rename_columns(self, names: Mapping[str, str] | Sequence[str], **others: Any) -> Dataset:
+        """Return the rows with other names of columns, by a dict or for all of them in order."""
+        _check_others("rename_columns", others)
+        if not isinstance(names, Mapping):
+            names = dict(zip(self.columns(), names, strict=True))
+        return self._apply(Columns("rename_columns", dict(names)))
+
+    # --------------------------------------------------------------------- which rows
+
+    def limit(self, limit: int) -> Dataset:
+        """Return the first rows."""
+        return Dataset(Slice((self._node,), 0, max(0, limit)))
+
+    def random_sample(self, fraction: float, *, seed: int | None = None) -> Dataset:
+        """Return each row with a probability; the same ones for the same seed, None being 0."""
+        if not 0 <= fraction <= 1:
+            raise UsageError(f"random_sample: fraction={fraction!r}: expected 0 to 1")
+        return self._apply(Sample(fraction, seed or 0))
+
+    def random_shuffle(self, *, seed: int | None = None, **others: Any) -> Dataset:
+        """Return all rows in another order, and in training in another one in each epoch.
+
+        The order follows from the seed alone, None being 0. Row groups are permuted, and rows
+        are shuffled within windows of them; a table of up to 32 MB is shuffled as a whole.
+        """
+        _check_others("random_shuffle", others)
+        return Dataset(Shuffle((self._node,), seed or 0))
+
+    def randomize_block_order(self, *, seed: int | None = None) -> Dataset:
+        """Do as `random_shuffle`."""
+        return self.random_shuffle(seed=seed)
+
+    def repartition(self, num_blocks: int | None = None, **others: Any) -> Dataset:
+        """Return the same rows: who reads which of them does not depend on blocks here."""
+        del num_blocks, others
+        return self
+
+    def union(self, *other: Dataset) -> Dataset:
+        """Return the rows of this one and then those of others."""
+        return Dataset(Union((self._node, *(one._node for one in other))))
+
+    def zip(self, *other: Dataset) -> Dataset:
+        """Return the columns of this one beside those of others, row by row."""
+        node = self._node
+        for one in other:
+            node = Zip((node, one._node))
+        return Dataset(node)
+
+    def split(self, n: int, *, equal: bool = False, locality_hints: Any = None) -> list[Dataset]:
+        """Return n datasets with all rows in between them: equal numbers, but for one row.
+
+        With `equal` all have the same number, and the rows that do not divide are left out.
+        """
+        del locality_hints
+        if not isinstance(n, int) or n < 1:
+            raise UsageError(f"split: n={n!r}: expected an int from 1 on")
+        rows = self.count()
+        kept = rows - rows % n if equal else rows
+        ends = [kept * one // n for one in range(n + 1)]
+        return [
+            Dataset(Slice((self._node,), start, stop)) for start, stop in itertools.pairwise(ends)
+        ]
+
+    def split_at_indices(self, indices: Sequence[int]) -> list[Dataset]:
+        """Return the datasets between these row numbers."""
+        ends: list[int | None] = [0, *indices, None]
+        return [
+            Dataset(Slice((self._node,), start or 0, stop))
+            for start, stop in itertools.pairwise(ends)
+        ]
+
+    def split_proportionately(self, proportions: Sequence[float]) -> list[Dataset]:
+        """Return datasets of these shares of the rows, and one with the rest."""
+        rows, ends, total = self.count(), [], 0.0
+        for share in proportions:
+            total += share
+            ends.append(int(rows * total))
+        return self.split_at_indices(ends)
+
+    def train_test_split(
+        self,
+        test_size: int | float,
+        *,
+        shuffle: bool = False,
+        seed: int | None = None,
+        stratify: str | None = None,
+    ) -> tuple[Dataset, Dataset]:
+        """Return the first rows, and the last ones to test with.
+
+        Args:
+            test_size: a number of rows, or a share of them below 1.
+            shuffle: shuffle the rows first, which writes them out.
+            seed: of that.
+            stratify: not here: see `using`.
+        """
+        if stratify is not None:
+            _refuse("train_test_split(stratify=...)")
+        whole = self.random_shuffle(seed=seed) if shuffle else self
+        rows = self.count()
+        tested = int(rows * test_size) if isinstance(test_size, float) else test_size
+        if not 0 < tested < rows:
+            raise UsageError(
+                f"train_test_split: test_size={test_size!r} of {rows} rows: expected between 0 and "
+                f"1, or a number of rows below all of them"
+            )
+        train, test = whole.split_at_indices([rows - tested])
+        return train, test
+
+    def streaming_split(
+        self, n: int, *, equal: bool = True, locality_hints: Any = None
+    ) -> list[DataIterator]:
+        """Return n iterators that have all rows in between them, each row once."""
+        from elastic.data.iterator import DataIterator
+
+        del equal, locality_hints
+        table = table_of(self._node, in_memory)
+        return [DataIterator(lambda: table, partial(_fixed, one, n)) for one in range(n)]
+
+    def iterator(self) -> DataIterator:
+        """Return an iterator over all rows that can say where it stands."""
+        return self.streaming_split(1)[0]
+
+    # --------------------------------------------------------------------- what it is
+
+    def take(self, limit: int = 20) -> list[dict[str, Any]]:
+        """Return the first rows."""
+        return [row for batch in self.limit(limit)._node.stream() for row in rows_of(batch)]
+
+    def take_all(self, limit: int | None = None) -> list[dict[str, Any]]:
+        """Return all rows.
+
+        Raises:
+            UsageError: there are more than `limit`.
+        """
+        rows = self.take(sys.maxsize if limit is None else limit + 1)
+        if limit is not None and len(rows) > limit:
+            raise UsageError(f"take_all: there are more than limit={limit} rows")
+        return rows
+
+    def take_batch(self, batch_size: int = 20, *, batch_format: str | None = "default") -> Any:
+        """Return the first rows as one batch."""
+        name = check_format(batch_format, "take_batch")
+        found = list(self.limit(batch_size)._node.stream())
+        return to_format(joined(found) if found else of_rows([]), name)
+
+    def show(self, limit: int = 20) -> None:
+        """Print the first rows."""
+        for row in self.take(limit):
+            print(shown(row))
+
+    def count(self) -> int:
+        """Return how many rows there are; of parquet files the footers say so."""
+        if self._count is None:
+            self._count = counted(self._node)
+        return self._count
+
+    def schema(self) -> Any:
+        """Return a pyarrow schema, after a look at the first rows; None if there are none."""
+        if self._columns is None:
+            first = next((b for b in self._node.stream() if num_rows(b)), None)
+            if first is None:
+                return None
+            self._columns = to_table(sliced(first, 0, min(num_rows(first), 20))).schema
+        return self._columns
+
+    def columns(self) -> list[str]:
+        """Return the names of the columns."""
+        schema = self.schema()
+        return list(schema.names) if schema is not None else []
+
+    def input_files(self) -> list[str]:
+        """Return the paths of all files."""
+        return [
+            file.path
+            for node in _nodes(self._node)
+            if isinstance(node, Read)
+            for file in node.source.listing().files
+        ]
+
+    def size_bytes(self) -> int:
+        """Return the size of the rows in memory, before any operation, as far as it is known."""
+        blocks = [
+            block
+            for node in _nodes(self._node)
+            if isinstance(node, Read)
+            for block in node.source.listing().blocks or ()
+        ]
+        return sum(block.size for block in blocks)
+
+    def num_blocks(self) -> int:
+        """Return into how many pieces the rows are cut where they are read."""
+        return len(table_of(self._node, in_memory).blocks)
+
+    def stats(self) -> str:
+        """Return what is known of files, rows, and what was left out, for people."""
+        lines = [repr(self)]
+        for node in _nodes(self._node):
+            if isinstance(node, Read):
+                listing = node.source.listing()
+                size = sum(file.size for file in listing.files)
+                blocks = "" if listing.blocks is None else f", {len(listing.blocks)} blocks"
+                lines.append(
+                    f"{node.source.name}: {len(listing.files)} files, {size:,} bytes{blocks}"
+                )
+                for what, count in node.source.skipped.items():
+                    lines.append(f"{node.source.name}: {count} {what} left out")
+            if isinstance(node, Apply) and node.operation.skipped:
+                lines.append(f"{node.operation!r}: {node.operation.skipped} rows left out")
+        return "\n".join(lines)
+
+    def sum(self, on: str) -> Any:
+        """Return the sum of a column."""
+        return self._reduced(on, "sum")
+
+    def min(self, on: str) -> Any:
+        """Return the least value of a column."""
+        return self._reduced(on, "min")
+
+    def max(self, on: str) -> Any:
+        """Return the greatest value of a column."""
+        return self._reduced(on, "max")
+
+    def mean(self, on: str) -> float:
+        """Return the mean of a column."""
+        return float(self.sum(on) / self.count())
+
+    def _reduced(self, on: str, how: str) -> Any:
+        columns = [to_numpy(batch)[on] for batch in self.select_columns([on])._node.stream()]
+        parts = [getattr(one, how)() for one in columns if len(one)]
+        if not parts:
+            return None
+        found = getattr(np.asarray(parts), how)()
+        return found.item()
+
+    def __repr__(self) -> str:
+        steps = " → ".join(_said(self._node))
+        known = [f"{self._count:,} rows"] if self._count is not None else []
+        if self._columns is not None:
+            known.append(", ".join(f"{one.name}: {one.type}" for one in self._columns))
+        return f"Dataset({steps})" + "".join(f"\n  {line}" for line in known)
+
+    # --------------------------------------------------------------------- to somewhere
+
+    def materialize(self) -> Dataset:
+        """Return the same rows, computed and held in memory."""
+        part = in_memory(self._node)
+        return Dataset(Read((), part.source))
+
+    def iter_rows(self, **others: Any) -> Iterator[dict[str, Any]]:
+        """Yield each row as a dict."""
+        _check_others("iter_rows", others, "prefetch_batches", "prefetch_blocks")
+        for batch in self._node.stream():
+            yield from rows_of(batch)
+
+    def iter_batches(
+        self,
+        *,
+        batch_size: int | None = 256,
+        batch_format: str | None = "default",
+        drop_last: bool = False,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+        **others: Any,
+    ) -> Iterator[Any]:
+        """Yield batches of rows.
+
+        Args:
+            batch_size: rows of each; None for whatever is at hand.
+            batch_format: "numpy" (the default), "pandas" or "pyarrow".
+            drop_last: leave a last one out that is smaller.
+            local_shuffle_buffer_size: shuffle so many rows among each other.
+            local_shuffle_seed: of that; None being 0.
+            others: Ray's, without effect here.
+        """
+        _check_others("iter_batches", others, "prefetch_batches")
+        name = check_format(batch_format, "iter_batches")
+        batches = self._node.stream()
+        if local_shuffle_buffer_size:
+            batches = _mixed(batches, local_shuffle_buffer_size, local_shuffle_seed or 0)
+        for batch in batched(batches, batch_size):
+            if not (drop_last and batch_size and num_rows(batch) < batch_size):
+                yield to_format(batch, name)
+
+    def iter_torch_batches(
+        self,
+        *,
+        batch_size: int | None = 256,
+        dtypes: Any = None,
+        device: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        drop_last: bool = False,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+        **others: Any,
+    ) -> Iterator[Any]:
+        """Yield dicts of tensors, or what `collate_fn` makes of dicts of arrays.
+
+        Args:
+            batch_size: as in `iter_batches`, and so are those that are not told of here.
+            dtypes: a torch.dtype, or one for each column.
+            device: where to; by default they stay on the CPU.
+            collate_fn: takes a dict of arrays.
+            drop_last: see there.
+            local_shuffle_buffer_size: see there.
+            local_shuffle_seed: see there.
+            others: Ray's, without effect here.
+        """
+        _check_others("iter_torch_batches", others, "prefetch_batches", "pin_memory")
+        device = None if device == "auto" else device
+        for batch in self.iter_batches(
+            batch_size=batch_size,
+            drop_last=drop_last,
+            local_shuffle_buffer_size=local_shuffle_buffer_size,
+            local_shuffle_seed=local_shuffle_seed,
+        ):
+            yield collate_fn(batch) if collate_fn else to_torch(batch, dtypes, device)
+
+    def to_torch(self, **options: Any) -> Any:
+        """Return a torch IterableDataset of batches, with the arguments of `iter_torch_batches`."""
+        from elastic.data.iterator import torch_dataset
+
+        return torch_dataset(lambda: self.iter_torch_batches(**options))
+
+    def to_pandas(self, limit: int | None = None) -> Any:
+        """Return all rows as a DataFrame.
+
+        Raises:
+            UsageError: there are more than `limit`.
+        """
+        rows = self if limit is None else self.limit(limit + 1)
+        found = list(rows._node.stream())
+        frame = to_pandas(joined(found) if found else of_rows([]))
+        if limit is not None and len(frame) > limit:
+            raise UsageError(f"to_pandas: there are more than limit={limit} rows")
+        return frame
+
+    def to_arrow(self) -> Any:
+        """Return all rows as a pyarrow table."""
+        found = list(self._node.stream())
+        return to_table(joined([to_table(one) for one in found]) if found else of_rows([]))
+
+    def write_parquet(self, path: str | os.PathLike[str], **others: Any) -> None:
+        """Write all rows to parquet files in a folder, in order."""
+        from elastic.storage.files import Files
+
+        _check_others("write_parquet", others)
+        write_parquet(_watched(self._node.stream(), "write_parquet"), Files(_absolute(path)), "")
+
+    def write_csv(self, path: str | os.PathLike[str], **others: Any) -> None:
+        """Write all rows to a CSV file in a folder."""
+        _check_others("write_csv", others)
+
+        def write(output: Any, tables: Iterator[Any]) -> None:
+            import pyarrow.csv as csv
+
+            first = next(tables, None)
+            if first is not None:
+                target = arrow().PythonFile(Sink(output.write), mode="w")
+                with csv.CSVWriter(target, first.schema) as writer:
+                    writer.write_table(first)
+                    for table in tables:
+                        writer.write_table(table)
+
+        self._write_one(path, "csv", write)
+
+    def write_json(self, path: str | os.PathLike[str], **others: Any) -> None:
+        """Write all rows to a file in a folder, a JSON object in each line."""
+        import json
+
+        _check_others("write_json", others)
+
+        def write(output: Any, tables: Iterator[Any]) -> None:
+            for table in tables:
+                for row in table.to_pylist():
+                    output.write(json.dumps(row, default=str).encode() + b"\n")
+
+        self._write_one(path, "json", write)
+
+    def _write_one(self, path: Any, ending: str, write: Callable[..., None]) -> None:
+        from elastic.storage.files import Files
+
+        tables = (to_table(b) for b in _watched(self._node.stream(), f"write_{ending}"))
+        with Files(_absolute(path)).writing(f"part-00000.{ending}") as output:
+            write(output, tables)
+
+    # --------------------------------------------------------------------- engines
+
+    def using(self, engine: str, **options: Any) -> Engine:
+        """Return this dataset in the hands of an engine that sorts, groups and joins.
+
+            ds.using("dask").sort("age")
+
+        Args:
+            engine: "dask".
+            options: `address=` of a cluster; by default this machine's cores.
+
+        Raises:
+            UsageError: there is no such engine, or its package is missing.
+        """
+        from elastic.data.engines import engine_of
+
+        return engine_of(engine, self, options)
+
+    def sort(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: an engine sorts; see `using`."""
+        _refuse("sort")
+
+    def groupby(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: an engine groups; see `using`."""
+        _refuse("groupby")
+
+    def join(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: an engine joins; see `using`."""
+        _refuse("join")
+
+    def unique(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: an engine finds what is twice; see `using`."""
+        _refuse("unique")
+
+
+def _fixed(rank: int, world_size: int) -> tuple[int, int]:
+    return rank, world_size
+
+
+def _refuse(what: str) -> NoReturn:
+    name = what.partition("(")[0]
+    raise UsageError(
+        f"Dataset.{what} moves all rows about, which is the work of an engine: write "
+        f"ds.using('dask').{name}(...), which needs pip install 'elastic-torch[dask]' (beside "
+        f"{EXTRA.removeprefix('pip install ')})"
+    )
+
+
+def _check_others(what: str, others: Mapping[str, Any], *more: str) -> None:
+    unknown = sorted(set(others) - NO_EFFECT - set(more))
+    if unknown:
+        raise UsageError(f"Dataset.{what}: unknown arguments: {', '.join(unknown)}")
+
+
+def _names(given: str | Sequence[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def _nodes(node: Node) -> Iterator[Node]:
+    for parent in node.parents:
+        yield from _nodes(parent)
+    yield node
+
+
+def _said(node: Node) -> list[str]:
+    """Return the steps to a node, for people."""
+    if isinstance(node, Read):
+        where = ""
+        if isinstance(node.source, FileSource):
+            where = f"({node.source.paths!r})"
+        elif isinstance(node.source, Memory):
+            where = f"({sum(num_rows(one) for one in node.source.batches):,} rows)"
+        return [f"{node.source.name}{where}"]
+    if isinstance(node, (Union, Zip)):
+        inner = ", ".join(" → ".join(_said(parent)) for parent in node.parents)
+        return [f"{type(node).__name__.lower()}({inner})"]
+    steps = _said(node.parents[0])
+    if isinstance(node, Apply):
+        return [*steps, repr(node.operation)]
+    if isinstance(node, Slice):
+        stop = "" if node.stop is None else f"{node.stop:,}"
+        return [*steps, f"rows[{node.start:,}:{stop}]"]
+    return [*steps, f"random_shuffle(seed={node.seed})" if isinstance(node, Shuffle) else "?"]
+
+
+def _mixed(batches: Iterator[Batch], size: int, seed: int) -> Iterator[Batch]:
+    """Yield rows drawn from a buffer of so many."""
+    generator = np.random.default_rng(seed)
+    for batch in batched(batches, size):
+        yield taken(batch, generator.permutation(num_rows(batch)))
+
+
+def _watched(batches: Iterator[Batch], what: str) -> Iterator[Batch]:
+    """Show how many rows have gone by, where somebody looks."""
+    if not sys.stderr.isatty():
+        yield from batches
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task, rows = progress.add_task(what), 0
+        for batch in batches:
+            rows += num_rows(batch)
+            progress.update(task, description=f"{what}: {rows:,} rows")
+            yield batch

@@ -1,0 +1,174 @@
+"""What moves all rows about is the work of engines that exist: sort, groupby, join, distinct rows.
+
+    ds.using("dask").sort("age")
+    ds.using("dask", address="tcp://head:8786", path="s3://bucket/sorted").join(other, on="id")
+
+Rule: rows go to the engine as parquet files and come back as parquet files, in a folder that the
+user names, or in a temporary one of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elastic.data.nodes import Read
+from elastic.data.parquet import Parquet
+from elastic.data.reading import read_parquet
+from elastic.errors import UsageError
+
+if TYPE_CHECKING:
+    from elastic.data.dataset import Dataset
+
+AGGREGATES = ("count", "sum", "mean", "min", "max", "std")
+PARTITION_BYTES = 64 * 1024**2
+
+
+def engine_of(name: str, dataset: Dataset, options: Mapping[str, Any]) -> Engine:
+    """Return a dataset in the hands of an engine.
+
+    Raises:
+        UsageError: there is no such engine, its package is missing, or an option is unknown.
+    """
+    if name != "dask":
+        raise UsageError(f"Dataset.using({name!r}): expected 'dask'")
+    unknown = sorted(set(options) - {"address", "path"})
+    if unknown:
+        raise UsageError(f"Dataset.using('dask'): {', '.join(unknown)}: expected address, path")
+    try:
+        import dask.dataframe as _  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"Dataset.using('dask'): {error}: pip install 'elastic-torch[dask]'"
+        ) from error
+    return Engine(dataset, options.get("address"), options.get("path"))
+
+
+class Engine:
+    """A dataset in the hands of Dask: each verb computes, and returns a dataset of files."""
+
+    def __init__(self, dataset: Dataset, address: str | None, path: Any) -> None:
+        """Compute nothing yet.
+
+        Args:
+            dataset: the rows.
+            address: of a Dask scheduler; None for this machine's cores.
+            path: folder for the result, which all workers of that cluster can write.
+        """
+        self._dataset, self._address, self._path = dataset, address, path
+
+    def sort(self, key: str | Sequence[str], descending: bool = False) -> Dataset:
+        """Return the rows sorted by columns."""
+        return self._computed(
+            lambda frame: frame.sort_values(_names(key), ascending=not descending)
+        )
+
+    def groupby(self, key: str | Sequence[str]) -> Groups:
+        """Return groups of rows with equal values, to be counted or summed up."""
+        return Groups(self, _names(key))
+
+    def join(
+        self,
+        other: Dataset,
+        on: str | Sequence[str],
+        join_type: str = "inner",
+        suffixes: tuple[str, str] = ("", "_1"),
+    ) -> Dataset:
+        """Return the columns of both for rows with equal keys.
+
+        Args:
+            other: the right side.
+            on: columns of both.
+            join_type: "inner", "left_outer", "right_outer" or "full_outer".
+            suffixes: of columns that both have.
+        """
+        hows = {"inner": "inner", "full_outer": "outer"}
+        how = hows.get(join_type, join_type.removesuffix("_outer"))
+        return self._computed(
+            lambda left, right: left.merge(right, on=_names(on), how=how, suffixes=suffixes), other
+        )
+
+    def drop_duplicates(self, on: str | Sequence[str] | None = None) -> Dataset:
+        """Return the first of rows with equal values, in these columns or in all."""
+        return self._computed(lambda frame: frame.drop_duplicates(subset=on and _names(on)))
+
+    def unique(self, column: str) -> list[Any]:
+        """Return the values of a column, each once."""
+        found = Engine(self._dataset.select_columns([column]), self._address, None)
+        return [row[column] for row in found.drop_duplicates().take_all()]
+
+    def repartition(self, num_blocks: int) -> Dataset:
+        """Return the rows in so many files."""
+        return self._computed(lambda frame: frame.repartition(npartitions=num_blocks))
+
+    def _computed(self, work: Any, *others: Dataset) -> Dataset:
+        import dask.dataframe as frames
+
+        target = str(self._path) if self._path is not None else tempfile.mkdtemp("-elastic-dask")
+        with self._cluster(), contextlib.ExitStack() as folders:
+            given = [
+                frames.read_parquet(self._files(one, folders), blocksize=PARTITION_BYTES)
+                for one in (self._dataset, *others)
+            ]
+            work(*given).to_parquet(
+                target, write_index=False, name_function=lambda number: f"part-{number:06d}.parquet"
+            )
+        return read_parquet(target)
+
+    def _files(self, dataset: Dataset, folders: contextlib.ExitStack) -> list[str]:
+        """Return parquet files with the rows, written if there are none."""
+        node = dataset.node
+        if isinstance(node, Read) and isinstance(node.source, Parquet) and not node.source.columns:
+            return dataset.input_files()
+        near = (
+            None
+            if self._path is None or "://" in str(self._path)
+            else os.path.dirname(os.path.abspath(str(self._path)))
+        )
+        folder = folders.enter_context(tempfile.TemporaryDirectory("-elastic-dask", dir=near))
+        dataset.write_parquet(folder)
+        return read_parquet(folder).input_files()
+
+    @contextlib.contextmanager
+    def _cluster(self) -> Iterator[None]:
+        if self._address is None:
+            yield
+            return
+        from distributed import Client
+
+        with Client(self._address):
+            yield
+
+
+class Groups:
+    """Rows by equal values; `count`, `sum`, `mean`, `min`, `max` and `std` return a dataset."""
+
+    def __init__(self, engine: Engine, keys: list[str]) -> None:
+        """Group by these columns."""
+        self._engine, self._keys = engine, keys
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what sums up: called with a column, or several."""
+        if name not in AGGREGATES:
+            raise AttributeError(f"groupby(...) has {', '.join(AGGREGATES)}, and no {name!r}")
+        return lambda on=None: self._summed(name, on)
+
+    def _summed(self, name: str, on: str | Sequence[str] | None) -> Dataset:
+        keys = self._keys
+
+        def work(frame: Any) -> Any:
+            groups = frame.groupby(keys)
+            if name == "count" and on is None:
+                return groups.size().to_frame("count()").reset_index()
+            columns = _names(on) if on is not None else [c for c in frame.columns if c not in keys]
+            found = getattr(groups[columns], name)()
+            return found.rename(columns={one: f"{name}({one})" for one in columns}).reset_index()
+
+        return self._engine._computed(work)
+
+
+def _names(given: str | Sequence[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)

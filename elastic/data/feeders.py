@@ -1,0 +1,238 @@
+"""Feeders: processes beside a training process that do what is done to rows, ahead of time.
+
+The training process reads the rows, each once, and sends those of a micro-batch to whichever
+feeder has least to do; what comes back is the batch. Rule: what a feeder computes depends on what
+it is sent and on nothing else, so that any of them may answer; what a dead one has not answered is
+sent to another, and what nobody has answered is computed by whoever needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import queue
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import cloudpickle
+
+from elastic.data.batches import Batch
+from elastic.data.operations import Operation
+from elastic.data.table_reader import Gathered
+
+log = logging.getLogger(__name__)
+
+LENGTH = struct.Struct(">Q")
+WAIT_SLICE_S = 0.05
+PATIENCE_TIMES, PATIENCE_S = 3.0, 1.0
+"""An answer is waited for as long as three usual ones take, at least a second; then the batch is
+computed here, so that a feeder that hangs holds nobody up."""
+STARTS_MAX = 5
+"""Of processes that end without an answer, in a row."""
+
+
+def send(pipe: BinaryIO, value: bytes) -> None:
+    """Write a message."""
+    pipe.write(LENGTH.pack(len(value)))
+    pipe.write(value)
+    pipe.flush()
+
+
+def receive(pipe: BinaryIO) -> bytes:
+    """Read a message.
+
+    Raises:
+        EOFError: the other side is gone.
+    """
+    head = pipe.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        raise EOFError("the other side has closed")
+    (size,) = LENGTH.unpack(head)
+    value = pipe.read(size)
+    if len(value) < size:
+        raise EOFError("the other side has closed within a message")
+    return value
+
+
+class _Feeder:
+    """One process; a thread of ours begins it, and takes its answers."""
+
+    def __init__(self, pool: Feeders, number: int) -> None:
+        self.asked: dict[int, Gathered] = {}
+        self.is_ready = self.is_lost = False
+        self.number = number
+        self._pool = pool
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "elastic.data.feeder"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=-1,
+        )
+        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.send(pool.setup)
+        for work in (self._write, self._read):
+            threading.Thread(target=work, name="elastic-feeder", daemon=True).start()
+
+    def send(self, value: bytes) -> None:
+        """Send a request, without waiting; b"" is the last one."""
+        self._outbox.put(value)
+
+    def _write(self) -> None:
+        # What is lost is asked elsewhere once the process is known to be gone.
+        with contextlib.suppress(OSError, ValueError):
+            while value := self._outbox.get():
+                send(self.process.stdin, value)  # type: ignore[arg-type]
+
+    def _read(self) -> None:
+        try:
+            while True:
+                answer = pickle.loads(receive(self.process.stdout))  # type: ignore[arg-type]
+                self._pool.answered(self, *answer)
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError):
+            self._pool.lost(self)
+
+    def close(self) -> None:
+        """End the process."""
+        self.send(b"")
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError, ValueError):
+                pipe.close()  # type: ignore[union-attr]
+
+
+class Feeders:
+    """Some feeders, and what was asked of them.
+
+    Attributes:
+        depth: steps that are asked for ahead.
+        setup: what a process is begun with.
+    """
+
+    def __init__(self, operations: Sequence[Sequence[Operation]], number: int) -> None:
+        """Begin the processes; until they are there, batches are computed by who needs them.
+
+        Args:
+            operations: on the rows of each part of a table.
+            number: of processes.
+        """
+        self.depth = max(2, number)
+        pickled = cloudpickle.dumps([list(one) for one in operations])
+        self.setup = pickle.dumps((list(sys.path), pickled))
+        self._changed = threading.Condition()
+        self._answers: dict[int, Any] = {}
+        self._seconds = 0.0
+        self._since: dict[int, float] = {}
+        self._deaths = 0
+        self._is_closed = False
+        self._most = 4 * number
+        self._feeders = [_Feeder(self, one) for one in range(number)]
+
+    def pids(self) -> list[int]:
+        """Return the ids of the processes that live."""
+        return [one.process.pid for one in self._feeders]
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether a feeder is there, and not too much is asked for already."""
+        with self._changed:
+            ready = any(one.is_ready for one in self._feeders)
+            return ready and len(self._since) + len(self._answers) < self._most
+
+    def knows(self, key: int) -> bool:
+        """Return whether a batch was asked for already."""
+        with self._changed:
+            return key in self._since or key in self._answers
+
+    def ask(self, key: int, rows: Gathered) -> None:
+        """Ask for a batch.
+
+        Args:
+            key: names it, and is the seed of what is random in it.
+            rows: what it is made of.
+        """
+        with self._changed:
+            self._since[key] = time.monotonic()
+        self._ask(key, rows)
+
+    def _ask(self, key: int, rows: Gathered) -> None:
+        with self._changed:
+            ready = [one for one in self._feeders if one.is_ready]
+            if not ready:
+                self._since.pop(key, None)
+                self._changed.notify_all()
+                return
+            feeder = min(ready, key=lambda one: len(one.asked))
+            feeder.asked[key] = rows
+        feeder.send(pickle.dumps((key, rows), protocol=5))
+
+    def take(self, key: int) -> Batch | None:
+        """Return a batch that was asked for; None if it has to be computed here.
+
+        Raises:
+            Exception: what a function of the user's raised.
+        """
+        with self._changed:
+            while key in self._since:
+                patience = max(PATIENCE_S, PATIENCE_TIMES * self._seconds)
+                if time.monotonic() - self._since[key] > patience * (1 + len(self._since)):
+                    log.warning("feeder_slow: a batch is computed here after %.1f s", patience)
+                    self._forget(key)
+                    return None
+                self._changed.wait(WAIT_SLICE_S)
+            if key not in self._answers:
+                return None
+            is_good, value = self._answers.pop(key)
+        if not is_good:
+            log.info("feeder_failed: the batch is computed here, to show where: %s", value)
+            return None
+        return value
+
+    def _forget(self, key: int) -> None:
+        self._since.pop(key, None)
+        for feeder in self._feeders:
+            feeder.asked.pop(key, None)
+
+    def answered(self, feeder: _Feeder, key: int, is_good: bool, value: Any) -> None:
+        """Take an answer; the first of a feeder says that it is there."""
+        with self._changed:
+            if not feeder.is_ready:
+                feeder.is_ready = True
+            else:
+                self._deaths = 0
+                feeder.asked.pop(key, None)
+                since = self._since.pop(key, None)
+                if since is not None:
+                    self._seconds = max(0.9 * self._seconds, time.monotonic() - since)
+                    self._answers[key] = is_good, value
+            self._changed.notify_all()
+
+    def lost(self, feeder: _Feeder) -> None:
+        """Ask others what a feeder has not answered, and begin another one."""
+        with self._changed:
+            if self._is_closed:
+                return
+            feeder.is_ready, self._deaths = False, self._deaths + 1
+            asked, feeder.asked = dict(feeder.asked), {}
+            log.warning("feeder_lost pid=%d; others do what it was asked for", feeder.process.pid)
+            self._feeders.remove(feeder)
+            if self._deaths <= STARTS_MAX:
+                self._feeders.append(_Feeder(self, feeder.number))
+        feeder.close()
+        for key, rows in asked.items():
+            self._ask(key, rows)
+
+    def close(self) -> None:
+        """End all processes."""
+        with self._changed:
+            self._is_closed = True
+            feeders, self._feeders = self._feeders, []
+            self._since, self._answers = {}, {}
+        for feeder in feeders:
+            feeder.close()

@@ -1,0 +1,293 @@
+"""The files of a dataset: found in a stable order, and read only while they are what was found.
+
+Rule: a file is known by its path, its size and its stamp (etag, checksum, or time of change). One
+that differs from what a run has begun with is refused by name, as its rows would be others.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import fsspec
+from fsspec.utils import get_protocol
+
+from elastic.errors import StorageError, UsageError
+from elastic.storage.faults import reason_of
+from elastic.storage.files import PACKAGES
+
+log = logging.getLogger(__name__)
+
+STAMPS = ("ETag", "etag", "md5Hash", "checksum", "mtime", "LastModified", "last_modified")
+"""What file systems call that which changes with the content, the surest first."""
+TAIL_BYTES = 64 * 1024
+"""Read at once from the end of a parquet file, where mostly the whole footer is."""
+
+
+class DataError(StorageError):
+    """A file of a dataset cannot be read, has changed, or holds what was not expected."""
+
+
+@dataclass(frozen=True)
+class File:
+    """One file as it was found.
+
+    Attributes:
+        path: with its protocol, such as "s3://bucket/a.parquet"; local ones are absolute.
+        size: in bytes.
+        stamp: of its content.
+    """
+
+    path: str
+    size: int
+    stamp: str
+
+
+def filesystem_of(path: str, options: dict[str, Any] | None = None) -> tuple[Any, str]:
+    """Return the file system of a path, and the path as that knows it.
+
+    Raises:
+        UsageError: there is none for such a path, or its package is missing.
+    """
+    try:
+        return fsspec.core.url_to_fs(path, **(options or {}))  # type: ignore[no-any-return]
+    except (ImportError, ValueError) as error:
+        package = PACKAGES.get(get_protocol(path), "")
+        hint = f"; pip install {package}" if package else ""
+        raise UsageError(f"elastic.data: no file system for {path!r}: {error}{hint}") from error
+
+
+def find_files(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    extensions: Iterable[str] | None,
+    options: dict[str, Any] | None = None,
+) -> list[File]:
+    """Return the files of paths, globs and folders, sorted within each of these.
+
+    Args:
+        paths: one or several; a folder stands for all files below it, but those whose name, or
+            whose folder's name, begins with "." or "_".
+        extensions: in a folder or a glob only files that end so, such as [".csv"]; None for all.
+        options: for the file system, such as {"anon": True}.
+
+    Raises:
+        DataError: a path leads to no file, or cannot be listed.
+    """
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    ends = tuple("." + one.lstrip(".").lower() for one in extensions or ())
+    found: list[File] = []
+    for one in given:
+        path = os.fspath(one)
+        fs, root = filesystem_of(path, options)
+        try:
+            infos = _infos(fs, root)
+        except FileNotFoundError:
+            infos = []
+        except Exception as error:
+            raise DataError(f"elastic.data: cannot list {path}: {reason_of(error)}") from error
+        is_one = len(infos) == 1 and infos[0]["name"].rstrip("/") == root.rstrip("/")
+        if ends and not is_one:
+            infos = [info for info in infos if info["name"].lower().endswith(ends)]
+        if not infos:
+            wanted = f" that ends with {' or '.join(ends)}" if ends else ""
+            raise DataError(
+                f"elastic.data: {path} leads to no file{wanted}: expected a file, a folder or a "
+                f"pattern such as {path.rstrip('/')}/*.parquet"
+            )
+        found.extend(_file(fs, info) for info in sorted(infos, key=lambda info: info["name"]))
+    return found
+
+
+def _infos(fs: Any, root: str) -> list[dict[str, Any]]:
+    fs.invalidate_cache()
+    if glob.has_magic(root) and not fs.exists(root):
+        matches = fs.glob(root, detail=True)
+        return [one for name in sorted(matches) for one in _below(fs, matches[name])]
+    return _below(fs, fs.info(root))
+
+
+def _below(fs: Any, info: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a file itself, or all files below a folder that are no one's own business."""
+    if info["type"] != "directory":
+        return [info]
+    root = info["name"].rstrip("/")
+    found = fs.find(root, detail=True)
+    return [
+        one
+        for name, one in found.items()
+        if one["type"] != "directory"
+        and not any(part.startswith((".", "_")) for part in PurePath(name[len(root) :]).parts)
+    ]
+
+
+def _file(fs: Any, info: dict[str, Any]) -> File:
+    return File(fs.unstrip_protocol(info["name"]), int(info["size"] or 0), _stamp(info))
+
+
+def _stamp(info: dict[str, Any]) -> str:
+    for name in STAMPS:
+        if info.get(name) is not None:
+            return str(info[name]).strip('"')
+    return ""
+
+
+def check_unchanged(before: Sequence[File], now: Sequence[File], name: str) -> None:
+    """Refuse another listing than that which a run has begun with.
+
+    Raises:
+        DataError: names the first file that has come, gone or changed.
+    """
+    if list(before) == list(now):
+        return
+    old = {file.path: file for file in before}
+    new = {file.path: file for file in now}
+    begins = f"dataset {name!r}: the run has begun with other files:"
+    ends = "put the files back as they were, or begin a new run under another name"
+    for path in [*old, *new]:
+        one, other = old.get(path), new.get(path)
+        if one is None:
+            raise DataError(f"{begins} {path} has come since; {ends}")
+        if other is None:
+            raise DataError(f"{begins} {path} is gone; {ends}")
+        _refuse_changed(one, other, begins, ends)
+    raise DataError(f"{begins} they are in another order; {ends}")
+
+
+def _refuse_changed(one: File, other: File, begins: str, ends: str) -> None:
+    if one != other:
+        raise DataError(
+            f"{begins} {one.path} had {one.size:,} bytes (stamp {one.stamp}) and has "
+            f"{other.size:,} (stamp {other.stamp}) now; {ends}"
+        )
+
+
+@dataclass
+class Reader:
+    """Reads files of a dataset in this process.
+
+    Attributes:
+        options: for the file system.
+        bytes_read: so far.
+    """
+
+    options: dict[str, Any] | None = None
+    bytes_read: int = 0
+
+    def __post_init__(self) -> None:
+        """Begin with nothing checked."""
+        self._checked: set[File] = set()
+        self._lock = threading.Lock()
+
+    def check(self, file: File) -> tuple[Any, str]:
+        """Return a file's file system and its path there, once it is known to be unchanged.
+
+        Raises:
+            DataError: it has changed, or is gone.
+        """
+        fs, path = filesystem_of(file.path, self.options)
+        if file not in self._checked:
+            try:
+                fs.invalidate_cache()
+                now = _file(fs, fs.info(path))
+            except Exception as error:
+                raise _unreadable(file, error) from error
+            begins = "a file of the dataset has changed since it was listed:"
+            _refuse_changed(file, now, begins, "list it anew, in a new run under another name")
+            self._checked.add(file)
+        return fs, path
+
+    def read(self, file: File, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the bytes of a file, or of a part of it.
+
+        Raises:
+            DataError: it has changed, or cannot be read.
+        """
+        fs, path = self.check(file)
+        try:
+            found = bytes(fs.cat_file(path, start=start, end=stop))
+        except Exception as error:
+            raise _unreadable(file, error) from error
+        self._count(len(found))
+        return found
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self.bytes_read += size
+
+    def open(self, file: File) -> Any:
+        """Return a file opened to be read from its beginning on, unpacked if its name says so.
+
+        Raises:
+            DataError: it has changed, or cannot be opened.
+        """
+        fs, path = self.check(file)
+        self._count(file.size)
+        try:
+            return fs.open(path, "rb", compression="infer")
+        except Exception as error:
+            raise _unreadable(file, error) from error
+
+
+def _unreadable(file: File, error: Exception) -> DataError:
+    return DataError(f"elastic.data: cannot read {file.path}: {reason_of(error)}")
+
+
+class RangedFile(io.RawIOBase):
+    """A file of which one range is fetched beforehand, in one request; the rest when asked for."""
+
+    def __init__(self, reader: Reader, file: File, start: int, stop: int) -> None:
+        """Fetch the range.
+
+        Args:
+            reader: counts the bytes.
+            file: which one.
+            start: of the range, in bytes from the beginning.
+            stop: behind its last byte.
+        """
+        super().__init__()
+        self._reader, self._file, self._start = reader, file, max(0, start)
+        self._held = reader.read(file, self._start, min(stop, file.size))
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a position."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return bytes from the position on."""
+        rest = self._file.size - self._at
+        size = rest if size is None or size < 0 else min(size, rest)
+        begin = self._at - self._start
+        if begin >= 0 and begin + size <= len(self._held):
+            found = self._held[begin : begin + size]
+        else:
+            found = self._reader.read(self._file, self._at, self._at + size)
+        self._at += len(found)
+        return found
+
+
+def chunks(file: Any, size: int) -> Iterator[bytes]:
+    """Yield what is left of an open file, in pieces."""
+    while piece := file.read(size):
+        yield piece

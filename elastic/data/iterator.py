@@ -1,0 +1,312 @@
+"""What a training loop reads a dataset through: by rank, from anywhere, each row once.
+
+Rule: a pass is dealt out as ranges of places in one order of all rows (`lanes.py`), equal for all
+ranks but for one row; so the ranges that are left say where a pass stands, at any world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from elastic.data.batches import Batch, check_format, rows_of, to_format, to_torch
+from elastic.data.lanes import (
+    Ranges,
+    batch_sizes,
+    left_after,
+    num_batches,
+    places_of,
+    share_of,
+)
+from elastic.data.rows import Rows
+from elastic.data.table import SHUFFLE_BYTES, Table
+from elastic.errors import UsageError
+
+SHARES = 32
+"""A window in a plain loop takes no more than so many parts of a rank's blocks."""
+
+
+class DataIterator:
+    """Yields one rank's part of a dataset, again and again; each pass is an epoch.
+
+    Within a pass no row is dropped and none is twice: where the rows do not divide, some ranks
+    have one less. All ranks have the same number of batches (where there are fewer rows left than
+    ranks, one that has none gets a row of another's once more, unless gradients are off).
+    """
+
+    def __init__(
+        self,
+        table: Callable[[], Table],
+        place: Callable[[], tuple[int, int]],
+        *,
+        max_ranks: int = 1,
+        num_feeders: int = 0,
+        memory: int = SHUFFLE_BYTES,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            table: returns the rows.
+            place: returns the rank, and the number of ranks, when a pass begins.
+            max_ranks: the most ranks that there may be.
+            num_feeders: processes that compute batches ahead, for this rank.
+            memory: bytes that rows may take which are read ahead to be shuffled.
+        """
+        self._table_of, self._place = table, place
+        self._max_ranks, self._num_feeders, self._memory = max_ranks, num_feeders, memory
+        self._table: Table | None = None
+        self._rows: Rows | None = None
+        self._shuffles: tuple[bool, int] | None = None
+        self._epoch = 0
+        self._left: Ranges | None = None
+        # Of the pass that is being read: batches done, ranks, rows of a batch.
+        self._pass: tuple[int, int, int] | None = None
+
+    @property
+    def table(self) -> Table:
+        """Return the rows."""
+        if self._table is None:
+            self._table = self._table_of()
+        return self._table
+
+    def world_size(self) -> int:
+        """Return over how many ranks the rows are dealt out now."""
+        return self._place()[1]
+
+    def count(self) -> int:
+        """Return the rows of all ranks."""
+        return self.table.rows
+
+    def schema(self) -> Any:
+        """Return a pyarrow schema, after a look at the first rows."""
+        from elastic.data.batches import to_table
+
+        return to_table(self._reader().get(0, range(min(20, self.table.rows)))).schema
+
+    def stats(self) -> str:
+        """Return what is known, for people."""
+        table, read = self.table, self.bytes_read()
+        return f"{table.rows:,} rows in {len(table.blocks):,} blocks; {read:,} bytes read here"
+
+    def bytes_read(self) -> int:
+        """Return the bytes that this process has read from files."""
+        return self._rows.bytes_read if self._rows is not None else 0
+
+    # --------------------------------------------------------------------- where it stands
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where all ranks stand: the same on each, if all have read as many batches.
+
+        It holds after the batch that was yielded last, and for any number of ranks.
+        """
+        left = self._left_now()
+        if not left:
+            return {"epoch": self._epoch + 1, "left": None}
+        whole = left == [(0, self.table.rows)]
+        return {"epoch": self._epoch, "left": None if whole else [list(one) for one in left]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass be the rest of the one that `state_dict` was called in."""
+        if set(state) != {"epoch", "left"}:
+            raise UsageError(
+                f"load_state_dict: got {sorted(state)}: expected what state_dict() of such an "
+                f"iterator has returned"
+            )
+        left = state["left"]
+        self._epoch, self._pass = int(state["epoch"]), None
+        self._left = None if left is None else [(int(a), int(b)) for a, b in left]
+
+    def _left_now(self) -> Ranges:
+        left = self._left if self._left is not None else [(0, self.table.rows)]
+        return left if self._pass is None else left_after(left, *self._pass)
+
+    # --------------------------------------------------------------------- reading
+
+    def iter_batches(
+        self,
+        *,
+        batch_size: int | None = 256,
+        batch_format: str | None = "default",
+        drop_last: bool = False,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+        **others: Any,
+    ) -> Iterator[Any]:
+        """Yield this rank's batches of a pass.
+
+        Args:
+            batch_size: rows of each.
+            batch_format: "numpy" (the default), "pandas" or "pyarrow".
+            drop_last: leave a last one out that is smaller.
+            local_shuffle_buffer_size: shuffle, in windows of row groups, as after
+                `random_shuffle`; the number itself has no effect.
+            local_shuffle_seed: of that.
+            others: Ray's, without effect here.
+        """
+        check_others("iter_batches", others)
+        name = check_format(batch_format, "iter_batches")
+        self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
+        for batch in self._batches(batch_size or 256, drop_last=drop_last):
+            yield to_format(batch, name)
+
+    def iter_torch_batches(
+        self,
+        *,
+        batch_size: int | None = 256,
+        dtypes: Any = None,
+        device: Any = "auto",
+        collate_fn: Callable[[Any], Any] | None = None,
+        drop_last: bool = False,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+        **others: Any,
+    ) -> Any:
+        """Return an iterable over this rank's batches of a pass, as dicts of tensors.
+
+        Args:
+            batch_size: rows of each.
+            dtypes: a torch.dtype, or one for each column.
+            device: where to; "auto" leaves them on the CPU.
+            collate_fn: takes a dict of arrays, returns the batch.
+            drop_last: see `iter_batches`, and so are the following.
+            local_shuffle_buffer_size: see there.
+            local_shuffle_seed: see there.
+            others: Ray's, without effect here.
+        """
+        check_others("iter_torch_batches", others)
+        self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
+        make = Collate(collate_fn, dtypes, None if device == "auto" else device)
+        return Again(
+            lambda: (make(one) for one in self._batches(batch_size or 256, drop_last=drop_last))
+        )
+
+    def iter_rows(self, **others: Any) -> Iterator[dict[str, Any]]:
+        """Yield this rank's rows of a pass."""
+        check_others("iter_rows", others)
+        for batch in self._batches(256, drop_last=False):
+            yield from rows_of(batch)
+
+    def to_torch(self, **options: Any) -> Any:
+        """Return a torch IterableDataset of batches, with the arguments of `iter_torch_batches`."""
+        return torch_dataset(lambda: iter(self.iter_torch_batches(**options)))
+
+    def materialize(self) -> Any:
+        """Return this rank's rows as a dataset in memory."""
+        from elastic.data.reading import from_arrow
+
+        return from_arrow(list(self.iter_batches(batch_format="pyarrow")))
+
+    def close(self) -> None:
+        """Stop what reads ahead."""
+        if self._rows is not None:
+            self._rows.close()
+        self._rows = None
+
+    def _shuffle(self, size: int | None, seed: int | None) -> None:
+        wish = (True, seed or 0) if size and not self.table.shuffle else None
+        if wish != self._shuffles:
+            self._shuffles = wish
+            self.close()
+
+    def shuffled_table(self) -> Table:
+        """Return the rows, to be shuffled if the loop has asked for it."""
+        if self._shuffles is None:
+            return self.table
+        return replace(self.table, shuffle=True, seed=self._shuffles[1])
+
+    def _reader(self) -> Rows:
+        """Return what reads one lane of all rows, whatever the number of ranks."""
+        if self._rows is None:
+            table = self.shuffled_table()
+            lanes = table.lanes(1, 1, self._memory)
+            # A window that two ranks have a part of is read by both.
+            most = max(1, len(lanes.blocks) // (SHARES * self._max_ranks))
+            if not table.is_small:
+                lanes = replace(lanes, window=min(lanes.window, most))
+            self._rows = Rows(table, lanes, num_feeders=self._num_feeders)
+        return self._rows
+
+    def _batches(self, size: int, *, drop_last: bool) -> Iterator[Batch]:
+        """Yield this rank's batches, from where the pass stands."""
+        left = self._left_now()
+        if not left:
+            self._epoch, left = self._epoch + 1, [(0, self.table.rows)]
+        rank, world = self._place()
+        reader, epoch = self._reader(), self._epoch
+        mine = share_of(left, rank, world)
+        rows = sum(stop - start for start, stop in mine)
+        count = num_batches(left, world, size)
+        sizes = batch_sizes(rows, count, size)
+        spans, first = [], 0
+        for one in sizes:
+            spans.append((first, first + one))
+            first += one
+        self._left, self._pass = left, (0, world, size)
+        for number, (start, stop) in enumerate(spans):
+            self._pass = (number + 1, world, size)
+            places = places_of(mine, start, stop)
+            if not len(places):
+                if not _learns():
+                    continue
+                places = [left[0][0]]  # Others wait for our backward.
+            ahead = [(epoch, places_of(mine, *span)) for span in spans[number + 1 : number + 4]]
+            if drop_last and len(places) < size:
+                continue
+            yield reader.get(epoch, places, ahead)
+        self._epoch, self._left, self._pass = epoch + 1, None, None
+
+
+def _learns() -> bool:
+    import torch
+
+    return torch.is_grad_enabled()
+
+
+class Collate:
+    """Makes what the loop gets of a batch."""
+
+    def __init__(self, given: Callable[[Any], Any] | None, dtypes: Any, device: Any) -> None:
+        """Take the arguments of `iter_torch_batches`."""
+        self._given, self._dtypes, self._device = given, dtypes, device
+
+    def __call__(self, batch: Batch) -> Any:
+        """Return tensors, or what the user's function makes of arrays."""
+        if self._given is not None:
+            return self._given(to_format(batch, "numpy"))
+        return to_torch(batch, self._dtypes, self._device)
+
+
+class Again:
+    """An iterable that begins anew each time."""
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        """Take what begins."""
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin."""
+        return self._begin()
+
+
+def torch_dataset(begin: Callable[[], Iterator[Any]]) -> Any:
+    """Return a torch IterableDataset that yields what `begin` does."""
+    from torch.utils.data import IterableDataset
+
+    class Batches(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return begin()
+
+    return Batches()
+
+
+def check_others(what: str, others: Mapping[str, Any]) -> None:
+    """Refuse arguments that neither Ray has nor we.
+
+    Raises:
+        UsageError: there is one.
+    """
+    known = {"prefetch_batches", "prefetch_blocks", "pin_memory", "global_batch_size", "weigh"}
+    unknown = sorted(set(others) - known)
+    if unknown:
+        raise UsageError(f"{what}: unknown arguments: {', '.join(unknown)}")

@@ -1,0 +1,130 @@
+"""What a run trains with, as it is written down in its directory.
+
+Rule: RUN/data/<name>.json holds the files of a dataset with their sizes and stamps; rows that
+cannot be read by number lie beside it, as parquet files. Whoever goes on with the run finds the
+same, or a refusal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from elastic.data.batches import arrow, to_table
+from elastic.data.files import DataError, File, check_unchanged
+from elastic.data.nodes import Node, Read
+from elastic.data.parquet import Parquet
+from elastic.data.sources import Block, FileSource, Memory
+from elastic.data.table import Part, Table, table_of
+from elastic.data.writing import Sink, write_parquet
+from elastic.errors import UsageError
+from elastic.storage.files import Files
+
+log = logging.getLogger(__name__)
+
+FOLDER = "data"
+"""In the run directory."""
+
+
+def table_of_run(node: Node, name: str, run: Files, *, writes: bool) -> Table | None:
+    """Return the table that a run trains with, which is written down at its first beginning.
+
+    Args:
+        node: the dataset as it is now.
+        name: of the dataset, in the run.
+        run: the run directory.
+        writes: False to return None if nothing is written down yet.
+
+    Raises:
+        DataError: the run has begun with other files.
+        StorageError: the run directory cannot be read or written.
+    """
+    path = f"{FOLDER}/{name}.json"
+    sources = _sources_of(node)
+    if run.exists(path):
+        saved = json.loads(run.read(path))
+        check_unchanged(_files(saved["sources"]), sources, name)
+        kept = iter(saved["kept"])
+        table = table_of(node, lambda _: _kept_part(run, next(kept)), travels=True)
+        if [len(part.blocks) for part in table.parts] != saved["blocks"]:
+            raise DataError(
+                f"dataset {name!r}: the run has begun with another dataset: parts of "
+                f"{saved['blocks']} blocks, and now {[len(p.blocks) for p in table.parts]}; begin "
+                f"a new run under another name"
+            )
+        return table
+    if not writes:
+        return None
+    kept_parts: list[Part] = []
+
+    def keep(part_of: Node) -> Part:
+        kept_parts.append(write_part(part_of, run, f"{FOLDER}/{name}-{len(kept_parts)}"))
+        return kept_parts[-1]
+
+    table = table_of(node, keep, travels=True)
+    if not table.rows:
+        raise UsageError(f"dataset {name!r} has no rows; expected at least 1 to train with")
+    saved = {
+        "version": 1,
+        "rows": table.rows,
+        "sources": [[file.path, file.size, file.stamp] for file in sources],
+        "kept": [
+            {
+                "files": [[file.path, file.size, file.stamp] for file in part.files],
+                "blocks": [[b.file, b.group, b.start, b.stop, b.size] for b in part.blocks],
+            }
+            for part in kept_parts
+        ],
+        "blocks": [len(part.blocks) for part in table.parts],
+    }
+    run.write(path, json.dumps(saved).encode())
+    return table
+
+
+def _files(rows: Sequence[Sequence[Any]]) -> tuple[File, ...]:
+    return tuple(File(*row) for row in rows)
+
+
+def _kept_part(run: Files, saved: dict[str, Any]) -> Part:
+    blocks = tuple(Block(*row) for row in saved["blocks"])
+    return Part(Parquet("rows kept with the run"), _files(saved["files"]), blocks)
+
+
+def _sources_of(node: Node) -> tuple[File, ...]:
+    """Return all that a dataset is made of; rows in memory as a file with a checksum."""
+    if isinstance(node, Read):
+        if isinstance(node.source, FileSource):
+            return node.source.listing().files
+        if isinstance(node.source, Memory):
+            return (_file_of(node.source),)
+        return ()
+    return tuple(file for parent in node.parents for file in _sources_of(parent))
+
+
+def _file_of(source: Memory) -> File:
+    """Return what stands for rows in memory: their size and checksum, as Arrow says them."""
+    pa, total = arrow(), Sink()
+    for batch in source.batches:
+        table = to_table(batch)
+        with pa.ipc.new_stream(pa.PythonFile(total, mode="w"), table.schema) as stream:
+            stream.write_table(table)
+    return File(source.name, total.size, f"{total.crc32:08x}")
+
+
+def write_part(node: Node, files: Files, folder: str) -> Part:
+    """Compute a node, and write its rows to parquet files.
+
+    Raises:
+        StorageError: they cannot be written.
+    """
+    log.info("data_written rows of %s to %s/%s", type(node).__name__.lower(), files.path, folder)
+    for left in files.list(f"{folder}/*.parquet"):  # By an attempt that was killed.
+        files.delete(left)
+    write_parquet(node.stream(), files, folder)
+    source = Parquet("rows kept with the run", paths=f"{files.path}/{folder}")
+    if not files.list(f"{folder}/*.parquet"):
+        return Part(source, (), ())
+    listing = source.listing()
+    return Part(source, listing.files, listing.blocks or ())

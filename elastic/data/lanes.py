@@ -1,0 +1,241 @@
+"""The order of an epoch: lanes of row groups, shuffled in windows. Pure functions.
+
+A table is a list of blocks (row groups). For an epoch they are permuted and laid end to end; that
+line is cut into V lanes of equal length, one for each micro-batch of a step, and micro-batch v of
+step s is the next rows of lane v. Within a lane, rows are shuffled over windows of some blocks.
+
+Rule: which row stands where depends on (table, V, micro-batch, seed, epoch) and on nothing else.
+So a position of the epoch is all that has to be known to go on, at any world size, and a rank reads
+the blocks of the lanes that it holds and few others. (A shuffle over all rows would make every
+rank read every block.)
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic.core.policy.cursor import Permutation, derive, shuffle_seed
+from elastic.errors import check
+from elastic.worker.loader import permuted
+
+LANE = 6
+"""Purpose of the seeds of windows, beside those in core/policy/cursor.py."""
+Ints = NDArray[np.int64]
+Ranges = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """How the rows of a table are ordered, in each epoch anew.
+
+    Attributes:
+        blocks: rows of each block, all at least 1.
+        num_lanes: V, micro-batches of a step.
+        micro_batch: b, rows of a micro-batch.
+        seed: of the shuffle.
+        window: blocks that are shuffled together.
+        shuffle: False for the order of the table within each lane.
+    """
+
+    blocks: tuple[int, ...]
+    num_lanes: int = 1
+    micro_batch: int = 1
+    seed: int = 0
+    window: int = 1
+    shuffle: bool = True
+
+    @cached_property
+    def rows(self) -> int:
+        """Return N, the rows of the table."""
+        return sum(self.blocks)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """Return a number that is equal where the order is."""
+        blocks = zlib.crc32(np.asarray(self.blocks, np.int64).tobytes())
+        parts = (blocks, self.num_lanes, self.micro_batch, self.window, int(self.shuffle))
+        return derive(self.seed, LANE, *parts)
+
+    def of(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch."""
+        return EpochOrder(self, epoch)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where rows are: for each place one entry.
+
+    Attributes:
+        block: number of the block in the table.
+        row: number of the row in its block.
+        lane: the lane that the place belongs to.
+    """
+
+    block: Ints
+    row: Ints
+    lane: Ints
+
+
+class EpochOrder:
+    """The order of one epoch: places 0 to N - 1, step after step, micro-batch after micro-batch.
+
+    The places of the last step, which is not full, go over what all lanes have left.
+    """
+
+    def __init__(self, lanes: Lanes, epoch: int) -> None:
+        """Lay out the blocks of an epoch."""
+        self._lanes, self._epoch = lanes, epoch
+        count = len(lanes.blocks)
+        order = np.arange(count, dtype=np.uint64)
+        if lanes.shuffle:
+            order = permuted(Permutation(count, shuffle_seed(lanes.seed, epoch)), order)
+        self._order = order.astype(np.int64)
+        self._ends: Ints = np.cumsum(np.asarray(lanes.blocks, np.int64)[self._order])
+        self._starts: Ints = np.concatenate([[0], self._ends[:-1]])
+        rows, number = lanes.rows, lanes.num_lanes
+        self._bounds: Ints = np.arange(number + 1, dtype=np.int64) * rows // number
+        self._full_steps = rows // number // lanes.micro_batch
+        rest = np.diff(self._bounds) - self._full_steps * lanes.micro_batch
+        self._rest_ends: Ints = np.cumsum(rest)
+        self._windows: dict[int, Ints] = {}
+
+    def find(self, places: Ints) -> Found:
+        """Return where the rows of these places are.
+
+        Args:
+            places: each from 0 to N - 1.
+        """
+        lane, offset = self._in_lanes(places)
+        line = np.empty_like(offset)
+        for number in np.unique(lane).tolist():
+            mine = lane == number
+            line[mine] = self._shuffled(number, offset[mine])
+        at = np.searchsorted(self._ends, line, side="right")
+        return Found(self._order[at], line - self._starts[at], lane)
+
+    def windows_at(self, place: int) -> tuple[list[int], list[int]]:
+        """Return the blocks of the window that a place is in, and of the next one of its lane."""
+        lanes, offsets = self._in_lanes(np.asarray([place]))
+        lane = int(lanes[0])
+        windows = self._windows_of(lane)
+        at = int(np.searchsorted(windows, self._bounds[lane] + offsets[0], side="right")) - 1
+        return self._blocks(windows, at), self._blocks(windows, at + 1)
+
+    def _in_lanes(self, places: Ints) -> tuple[Ints, Ints]:
+        """Return the lane of each place, and how far it is from the beginning of that lane."""
+        size, number = self._lanes.micro_batch, self._lanes.num_lanes
+        step, rest = np.divmod(places, size * number)
+        lane, offset = rest // size, step * size + rest % size
+        full = self._full_steps * size * number
+        is_last = places >= full
+        if is_last.any():
+            left = places[is_last] - full
+            last = np.searchsorted(self._rest_ends, left, side="right")
+            begins = self._rest_ends[last] - np.diff(self._bounds)[last]
+            lane[is_last], offset[is_last] = last, left - begins
+        return lane, offset
+
+    def _shuffled(self, lane: int, offset: Ints) -> Ints:
+        """Return where in the line of all rows these rows of a lane are."""
+        line = self._bounds[lane] + offset
+        if not self._lanes.shuffle:
+            return line
+        windows = self._windows_of(lane)
+        window = np.searchsorted(windows, line, side="right") - 1
+        for number in np.unique(window).tolist():
+            mine, begin = window == number, windows[number]
+            seed = derive(self._lanes.seed, LANE, self._epoch, lane, number)
+            permutation = Permutation(int(windows[number + 1] - begin), seed)
+            moved = permuted(permutation, (line[mine] - begin).astype(np.uint64))
+            line[mine] = begin + moved.astype(np.int64)
+        return line
+
+    def _windows_of(self, lane: int) -> Ints:
+        """Return where the windows of a lane begin, and where the last one ends."""
+        if lane not in self._windows:
+            first, last = self._bounds[lane], self._bounds[lane + 1]
+            low = np.searchsorted(self._starts, first, side="right")
+            high = np.searchsorted(self._starts, last, side="left")
+            pieces = np.concatenate([[first], self._starts[low:high]])
+            self._windows[lane] = np.append(pieces[:: self._lanes.window], last)
+        return self._windows[lane]
+
+    def _blocks(self, windows: Ints, number: int) -> list[int]:
+        if not 0 <= number < len(windows) - 1 or windows[number] == windows[number + 1]:
+            return []
+        low = np.searchsorted(self._ends, windows[number], side="right")
+        high = np.searchsorted(self._ends, windows[number + 1] - 1, side="right")
+        found: list[int] = self._order[low : high + 1].tolist()
+        return found
+
+
+# --------------------------------------------------------------------- by rank, in plain loops
+
+
+def share_of(left: Ranges, rank: int, world_size: int) -> Ranges:
+    """Return a rank's part of the places that are left: as many as any other's, or one less."""
+    total = sum(stop - start for start, stop in left)
+    first, last = rank * total // world_size, (rank + 1) * total // world_size
+    return _between(left, first, last)
+
+
+def num_batches(left: Ranges, world_size: int, size: int) -> int:
+    """Return how many batches each rank has, the same for all."""
+    total = sum(stop - start for start, stop in left)
+    most = -(-total // world_size)
+    return -(-most // size)
+
+
+def batch_sizes(rows: int, batches: int, size: int) -> list[int]:
+    """Return the rows of each batch: full ones, then what is left, none of them empty if possible.
+
+    A rank that has one row less than others would be without a last batch, and the others' last
+    backward would wait for it; so it keeps one row of the batch before.
+    """
+    sizes = []
+    for number in range(batches):
+        taken = min(size, max(0, rows - (batches - number - 1)))
+        sizes.append(taken)
+        rows -= taken
+    return sizes
+
+
+def left_after(left: Ranges, done: int, world_size: int, size: int) -> Ranges:
+    """Return the places that are left once every rank has had so many batches."""
+    batches = num_batches(left, world_size, size)
+    check(0 <= done <= batches, f"{done} of {batches} batches")
+    found: Ranges = []
+    for rank in range(world_size):
+        mine = share_of(left, rank, world_size)
+        rows = sum(stop - start for start, stop in mine)
+        read = sum(batch_sizes(rows, batches, size)[:done])
+        found.extend(_between(mine, read, rows))
+    joined: Ranges = []
+    for start, stop in found:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def places_of(ranges: Ranges, first: int, last: int) -> Any:
+    """Return the places number `first` to `last` - 1 of these ranges, as an array."""
+    parts = [np.arange(start, stop) for start, stop in _between(ranges, first, last)]
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def _between(ranges: Ranges, first: int, last: int) -> Ranges:
+    found, seen = [], 0
+    for start, stop in ranges:
+        low, high = max(first - seen, 0), min(last - seen, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        seen += stop - start
+    return found

@@ -1,0 +1,116 @@
+"""A dataset that is not computed yet: a tree of nodes, from sources to operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from elastic.data.batches import Batch, batched, num_rows, to_numpy
+from elastic.data.operations import Operation, row_slice
+from elastic.data.sources import Source
+from elastic.errors import UsageError
+
+
+@dataclass
+class Node:
+    """A dataset that is not computed yet.
+
+    Attributes:
+        parents: what it is made of.
+    """
+
+    parents: tuple[Node, ...] = ()
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield all rows in order."""
+        raise NotImplementedError
+
+
+@dataclass
+class Read(Node):
+    """The rows of a source."""
+
+    source: Source = field(default_factory=lambda: Source("nothing"))
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield all rows in order."""
+        return self.source.stream()
+
+
+@dataclass
+class Apply(Node):
+    """An operation on all rows."""
+
+    operation: Operation = field(default_factory=Operation)
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield all rows in order."""
+        return self.operation.stream(self.parents[0].stream())
+
+
+@dataclass
+class Slice(Node):
+    """Some rows that follow each other; `stop` None for the rest."""
+
+    start: int = 0
+    stop: int | None = None
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield all rows in order."""
+        return row_slice(self.parents[0].stream(), self.start, self.stop)
+
+
+@dataclass
+class Union(Node):
+    """The rows of several, one after the other."""
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield all rows in order."""
+        for parent in self.parents:
+            yield from parent.stream()
+
+
+@dataclass
+class Zip(Node):
+    """The columns of two, row by row; of equal names those of the second get "_1"."""
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield all rows in order.
+
+        Raises:
+            UsageError: they differ in length.
+        """
+        one, two = (batched(parent.stream(), 1024) for parent in self.parents)
+        while True:
+            left, right = next(one, None), next(two, None)
+            lengths = [0 if batch is None else num_rows(batch) for batch in (left, right)]
+            if lengths[0] != lengths[1]:
+                raise UsageError(
+                    f"zip: the datasets have different numbers of rows; after the last full 1,024 "
+                    f"one has {lengths[0]} left and the other {lengths[1]}"
+                )
+            if left is None:
+                return
+            columns = dict(to_numpy(left))
+            for name, values in to_numpy(right).items():
+                columns[f"{name}_1" if name in columns else name] = values
+            yield columns
+
+
+@dataclass
+class Shuffle(Node):
+    """All rows in an order that is drawn: windows of blocks, see lanes.py."""
+
+    seed: int = 0
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield all rows in the order of the first epoch."""
+        from elastic.data.table import in_memory, table_of
+        from elastic.data.table_reader import TableReader
+
+        table = table_of(self, in_memory)
+        reader = TableReader(table, table.lanes(1, 1))
+        for start in range(0, table.rows, 1024):
+            yield reader.read(0, np.arange(start, min(table.rows, start + 1024)))

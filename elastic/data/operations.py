@@ -1,0 +1,439 @@
+"""What is done to rows on their way: functions of the user's, columns, samples of rows.
+
+Rule: an operation that gives one row for each row it takes says so (`keeps_rows`); it may then be
+done to any rows at any time, such as to those of one micro-batch. What changes the number of rows
+is done once, from the first row to the last.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from elastic.data.batches import (
+    Batch,
+    array_of,
+    arrow,
+    batched,
+    columns_of,
+    joined,
+    num_rows,
+    of_rows,
+    rows_of,
+    sliced,
+    taken,
+    taken_from,
+    to_format,
+    to_numpy,
+    to_table,
+)
+from elastic.errors import UsageError
+
+ROWS_AT_ONCE = 1024
+"""Rows that a function of batches gets, unless the user says how many."""
+
+
+@dataclass
+class Function:
+    """A function of the user's, or a class whose objects are called: one in each process.
+
+    Attributes:
+        given: the function or the class.
+        args, kwargs: for each call, behind the batch.
+        constructor_args, constructor_kwargs: for the class.
+    """
+
+    given: Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    constructor_args: Sequence[Any] = ()
+    constructor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    _called: Any = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """Return what people call it."""
+        return getattr(self.given, "__name__", type(self.given).__name__)
+
+    def __call__(self, value: Any) -> Any:
+        """Call it."""
+        if self._called is None:
+            self._called = self.given
+            if inspect.isclass(self.given):
+                self._called = self.given(*self.constructor_args, **self.constructor_kwargs)
+        return self._called(value, *self.args, **self.kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the object out: each process makes its own."""
+        return {**self.__dict__, "_called": None}
+
+
+@dataclass
+class Operation:
+    """One step on the way of rows.
+
+    Attributes:
+        skipped: rows that `on_error="skip"` has left out, in this process.
+    """
+
+    skipped: int = field(default=0, init=False, compare=False)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Return whether there is one row for each, in the same order."""
+        return True
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return what becomes of some rows.
+
+        Raises:
+            UsageError: a function of the user's returned what it must not.
+            Exception: what it raised, with a note of where.
+        """
+        raise NotImplementedError
+
+    def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield what becomes of all rows, in order."""
+        for batch in batches:
+            if num_rows(batch):
+                yield self.apply(batch)
+
+
+@dataclass
+class MapRows(Operation):
+    """`map`, `flat_map` and `filter` by a function of one row."""
+
+    kind: str
+    function: Function
+    on_error: str = "raise"
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({self.function.name})"
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Return whether there is one row for each."""
+        return self.kind == "map" and self.on_error == "raise"
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return the rows that come of some."""
+        if self.kind == "filter":
+            kept = [n for n, row in enumerate(rows_of(batch)) if self._try(row)]
+            return taken(batch, np.asarray(kept, np.int64))
+        found: list[Any] = []
+        for row in rows_of(batch):
+            value = self._try(row)
+            if value is not None or self.on_error == "raise":
+                found.extend(self._checked(value))
+        return of_rows(found)
+
+    def _try(self, row: dict[str, Any]) -> Any:
+        try:
+            return self.function(row)
+        except Exception as error:
+            if self.on_error == "raise":
+                add_note(error, f"in {self!r}, of the row {shown(row)}")
+                raise
+            self.skipped += 1
+            return None
+
+    def _checked(self, value: Any) -> Iterable[Mapping[str, Any]]:
+        rows = [value] if self.kind == "map" else value
+        is_list = isinstance(rows, Iterable) and not isinstance(rows, (Mapping, str, bytes))
+        rows = list(rows) if is_list else [None]
+        if not all(isinstance(one, Mapping) for one in rows):
+            wanted = "a dict" if self.kind == "map" else "a list of dicts"
+            raise UsageError(
+                f"{self!r} returned a {type(value).__name__}: expected {wanted}, by column"
+            )
+        return rows
+
+
+@dataclass
+class MapBatches(Operation):
+    """`map_batches`: a function of many rows at once."""
+
+    function: Function
+    batch_size: int | None = ROWS_AT_ONCE
+    batch_format: str = "default"
+
+    def __repr__(self) -> str:
+        return f"map_batches({self.function.name})"
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return as many rows as are given."""
+        parts = [self._call(part) for part in batched([batch], self.batch_size)]
+        count = sum(num_rows(part) for part in parts)
+        if count != num_rows(batch):
+            raise UsageError(
+                f"{self!r} returned {count} rows for {num_rows(batch)}. Rows that are trained "
+                f"with are found by their numbers, so a function that changes how many there are "
+                f"is called beforehand: write ds.map_batches(...).materialize(), or .write_parquet"
+                f"(path) and read_parquet(path) for what is larger than memory; or use flat_map"
+            )
+        return joined(parts)
+
+    def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield what the function makes of batches of its size; of however many rows."""
+        for batch in batched(batches, self.batch_size):
+            found = self._call(batch)
+            if num_rows(found):
+                yield found
+
+    def _call(self, batch: Batch) -> Batch:
+        value = to_format(batch, self.batch_format)
+        if isinstance(value, dict):
+            value = {name: _own(column) for name, column in value.items()}
+        try:
+            found = self.function(value)
+        except Exception as error:
+            add_note(error, f"in {self!r}, of a batch of {num_rows(batch)} rows")
+            raise
+        if inspect.isgenerator(found):
+            return joined([taken_from(one, repr(self)) for one in found])
+        return taken_from(found, repr(self))
+
+
+def _own(column: Any) -> Any:
+    """Return an array that a function may write to."""
+    return column if column.flags.writeable else column.copy()
+
+
+@dataclass
+class FilterBy(Operation):
+    """`filter` by a pyarrow expression, or by its text."""
+
+    expression: Any
+
+    def __repr__(self) -> str:
+        return f"filter({self.expression})"
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Return False."""
+        return False
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return the rows for which it is true."""
+        return to_table(batch).filter(self.expression)
+
+
+@dataclass
+class Columns(Operation):
+    """`select_columns`, `drop_columns`, `rename_columns`."""
+
+    kind: str
+    names: Any
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({self.names})"
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return the same rows with other columns."""
+        there = columns_of(batch)
+        asked = [name for name in self.names if name not in there]
+        if asked:
+            raise UsageError(
+                f"{self.kind}: there is no column {asked[0]!r}; expected some of {there}"
+            )
+        if self.kind == "select_columns":
+            wanted = {name: name for name in self.names}
+        elif self.kind == "drop_columns":
+            wanted = {name: name for name in there if name not in self.names}
+        else:
+            wanted = {name: self.names.get(name, name) for name in there}
+        if isinstance(batch, dict):
+            return {new: batch[old] for old, new in wanted.items()}
+        return batch.select(list(wanted)).rename_columns(list(wanted.values()))
+
+
+@dataclass
+class AddColumn(Operation):
+    """`add_column`: a function of a batch gives a column."""
+
+    name: str
+    function: Function
+    batch_format: str = "pandas"
+
+    def __repr__(self) -> str:
+        return f"add_column({self.name!r})"
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return the same rows with one column more."""
+        value = self.function(to_format(batch, self.batch_format))
+        if np.ndim(value) == 0:
+            value = np.full(num_rows(batch), value)
+        column = value if isinstance(value, np.ndarray) else array_of(list(value))
+        if len(column) != num_rows(batch):
+            raise UsageError(
+                f"{self!r}: the function returned {len(column)} values for {num_rows(batch)} rows"
+            )
+        return {**to_numpy(batch), self.name: column}
+
+
+@dataclass
+class Sample(Operation):
+    """`random_sample`: each row with the same probability."""
+
+    fraction: float
+    seed: int
+
+    def __repr__(self) -> str:
+        return f"random_sample({self.fraction})"
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Return False."""
+        return False
+
+    def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the rows that are drawn."""
+        generator = np.random.default_rng(self.seed)
+        for batch in batches:
+            chosen = generator.random(num_rows(batch)) < self.fraction
+            if chosen.any():
+                yield taken(batch, np.flatnonzero(chosen))
+
+
+@dataclass
+class Fetch(Operation):
+    """Samples of a dataset of torch's kind, by the numbers in the column "id": as "item"."""
+
+    items: Any
+
+    def __repr__(self) -> str:
+        return f"torch({type(self.items).__name__})"
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return the samples."""
+        numbers = to_numpy(batch)["id"].tolist()
+        found = np.empty(len(numbers), dtype=object)
+        for place, number in enumerate(numbers):
+            found[place] = self.items[number]
+        return {"item": found}
+
+
+@dataclass
+class Decode(Operation):
+    """Images out of the bytes of files.
+
+    Attributes:
+        size: (height, width) to resize to, None to leave them.
+        mode: of Pillow, such as "RGB"; None to leave it.
+        drops_path: leave the column "path" out, which is there for errors.
+    """
+
+    size: tuple[int, int] | None
+    mode: str | None
+    drops_path: bool
+
+    def __repr__(self) -> str:
+        return "decode_images"
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return the images as arrays of uint8: height, width, and channels if there are some."""
+        columns = to_numpy(batch)
+        paths = columns["path"]
+        images = [self._decode(*one) for one in zip(columns["bytes"], paths, strict=True)]
+        found = {"image": array_of(images)}
+        return found if self.drops_path else {**found, "path": paths}
+
+    def _decode(self, content: bytes, path: str) -> Any:
+        import io
+
+        from PIL import Image, UnidentifiedImageError
+
+        from elastic.data.files import DataError
+
+        try:
+            with Image.open(io.BytesIO(content)) as opened:
+                image = opened.convert(self.mode) if self.mode else opened
+                if self.size is not None:
+                    image = image.resize(self.size[::-1])
+                return np.asarray(image)
+        except (UnidentifiedImageError, OSError) as error:
+            raise DataError(f"elastic.data: {path} cannot be decoded: {error}") from error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Say with an error where it happened, where Python can (from 3.11 on)."""
+    if hasattr(error, "add_note"):
+        error.add_note(f"elastic.data: {note}")
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    """Return a row in one short line."""
+    parts = []
+    for name, value in row.items():
+        text = f"array{value.shape}" if isinstance(value, np.ndarray) else repr(value)
+        parts.append(f"{name}={text if len(text) <= 40 else text[:37] + '...'}")
+    return "{" + ", ".join(parts) + "}"
+
+
+def row_slice(batches: Iterator[Batch], start: int, stop: int | None) -> Iterator[Batch]:
+    """Yield the rows from one number to another, and read no further."""
+    seen = 0
+    if stop is not None and stop <= start:
+        return
+    for batch in batches:
+        count = num_rows(batch)
+        low = max(0, start - seen)
+        high = count if stop is None else min(count, stop - seen)
+        if low < high:
+            yield sliced(batch, low, high)
+        seen += count
+        if stop is not None and seen >= stop:
+            return
+
+
+def expression_of(text: str) -> Any:
+    """Return a pyarrow expression of text such as "age > 30 and name == 'x'".
+
+    Raises:
+        UsageError: it is none.
+    """
+    import ast
+
+    compute = __import__("pyarrow.compute").compute
+    names: dict[type, Callable[..., Any]] = {
+        ast.Gt: lambda a, b: a > b, ast.GtE: lambda a, b: a >= b, ast.Lt: lambda a, b: a < b,
+        ast.LtE: lambda a, b: a <= b, ast.Eq: lambda a, b: a == b, ast.NotEq: lambda a, b: a != b,
+        ast.And: lambda a, b: a & b, ast.Or: lambda a, b: a | b, ast.Add: lambda a, b: a + b,
+        ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b, ast.Div: lambda a, b: a / b,
+        ast.In: lambda a, b: a.isin(b),
+    }  # fmt: skip
+
+    def visit(node: ast.AST) -> Any:
+        if isinstance(node, ast.Expression):
+            return visit(node.body)
+        if isinstance(node, ast.Name):
+            return compute.field(node.id)
+        if isinstance(node, (ast.Constant, ast.List, ast.Tuple)):
+            return ast.literal_eval(node)
+        if isinstance(node, ast.BoolOp):
+            values = [visit(one) for one in node.values]
+            found = values[0]
+            for one in values[1:]:
+                found = names[type(node.op)](found, one)
+            return found
+        if isinstance(node, ast.UnaryOp):
+            return ~visit(node.operand) if isinstance(node.op, ast.Not) else -visit(node.operand)
+        if isinstance(node, ast.BinOp) and type(node.op) in names:
+            return names[type(node.op)](visit(node.left), visit(node.right))
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in names:
+            return names[type(node.ops[0])](visit(node.left), visit(node.comparators[0]))
+        raise UsageError(
+            f"filter(expr={text!r}): {ast.unparse(node)!r} is not understood: expected comparisons "
+            f"of columns with constants, joined by 'and', 'or', 'not'; or pass a "
+            f"pyarrow.compute expression, or a function"
+        )
+
+    try:
+        found = visit(ast.parse(text, mode="eval"))
+    except SyntaxError as error:
+        raise UsageError(f"filter(expr={text!r}): {error}") from error
+    return arrow() and found

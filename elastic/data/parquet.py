@@ -1,0 +1,151 @@
+"""Parquet files, whose row groups can be read by themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.data.batches import Batch, arrow
+from elastic.data.files import TAIL_BYTES, DataError, File, RangedFile, Reader
+from elastic.data.sources import Block, FileSource, Listing
+
+FOOTERS_KEPT = 64
+READERS = 16
+"""Threads that read footers while a table is listed."""
+_footers_lock = threading.Lock()
+
+
+@dataclass
+class Parquet(FileSource):
+    """Parquet files; a block is a row group, which is fetched in one request.
+
+    Attributes:
+        columns: those to read, None for all.
+    """
+
+    columns: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Begin with no footer known."""
+        super().__post_init__()
+        self._footers: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the footers out, which no pickle can hold."""
+        return {**super().__getstate__(), "_footers": {}}
+
+    def _look(self) -> Listing:
+        found, reader = self.files(), Reader(self.options)
+        with ThreadPoolExecutor(READERS) as pool:
+            footers = list(pool.map(lambda file: self._try_footer(reader, file), found))
+        files: list[File] = []
+        blocks: list[Block] = []
+        first: Any = None
+        for file, footer in zip(found, footers, strict=True):
+            try:
+                if isinstance(footer, DataError):
+                    raise footer
+                first = first or (file, footer.schema.to_arrow_schema())
+                check_schema(first, file, footer.schema.to_arrow_schema(), self.columns)
+            except DataError as error:
+                if not self.skips:
+                    raise
+                self.skip("files", str(error))
+                continue
+            for group in range(footer.num_row_groups):
+                about = footer.row_group(group)
+                if about.num_rows:
+                    rows, size = about.num_rows, about.total_byte_size
+                    blocks.append(Block(len(files), group, 0, rows, size))
+            files.append(file)
+        return Listing(tuple(files), tuple(blocks))
+
+    def _try_footer(self, reader: Reader, file: File) -> Any:
+        try:
+            return self._footer(reader, file)
+        except DataError as error:
+            return error
+
+    def _footer(self, reader: Reader, file: File) -> Any:
+        import pyarrow.parquet as parquet
+
+        pa = arrow()
+        footer = self._footers.get(file.path)
+        if footer is None:
+            tail = RangedFile(reader, file, file.size - TAIL_BYTES, file.size)
+            try:
+                footer = parquet.read_metadata(tail)
+            except (pa.ArrowException, OSError) as error:
+                raise DataError(f"elastic.data: {file.path} is no parquet file: {error}") from error
+            with _footers_lock:
+                while len(self._footers) >= FOOTERS_KEPT:
+                    del self._footers[next(iter(self._footers))]
+                self._footers[file.path] = footer
+        return footer
+
+    def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
+        """Return a row group, or a part of it."""
+        import pyarrow.parquet as parquet
+
+        pa, file = arrow(), files[block.file]
+        footer = self._footer(reader, file)
+        names = list(self.columns) if self.columns is not None else None
+        start, stop = _span_of(footer.row_group(block.group), names)
+        try:
+            fetched = RangedFile(reader, file, start, stop)
+            opened = parquet.ParquetFile(fetched, metadata=footer)
+            found = opened.read_row_group(block.group, columns=names, use_threads=True)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"elastic.data: {file.path}, row group {block.group} of {footer.num_row_groups} "
+                f"({block.stop:,} rows) cannot be read: {error}"
+            ) from error
+        if (block.start, block.stop) != (0, found.num_rows):
+            found = found.slice(block.start, block.stop - block.start)
+        return found
+
+
+def _span_of(group: Any, names: list[str] | None) -> tuple[int, int]:
+    """Return the bytes of a file that the columns of a row group take."""
+    start, stop = 2**62, 0
+    for number in range(group.num_columns):
+        column = group.column(number)
+        if names is not None and column.path_in_schema.partition(".")[0] not in names:
+            continue
+        begins = [column.data_page_offset, column.dictionary_page_offset or 2**62]
+        begin = min(one for one in begins if one > 0)
+        start, stop = min(start, begin), max(stop, begin + column.total_compressed_size)
+    return (0, 0) if stop == 0 else (start, stop)
+
+
+def check_schema(
+    before: tuple[File, Any], file: File, found: Any, columns: Sequence[str] | None
+) -> None:
+    """Refuse a file whose columns are not those of the first.
+
+    Raises:
+        DataError: names the file and the column.
+    """
+    first, expected = before
+    wanted = list(columns) if columns is not None else expected.names
+    lacking = [name for name in wanted if name not in found.names]
+    more = [name for name in found.names if name not in expected.names and columns is None]
+    others = [
+        name
+        for name in wanted
+        if name in found.names
+        and name in expected.names
+        and found.field(name).type != expected.field(name).type
+    ]
+    if lacking or more or others:
+        name = (lacking or more or others)[0]
+        has = found.field(name).type if name in found.names else "no such column"
+        had = expected.field(name).type if name in expected.names else "no such column"
+        raise DataError(
+            f"elastic.data: the schema changes between files: column {name!r} is {had} in "
+            f"{first.path} and {has} in {file.path}: write the files alike, name the columns that "
+            f"all have (columns=[...]), or leave such files out (on_error='skip')"
+        )

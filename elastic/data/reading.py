@@ -1,0 +1,259 @@
+"""How a dataset begins: `read_...` for files, `from_...` for what is in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic.data.batches import arrow, of_rows, pandas, taken_from
+from elastic.data.dataset import Dataset
+from elastic.data.formats import Binary, Csv, Lines, Numpy
+from elastic.data.nodes import Apply, Read
+from elastic.data.operations import Decode, Fetch
+from elastic.data.parquet import Parquet
+from elastic.data.sources import HuggingFace, Memory, Range, Source
+from elastic.errors import UsageError
+
+NO_EFFECT = frozenset({
+    "parallelism", "override_num_blocks", "concurrency", "ray_remote_args", "num_cpus", "num_gpus",
+    "memory", "meta_provider", "shuffle", "ignore_missing_paths", "tensor_column_schema",
+})  # fmt: skip
+"""Arguments of Ray's that say who reads what, and change nothing of what is read."""
+IMAGES = ("png", "jpg", "jpeg", "tif", "tiff", "bmp", "gif", "webp")
+
+
+def _of(source: Source) -> Dataset:
+    return Dataset(Read((), source))
+
+
+def _files(what: str, paths: Any, ends: Sequence[str] | None, others: dict[str, Any]) -> Any:
+    """Return the arguments that all sources of files have."""
+    options, filesystem = others.pop("storage_options", None), others.pop("filesystem", None)
+    if filesystem is not None:
+        paths, options = _in_filesystem(what, paths, filesystem)
+    found: dict[str, Any] = {
+        "name": what,
+        "paths": paths,
+        "extensions": None if ends is None else tuple(ends),
+        "options": options,
+        "on_error": others.pop("on_error", "raise"),
+    }
+    unknown = sorted(set(others) - NO_EFFECT)
+    if unknown:
+        raise UsageError(
+            f"elastic.data.{what}: unknown arguments: {', '.join(unknown)}; of the file system "
+            f"are storage_options={{...}}, as fsspec has them"
+        )
+    return found
+
+
+def _in_filesystem(what: str, paths: Any, filesystem: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return the URLs of paths in a file system of fsspec's, and its options."""
+    if not hasattr(filesystem, "unstrip_protocol"):
+        raise UsageError(
+            f"elastic.data.{what}: filesystem is a {type(filesystem).__name__}: expected one of "
+            f"fsspec's; or leave it out, and pass URLs and storage_options={{...}}"
+        )
+    several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    urls = [filesystem.unstrip_protocol(os.fspath(one)) for one in several]
+    return urls, dict(filesystem.storage_options)
+
+
+def read_parquet(
+    paths: Any,
+    *,
+    columns: Sequence[str] | None = None,
+    file_extensions: Sequence[str] | None = ("parquet",),
+    **others: Any,
+) -> Dataset:
+    """Read parquet files; a row group of them can be read by itself.
+
+    Args:
+        paths: a path of fsspec's, a folder, a pattern, or several of these.
+        columns: those to read, None for all.
+        file_extensions: of the files in a folder.
+        others: storage_options, a dict for the file system; on_error, "skip" to leave out files
+            that are broken or have another schema; Ray's that say where it is read.
+    """
+    files = _files("read_parquet", paths, file_extensions, others)
+    return _of(Parquet(**files, columns=None if columns is None else tuple(columns)))
+
+
+def read_csv(
+    paths: Any,
+    *,
+    file_extensions: Sequence[str] | None = None,
+    read_options: Any = None,
+    parse_options: Any = None,
+    convert_options: Any = None,
+    **others: Any,
+) -> Dataset:
+    """Read CSV files, also compressed ones.
+
+    Args:
+        paths: as in `read_parquet`.
+        file_extensions: of the files in a folder, None for all.
+        read_options: of pyarrow.csv, as are the following two.
+        parse_options: see there.
+        convert_options: see there.
+        others: as in `read_parquet`; on_error="skip" leaves out rows with too many columns or too
+            few, and the rest of a file from where it cannot be read.
+    """
+    options = {
+        "read_options": read_options,
+        "parse_options": parse_options,
+        "convert_options": convert_options,
+    }
+    return _of(Csv(**_files("read_csv", paths, file_extensions, others), arrow_options=options))
+
+
+def read_json(
+    paths: Any, *, lines: bool | None = None, file_extensions: Any = None, **others: Any
+) -> Dataset:
+    """Read files with a JSON object in each line, or with one list of objects.
+
+    Args:
+        paths: as in `read_parquet`.
+        lines: of Ray; a file shows by itself which of both it is.
+        file_extensions: of the files in a folder, None for all.
+        others: as in `read_parquet`; on_error="skip" leaves out lines that cannot be read.
+    """
+    del lines
+    return _of(Lines(**_files("read_json", paths, file_extensions, others), is_json=True))
+
+
+def read_text(
+    paths: Any,
+    *,
+    encoding: str = "utf-8",
+    drop_empty_lines: bool = True,
+    file_extensions: Any = None,
+    **others: Any,
+) -> Dataset:
+    """Read the lines of files, as column "text"; arguments as in `read_parquet`."""
+    files = _files("read_text", paths, file_extensions, others)
+    return _of(Lines(**files, drop_empty=drop_empty_lines, encoding=encoding))
+
+
+def read_numpy(
+    paths: Any, *, file_extensions: Any = ("npy",), allow_pickle: bool = False, **others: Any
+) -> Dataset:
+    """Read .npy files, as column "data": a row for each entry of the first axis."""
+    if allow_pickle:
+        raise UsageError("read_numpy: allow_pickle=True runs what a file says; expected False")
+    return _of(Numpy(**_files("read_numpy", paths, file_extensions, others)))
+
+
+def read_binary_files(
+    paths: Any, *, include_paths: bool = False, file_extensions: Any = None, **others: Any
+) -> Dataset:
+    """Read whole files: a row for each, with "bytes", and "path" if that is wished."""
+    files = _files("read_binary_files", paths, file_extensions, others)
+    return _of(Binary(**files, with_paths=include_paths))
+
+
+def read_images(
+    paths: Any,
+    *,
+    size: tuple[int, int] | None = None,
+    mode: str | None = None,
+    include_paths: bool = False,
+    file_extensions: Any = IMAGES,
+    **others: Any,
+) -> Dataset:
+    """Read images, as arrays of uint8 in column "image"; they are decoded last, when rows are read.
+
+    Args:
+        paths: as in `read_parquet`.
+        size: (height, width) to resize to; images of one size become one array in a batch.
+        mode: of Pillow, such as "RGB"; None to leave it.
+        include_paths: also a column "path".
+        file_extensions: of the files in a folder.
+        others: as in `read_parquet`.
+
+    Raises:
+        UsageError: Pillow is missing.
+    """
+    try:
+        import PIL.Image as _  # noqa: F401
+    except ImportError as error:
+        raise UsageError("read_images decodes with Pillow: pip install pillow") from error
+    files = Binary(**_files("read_images", paths, file_extensions, others), with_paths=True)
+    return Dataset(Apply((Read((), files),), Decode(size, mode, drops_path=not include_paths)))
+
+
+# ------------------------------------------------------------------------------ in memory
+
+
+def range(n: int, **others: Any) -> Dataset:  # noqa: A001
+    """Return the numbers 0 to n - 1, as column "id"."""
+    del others
+    return _of(Range("range", count=n))
+
+
+def from_items(items: Sequence[Any], **others: Any) -> Dataset:
+    """Return rows of dicts; other values become the column "item"."""
+    del others
+    rows = [one if isinstance(one, Mapping) else {"item": one} for one in items]
+    return _of(Memory("from_items", batches=[of_rows(rows)] if rows else []))
+
+
+def from_pandas(dfs: Any) -> Dataset:
+    """Return the rows of a DataFrame, or of several; without their index."""
+    pandas()
+    several = dfs if isinstance(dfs, (list, tuple)) else [dfs]
+    tables = [arrow().Table.from_pandas(one, preserve_index=False) for one in several]
+    return _of(Memory("from_pandas", batches=tables))
+
+
+def from_arrow(tables: Any) -> Dataset:
+    """Return the rows of a pyarrow table, or of several."""
+    several = tables if isinstance(tables, (list, tuple)) else [tables]
+    batches = [taken_from(one, "from_arrow") for one in several]
+    return _of(Memory("from_arrow", batches=batches))
+
+
+def from_numpy(arrays: Any) -> Dataset:
+    """Return a row for each entry of an array's first axis, as column "data"."""
+    several = arrays if isinstance(arrays, (list, tuple)) else [arrays]
+    return _of(Memory("from_numpy", batches=[{"data": one} for one in several]))
+
+
+def from_polars(frames: Any) -> Dataset:
+    """Return the rows of a Polars DataFrame, or of several."""
+    several = frames if isinstance(frames, (list, tuple)) else [frames]
+    return from_arrow([one.to_arrow() for one in several])
+
+
+def from_torch(dataset: Any, **others: Any) -> Dataset:
+    """Return the samples of a torch dataset, as column "item".
+
+    One with `__getitem__` and `__len__` stays where it is and is asked when rows are read; it
+    travels to the workers as a pickle. One that can only be iterated over is read at once.
+    """
+    del others
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        numbers = Range("from_torch", count=len(dataset))
+        return Dataset(Apply((Read((), numbers),), Fetch(dataset)))
+    return from_items(list(dataset))
+
+
+def from_huggingface(dataset: Any, **others: Any) -> Dataset:
+    """Return the rows of a dataset of Hugging Face's, with or without random access.
+
+    Raises:
+        UsageError: it is a dict of several.
+    """
+    del others
+    if isinstance(dataset, Mapping):
+        raise UsageError(
+            f"from_huggingface: got a {type(dataset).__name__} of {', '.join(dataset)}: pass one "
+            f"of them, such as dataset['train']"
+        )
+    return _of(HuggingFace("from_huggingface", dataset=dataset))
+
+
+def from_dask(frame: Any) -> Dataset:
+    """Return the rows of a Dask DataFrame, computed and held in memory."""
+    return from_pandas(frame.compute())

@@ -1,0 +1,172 @@
+"""Rows by epoch and place, as a dataset of torch's kind: what loaders ask.
+
+Rule: what the functions of the user's draw at random depends on (seed, epoch, places) alone, so
+that it is the same in whatever process a batch is computed, for the first time or once more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from elastic.core.policy.cursor import AUGMENT, Epochs, derive
+from elastic.data.batches import Batch
+from elastic.data.lanes import Lanes
+from elastic.data.table import Table
+from elastic.data.table_reader import TableReader, finish
+from elastic.worker.seeding import seed_everything
+
+if TYPE_CHECKING:
+    from elastic.data.feeders import Feeders
+
+Wanted = Sequence[tuple[int, Any]]
+"""Epochs and places of batches that will be asked for next."""
+
+
+class Rows:
+    """The rows of a table in the order of its lanes: number epoch * N + place stands for a row.
+
+    Attributes:
+        lanes: the order.
+    """
+
+    def __init__(self, table: Table, lanes: Lanes, *, num_feeders: int = 0) -> None:
+        """Read nothing yet.
+
+        Args:
+            table: the rows.
+            lanes: their order.
+            num_feeders: processes that compute batches ahead.
+        """
+        self.lanes = lanes
+        self._table = table
+        self._reader: TableReader | None = None
+        self._feeders: Feeders | None = None
+        if num_feeders:
+            from elastic.data.feeders import Feeders
+
+            self._feeders = Feeders(table.operations, num_feeders)
+        self._steps = Epochs(
+            num_samples=table.rows,
+            micro_batch=lanes.micro_batch,
+            num_micro_batches=lanes.num_lanes,
+            shuffle=False,
+        )
+
+    @property
+    def bytes_read(self) -> int:
+        """Return the bytes that were read from files in this process."""
+        return self._reader.bytes_read if self._reader is not None else 0
+
+    def __len__(self) -> int:
+        return self._table.rows
+
+    def __getitem__(self, number: int) -> Batch:
+        """Return a batch of one row."""
+        return self.__getitems__([number])
+
+    def __getitems__(self, numbers: Sequence[int]) -> Batch:
+        """Return the rows of a micro-batch, and let feeders begin with those that follow it."""
+        epoch = numbers[0] // self._table.rows
+        places = np.asarray(numbers, np.int64) - epoch * self._table.rows
+        return self.get(epoch, places, self._following(epoch, places))
+
+    def get(self, epoch: int, places: Any, ahead: Wanted = ()) -> Batch:
+        """Return rows of an epoch.
+
+        Args:
+            epoch: the pass over the data.
+            places: numbers from 0 to N - 1.
+            ahead: what will be asked for next.
+        """
+        feeders = self._feeders
+        if feeders is None:
+            return self.compute(epoch, places)
+        for one, some in ahead:
+            if feeders.has_room and not feeders.knows(_seed(self.lanes.seed, one, some)):
+                seed = _seed(self.lanes.seed, one, some)
+                feeders.ask(seed, self._the_reader().gather(one, some))
+        batch = feeders.take(_seed(self.lanes.seed, epoch, places))
+        return self.compute(epoch, places) if batch is None else batch
+
+    def compute(self, epoch: int, places: Any) -> Batch:
+        """Return rows of an epoch, computed in this process."""
+        gathered = self._the_reader().gather(epoch, places)
+        with seeded(_seed(self.lanes.seed, epoch, places)):
+            return finish(self._table.operations, gathered)
+
+    def _the_reader(self) -> TableReader:
+        if self._reader is None:
+            self._reader = TableReader(self._table, self.lanes)
+        return self._reader
+
+    def _following(self, epoch: int, places: Any) -> Wanted:
+        """Return the same lane's micro-batches of the next steps."""
+        if self._feeders is None:
+            return ()
+        steps, first = self._steps, int(places[0])
+        step = first // steps.global_batch
+        number = first % steps.global_batch // steps.micro_batch
+        found = []
+        for _ in range(self._feeders.depth):
+            step += 1
+            if step >= steps.steps:
+                epoch, step = epoch + 1, 0
+            start, stop = steps.positions(step, number)
+            if start < stop:
+                found.append((epoch, np.arange(start, stop)))
+        return found
+
+    def close(self) -> None:
+        """Stop what reads ahead."""
+        if self._feeders is not None:
+            self._feeders.close()
+        if self._reader is not None:
+            self._reader.close()
+        self._feeders = self._reader = None
+
+
+def _seed(seed: int, epoch: int, places: Any) -> int:
+    """Return the seed of what is drawn for a batch, which no other batch has."""
+    return derive(seed, AUGMENT, epoch, int(places[0]), int(places[-1]), len(places))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed all that functions may draw from, and put it back afterwards."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+class LaneOrder:
+    """The sampler of a loader over `Rows`: place after place, each epoch its own numbers."""
+
+    def __init__(self, rows: Rows) -> None:
+        """Order these."""
+        self._size, self._lanes = len(rows), rows.lanes
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the numbers of the first epoch."""
+        return iter(self.of(0))
+
+    def of(self, epoch: int) -> Sequence[int]:
+        """Return the numbers of an epoch."""
+        return range(epoch * self._size, (epoch + 1) * self._size)
+
+    def print(self, epoch: int) -> int:
+        """Return a number that differs where the order of an epoch does."""
+        return derive(self._lanes.fingerprint, epoch) & 0xFFFFFFFF

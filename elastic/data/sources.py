@@ -1,0 +1,253 @@
+"""Where rows come from: files in their formats, and what lies in memory.
+
+Rule: a source whose rows can be read from the middle says so by `blocks`, which tell where; any
+other one is read from its beginning, and whoever has to have its rows by number writes them to
+parquet files first (`table.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from elastic.data.batches import (
+    Batch,
+    batched,
+    num_rows,
+    of_rows,
+    sliced,
+)
+from elastic.data.files import (
+    DataError,
+    File,
+    Reader,
+    find_files,
+)
+from elastic.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+BLOCK_ROWS = 8192
+"""Rows of a block that is made here, rather than found in a file."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows that are read together.
+
+    Attributes:
+        file: number of the file in the source's list.
+        group: number of the row group in the file, or of the block in the source.
+        start, stop: which of its rows; all, unless the dataset was cut.
+        size: bytes in memory, as far as that is known.
+    """
+
+    file: int
+    group: int
+    start: int
+    stop: int
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a source consists of: its files, and its blocks if rows can be read by number."""
+
+    files: tuple[File, ...] = ()
+    blocks: tuple[Block, ...] | None = None
+
+
+@dataclass
+class Source:
+    """The rows of a dataset before any operation.
+
+    Attributes:
+        name: for people.
+        skipped: what `on_error="skip"` has left out, by kind.
+    """
+
+    name: str
+    skipped: dict[str, int] = field(default_factory=dict, init=False)
+    _listing: Listing | None = field(default=None, init=False, repr=False)
+
+    def listing(self) -> Listing:
+        """Return what there is; looked up once.
+
+        Raises:
+            DataError: a file cannot be read, or has another schema than the first.
+        """
+        if self._listing is None:
+            self._listing = self._look()
+        return self._listing
+
+    def _look(self) -> Listing:
+        return Listing()
+
+    def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
+        """Return the rows of a block.
+
+        Raises:
+            DataError: its file has changed, or cannot be read.
+        """
+        raise NotImplementedError(self.name)
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield all rows in order."""
+        listing, reader = self.listing(), Reader(getattr(self, "options", None))
+        for block in listing.blocks or ():
+            yield self.read(reader, listing.files, block)
+
+    def skip(self, what: str, why: str) -> None:
+        """Count something that is left out, and say so once for each kind."""
+        count = self.skipped[what] = self.skipped.get(what, 0) + 1
+        (log.warning if count == 1 else log.info)("data_skipped %s: %s", what, why)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what each process looks up by itself."""
+        return {**self.__dict__, "_listing": None}
+
+
+# --------------------------------------------------------------------------------- files
+
+
+@dataclass
+class FileSource(Source):
+    """Files below some paths.
+
+    Attributes:
+        paths: files, folders or patterns.
+        extensions: of the files in a folder.
+        options: for the file system.
+        on_error: "raise" or "skip".
+    """
+
+    paths: Any = ()
+    extensions: tuple[str, ...] | None = None
+    options: dict[str, Any] | None = None
+    on_error: str = "raise"
+
+    def __post_init__(self) -> None:
+        """Refuse what nothing can be done with."""
+        check_on_error(self.on_error, self.name)
+
+    @property
+    def skips(self) -> bool:
+        """Return whether what is broken is left out."""
+        return self.on_error == "skip"
+
+    def files(self) -> list[File]:
+        """Return the files that are there."""
+        return find_files(self.paths, self.extensions, self.options)
+
+    def _look(self) -> Listing:
+        return Listing(tuple(self.files()))
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield the rows of each file; a broken one ends it, or is left out from there on."""
+        listing, reader = self.listing(), Reader(self.options)
+        if listing.blocks is not None:
+            yield from super().stream()
+            return
+        for file in listing.files:
+            try:
+                yield from self._rows(reader, file)
+            except DataError as error:
+                if not self.skips:
+                    raise
+                self.skip("files", str(error))
+
+    def _rows(self, reader: Reader, file: File) -> Iterator[Batch]:
+        raise NotImplementedError(self.name)
+
+
+def check_on_error(value: str, what: str) -> None:
+    """Refuse another word than "raise" and "skip".
+
+    Raises:
+        UsageError: it is one.
+    """
+    if value not in ("raise", "skip"):
+        raise UsageError(f"{what}: on_error={value!r}: expected 'raise' or 'skip'")
+
+
+# -------------------------------------------------------------------------------- memory
+
+
+@dataclass
+class Memory(Source):
+    """Rows that lie in this process.
+
+    Attributes:
+        batches: in order.
+    """
+
+    batches: Sequence[Batch] = ()
+
+    def __post_init__(self) -> None:
+        """Cut large batches."""
+        self.batches = [part for one in self.batches for part in batched([one], BLOCK_ROWS)]
+
+    def _look(self) -> Listing:
+        sizes = [num_rows(one) for one in self.batches]
+        return Listing(
+            (),
+            tuple(Block(0, n, 0, rows, _bytes_of(self.batches[n])) for n, rows in enumerate(sizes)),
+        )
+
+    def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
+        """Return some rows."""
+        del reader, files
+        return sliced(self.batches[block.group], block.start, block.stop)
+
+
+@dataclass
+class Range(Source):
+    """The numbers below another one, in the column "id"."""
+
+    count: int = 0
+
+    def _look(self) -> Listing:
+        return Listing((), _blocks_of(self.count, 8))
+
+    def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
+        """Return some numbers."""
+        del reader, files
+        begin = block.group * BLOCK_ROWS
+        return {"id": np.arange(begin + block.start, begin + block.stop)}
+
+
+def _bytes_of(batch: Batch) -> int:
+    if not isinstance(batch, dict):
+        return int(batch.nbytes)
+    return sum(values.nbytes for values in batch.values())
+
+
+def _blocks_of(count: int, row_bytes: int) -> tuple[Block, ...]:
+    starts = range(0, count, BLOCK_ROWS)
+    sizes = [min(BLOCK_ROWS, count - start) for start in starts]
+    return tuple(Block(0, n, 0, rows, rows * row_bytes) for n, rows in enumerate(sizes))
+
+
+@dataclass
+class HuggingFace(Source):
+    """A dataset of the `datasets` package, map-style or iterable."""
+
+    dataset: Any = None
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield all rows in order."""
+        held: list[Any] = []
+        if hasattr(self.dataset, "with_format") and hasattr(self.dataset, "__len__"):
+            yield from self.dataset.with_format("arrow").iter(batch_size=BLOCK_ROWS)
+            return
+        for row in self.dataset:
+            held.append(row)
+            if len(held) == BLOCK_ROWS:
+                yield of_rows(held)
+                held = []
+        if held:
+            yield of_rows(held)

@@ -1,0 +1,86 @@
+"""Rows written to parquet files that are good to read: moderate row groups, whole files."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from elastic.data.batches import Batch, arrow, batched, joined, to_table
+from elastic.storage.files import Files
+
+GROUP_BYTES, GROUP_ROWS = 8 * 1024**2, 65536
+"""Of a row group."""
+FILE_BYTES = 256 * 1024**2
+
+
+class Sink:
+    """What pyarrow writes to: counts and sums up the bytes, and hands them on."""
+
+    closed = False
+
+    def __init__(self, hand_on: Callable[[Any], object] | None = None) -> None:
+        """Take the function that is called with the bytes."""
+        self.size = self.crc32 = 0
+        self._hand_on = hand_on
+
+    def write(self, data: Any) -> int:
+        """Take some bytes."""
+        if self._hand_on is not None:
+            self._hand_on(bytes(data))
+        else:
+            self.crc32 = zlib.crc32(data, self.crc32)
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: whoever opened the file closes it."""
+
+
+def write_parquet(batches: Iterator[Batch], files: Files, folder: str) -> int:
+    """Write rows to parquet files of moderate row groups; return how many there were.
+
+    Raises:
+        StorageError: they cannot be written.
+    """
+    groups = _row_groups(batches)
+    first = next(groups, None)
+    number = rows = 0
+    while first is not None:
+        with files.writing(f"{folder}/part-{number:05d}.parquet".lstrip("/")) as output:
+            first, count = _write_file(output, first, groups)
+        number, rows = number + 1, rows + count
+    return rows
+
+
+def _write_file(output: Any, table: Any, groups: Iterator[Any]) -> tuple[Any, int]:
+    """Write row groups until the file is large enough, or the schema changes."""
+    import pyarrow.parquet as parquet
+
+    pa = arrow()
+    size = rows = 0
+    following: Any = table
+    with parquet.ParquetWriter(pa.PythonFile(Sink(output.write), mode="w"), table.schema) as writer:
+        while following is not None and size < FILE_BYTES and following.schema == table.schema:
+            writer.write_table(following, row_group_size=max(1, following.num_rows))
+            size, rows = size + following.nbytes, rows + following.num_rows
+            following = next(groups, None)
+    return following, rows
+
+
+def _row_groups(batches: Iterator[Batch]) -> Iterator[Any]:
+    """Yield tables of at most so many rows and about so many bytes."""
+    held: list[Any] = []
+    size = rows = 0
+    for batch in batched(batches, 1024):
+        table = to_table(batch)
+        held.append(table)
+        size, rows = size + table.nbytes, rows + table.num_rows
+        if size >= GROUP_BYTES or rows >= GROUP_ROWS:
+            yield to_table(joined(held))
+            held, size, rows = [], 0, 0
+    if held:
+        yield to_table(joined(held))

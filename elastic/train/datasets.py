@@ -1,0 +1,309 @@
+"""Datasets in a train function: `train.get_dataset_shard`.
+
+Rule: in a loop over `train.epochs()` a shard yields micro-batches of steps, as a prepared loader
+does, the same at every world size. Anywhere else it yields this rank's part of a pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from elastic.data.iterator import Collate, DataIterator, check_others
+from elastic.data.kept import table_of_run
+from elastic.data.rows import LaneOrder, Rows
+from elastic.data.table import Table, in_memory, table_of
+from elastic.errors import UsageError
+from elastic.storage.files import Files
+from elastic.train.config import DataConfig
+from elastic.train.session import require_context, require_place, wait_a_moment
+from elastic.worker.context import WorkerContext
+
+if TYPE_CHECKING:
+    from elastic.data.dataset import Dataset
+    from elastic.train.loaders import PreparedLoader
+    from elastic.worker.stepping import Step
+
+OPTION = "datasets"
+"""Under this name datasets travel to the workers."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The datasets of a trainer.
+
+    Attributes:
+        config: how they are dealt out.
+        datasets: as the script has made them, where it runs in each worker.
+        tables: by name, where a driver has looked at the datasets already.
+    """
+
+    config: DataConfig
+    datasets: Mapping[str, Dataset] = field(default_factory=dict)
+    tables: Mapping[str, Table] = field(default_factory=dict)
+
+
+def tables_for(datasets: Mapping[str, Dataset], config: DataConfig, run_path: str) -> Given:
+    """Look at all datasets, and write down with the run what they consist of.
+
+    Raises:
+        DataError: a file cannot be read, or the run has begun with others.
+    """
+    run = Files(run_path)
+    tables = {
+        name: table_of_run(dataset.node, name, run, writes=True)
+        for name, dataset in datasets.items()
+    }
+    return Given(config, tables={name: table for name, table in tables.items() if table})
+
+
+_offered: Given | None = None
+_shards: dict[str, DatasetShard] = {}
+_shards_of: Any = None
+
+
+@contextlib.contextmanager
+def offering(datasets: Mapping[str, Dataset], config: DataConfig) -> Iterator[None]:
+    """Let `get_dataset_shard` give these, in this process."""
+    global _offered
+    _offered = Given(config, datasets=datasets) if datasets else None
+    try:
+        yield
+    finally:
+        _offered = None
+        for shard in _shards.values():
+            shard.close()
+        _shards.clear()
+
+
+def get_dataset_shard(
+    dataset_name: str | None = None, state_dict: Mapping[str, Any] | None = None
+) -> DatasetShard:
+    """Return what this worker reads a dataset of the trainer through.
+
+        shard = train.get_dataset_shard("train")
+        for epoch in train.epochs(10):
+            for batch in shard.iter_torch_batches(batch_size=32):
+                ...
+
+    Args:
+        dataset_name: as in `TorchTrainer(datasets={name: ...})`; by default "train".
+        state_dict: of `state_dict()`, in a plain loop: the first pass is the rest of that one.
+
+    Raises:
+        UsageError: outside a train function, or the trainer has no such dataset.
+    """
+    global _shards_of
+    context = require_context("train.get_dataset_shard")
+    given: Given | None = _offered or context.options.get(OPTION)
+    name = "train" if dataset_name is None else dataset_name
+    known = sorted({*given.datasets, *given.tables}) if given is not None else []
+    if given is None or name not in known:
+        raise UsageError(
+            f"train.get_dataset_shard({name!r}): the trainer has no such dataset: expected one of "
+            f"TorchTrainer(datasets={{...}}), which are {', '.join(known) or 'none'}"
+        )
+    if _shards_of is not (context.engine or context.job_id):
+        _shards.clear()
+        _shards_of = context.engine or context.job_id
+    if name not in _shards:
+        _shards[name] = DatasetShard(name, given)
+        if context.engine is not None:
+            context.engine.at_close.callback(_shards[name].close)
+    if state_dict is not None:
+        _shards[name].load_state_dict(state_dict)
+    return _shards[name]
+
+
+def _table_of(given: Given, name: str) -> Table:
+    if name in given.tables:
+        return given.tables[name]
+    node, context = given.datasets[name].node, require_context("train.get_dataset_shard")
+    if not context.run_path:
+        return table_of(node, in_memory)
+    run = Files(context.run_path)
+    while (table := table_of_run(node, name, run, writes=False)) is None:
+        place = require_place("train.get_dataset_shard")
+        if place.world_rank == 0:
+            table = table_of_run(node, name, run, writes=True)
+            break
+        wait_a_moment(place)
+    if table is None:
+        raise UsageError(f"dataset {name!r} has no rows")
+    return table
+
+
+class DatasetShard(DataIterator):
+    """One dataset of the trainer, as this worker sees it."""
+
+    def __init__(self, name: str, given: Given) -> None:
+        """Read nothing yet.
+
+        Args:
+            name: of the dataset.
+            given: all of the trainer's.
+        """
+        self._name, self._config = name, given.config
+        self._is_split = given.config.splits(name)
+        context = require_context("train.get_dataset_shard")
+        super().__init__(
+            lambda: _table_of(given, name),
+            self._where,
+            max_ranks=context.max_workers,
+            num_feeders=given.config.num_feeders,
+            memory=given.config.shuffle_memory,
+        )
+        self._prepared: dict[Any, tuple[PreparedLoader, _Latest, Rows]] = {}
+
+    def _where(self) -> tuple[int, int]:
+        if not self._is_split:
+            return 0, 1
+        place = require_place("a dataset shard")
+        return place.world_rank, place.world_size
+
+    def iter_torch_batches(
+        self,
+        *,
+        batch_size: int | None = 256,
+        dtypes: Any = None,
+        device: Any = "auto",
+        collate_fn: Callable[[Any], Any] | None = None,
+        drop_last: bool = False,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+        global_batch_size: int | None = None,
+        weigh: Callable[[Any], Any] | None = None,
+        **others: Any,
+    ) -> ShardBatches:
+        """Return an iterable over batches: dicts of tensors on this worker's device.
+
+        In a loop over `train.epochs()` a batch is a micro-batch: a step takes V of them, which the
+        ranks share, so that it has the same rows at any world size. See `prepare_data_loader`.
+
+        Args:
+            batch_size: rows of a batch.
+            dtypes: a torch.dtype, or one for each column.
+            device: where to; "auto" is this worker's own.
+            collate_fn: takes a dict of arrays, returns the batch; its tensors go to the device.
+            drop_last: leave out the last step, or batch, that is not full.
+            local_shuffle_buffer_size: shuffle, in windows of row groups, as after
+                `random_shuffle`; the number itself has no effect.
+            local_shuffle_seed: of that.
+            global_batch_size: rows of a step; by default `batch_size` for each worker of the
+                largest group.
+            weigh: what a micro-batch counts in its step, such as its tokens.
+            others: Ray's, without effect here.
+        """
+        check_others("iter_torch_batches", others)
+        self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)
+        size = batch_size or 256
+        make = Collate(collate_fn, dtypes, _device_of(device))
+        return ShardBatches(
+            self,
+            make,
+            lambda: self._loader(size, make, drop_last, global_batch_size, weigh),
+            lambda: self._batches(size, drop_last=drop_last),
+        )
+
+    def _loader(
+        self, size: int, make: Collate, drop_last: bool, global_size: int | None, weigh: Any
+    ) -> PreparedLoader:
+        """Return the loader that gives micro-batches: one for all epochs."""
+        from torch.utils.data import DataLoader
+
+        from elastic.train.loaders import num_micro_batches, prepare_data_loader
+
+        key = (size, drop_last, global_size, self._shuffles)
+        if key not in self._prepared:
+            context = require_context("a dataset shard")
+            number = num_micro_batches(context, size, global_size)
+            table = self.shuffled_table()
+            lanes = table.lanes(number, size, self._memory)
+            rows = Rows(table, lanes, num_feeders=self._num_feeders)
+            collate = _Latest(make)
+            loader: Any = DataLoader(
+                rows,  # type: ignore[arg-type]
+                batch_size=size,
+                sampler=LaneOrder(rows),  # type: ignore[arg-type]
+                collate_fn=collate,
+                drop_last=drop_last,
+            )
+            prepared = prepare_data_loader(
+                loader, move_to_device=False, global_batch_size=number * size, weigh=weigh
+            )
+            self._prepared[key] = prepared, collate, rows
+        found, latest, _ = self._prepared[key]
+        latest.make = make
+        return found
+
+    def close(self) -> None:
+        """Stop what reads ahead."""
+        super().close()
+        for _, _, rows in self._prepared.values():
+            rows.close()
+        self._prepared = {}
+
+    def bytes_read(self) -> int:
+        """Return the bytes that this process has read from files."""
+        return super().bytes_read() + sum(rows.bytes_read for *_, rows in self._prepared.values())
+
+
+class _Latest:
+    """Collates as the newest call of `iter_torch_batches` says."""
+
+    def __init__(self, make: Collate) -> None:
+        self.make = make
+
+    def __call__(self, batch: Any) -> Any:
+        return self.make(batch)
+
+
+class ShardBatches:
+    """The batches of a shard; what they are is decided when a pass begins."""
+
+    def __init__(
+        self,
+        shard: DatasetShard,
+        make: Collate,
+        loader: Callable[[], PreparedLoader],
+        plain: Callable[[], Iterator[Any]],
+    ) -> None:
+        """Take the two ways of reading."""
+        self._shard, self._make, self._loader, self._plain = shard, make, loader, plain
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass."""
+        context = require_context("a dataset shard")
+        if self._is_in_steps(context):
+            return iter(self._loader())
+        return self._by_rank(context)
+
+    def _is_in_steps(self, context: WorkerContext) -> bool:
+        from elastic.train.loaders import is_trained_with
+
+        engine = context.engine
+        if engine is None or not engine.has_begun:
+            return False
+        return self._shard._is_split or is_trained_with(engine)
+
+    def _by_rank(self, context: WorkerContext) -> Iterator[Any]:
+        for batch in self._plain():
+            yield self._make(batch)
+            if context.engine is None or not context.engine.has_begun:
+                context.note_step()
+
+    def steps(self) -> Iterator[Step]:
+        """Begin a pass in steps; see `train.steps`."""
+        return self._loader().steps()
+
+    def steps_per_epoch(self) -> int:
+        """Return the optimizer steps of an epoch."""
+        return self._loader().steps_per_epoch()
+
+
+def _device_of(device: Any) -> Any:
+    from elastic.train.devices import get_device
+
+    return get_device() if device == "auto" else device

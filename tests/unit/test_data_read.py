@@ -1,0 +1,247 @@
+"""elastic.data: what is read, what the verbs make of it, and what is refused with file and row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from elastic import data
+from elastic.data.files import DataError
+from elastic.errors import UsageError
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    folder = tmp_path / "table"
+    folder.mkdir()
+    for number in range(3):
+        ids = np.arange(number * 40, number * 40 + 40)
+        rows = pa.table({"id": ids, "x": ids * 0.5, "name": [f"n{one}" for one in ids]})
+        pq.write_table(rows, folder / f"{number}.parquet", row_group_size=10)
+    (folder / "_SUCCESS").touch()
+    return folder
+
+
+def ids_of(rows: Any) -> list[int]:
+    return [row["id"] for row in rows]
+
+
+def test_files_come_in_a_stable_order_by_folder_pattern_and_list(table: Path) -> None:
+    assert ids_of(data.read_parquet(table).take_all()) == list(range(120))
+    assert ids_of(data.read_parquet(f"{table}/[12].parquet").iter_rows()) == list(range(40, 120))
+    several = [f"{table}/2.parquet", f"file://{table}/0.parquet"]
+    assert ids_of(data.read_parquet(several).take(41))[-1] == 0
+    with pytest.raises(DataError, match=r"nothing\*.parquet leads to no file"):
+        data.read_parquet(f"{table}/nothing*.parquet").count()
+    with pytest.raises(UsageError, match="storage_options"):
+        data.read_parquet(table, sorted=True)
+
+
+def test_verbs_make_rows_of_rows(table: Path) -> None:
+    ds = data.read_parquet(table)
+    assert "read_parquet" in repr(ds)
+    assert ds.count() == 120  # By the footers.
+    assert ds.columns() == ["id", "x", "name"]
+    assert "120 rows" in repr(ds)
+    assert ds.limit(2).rename_columns({"x": "y"}).drop_columns("name").take_all() == [
+        {"id": 0, "y": 0.0}, {"id": 1, "y": 0.5},
+    ]  # fmt: skip
+    twice = ds.flat_map(lambda row: [row, row]).select_columns(["id"])
+    assert ids_of(twice.take(4)) == [0, 0, 1, 1]
+    assert twice.count() == 240
+    kept = [
+        ds.filter(lambda row: row["id"] > 117), ds.filter(expr="id > 117 and name != 'x'"),
+        ds.filter(expr=pc.field("id") > 117),
+    ]  # fmt: skip
+    assert [ids_of(one.take_all()) for one in kept] == [[118, 119]] * 3
+    beside = data.range(120).zip(ds.select_columns(["id"]))
+    assert beside.take(1) == [{"id": 0, "id_1": 0}]
+    assert ids_of(ds.union(data.range(2)).select_columns(["id"]).take_all())[-2:] == [0, 1]
+    assert ds.add_column("z", lambda frame: frame["x"] * 2).take(2)[1]["z"] == 1.0
+    assert (ds.sum("id"), ds.min("x"), ds.max("id"), ds.mean("x")) == (7140, 0.0, 119, 29.75)
+    assert ids_of(ds.random_sample(0.5, seed=1).take_all()) == ids_of(
+        ds.random_sample(0.5, seed=1).iter_rows()
+    )
+    for parts in (ds.split(7), ds.random_shuffle(seed=2).train_test_split(0.1)):
+        assert sorted(one for part in parts for one in ids_of(part.take_all())) == list(range(120))
+    assert {one.count() for one in ds.split(7, equal=True)} == {17}
+    assert ds.repartition(4).count() == 120
+
+
+@pytest.mark.parametrize("form", ["numpy", "pandas", "pyarrow"])
+def test_functions_of_batches_get_the_form_that_they_ask_for(form: str) -> None:
+    kinds = {"numpy": dict, "pandas": "DataFrame", "pyarrow": pa.Table}
+
+    def check(batch: Any) -> Any:
+        kind = kinds[form]
+        assert type(batch).__name__ == kind if isinstance(kind, str) else type(batch) is kind
+        assert len(batch["id"]) <= 4
+        return batch
+
+    ds = data.range(10).map_batches(check, batch_format=form, batch_size=4)
+    assert ids_of(ds.take_all()) == list(range(10))
+
+
+def test_a_class_keeps_its_state_and_arrays_keep_their_shape() -> None:
+    class Scale:
+        made = 0
+
+        def __init__(self, factor: int) -> None:
+            Scale.made += 1
+            self.factor = factor
+
+        def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+            return {
+                "x": np.ones((len(batch["id"]), 2, 3)) * self.factor,
+                "t": torch.ones(len(batch["id"])),
+            }
+
+    ds = data.range(20).map_batches(Scale, batch_size=5, fn_constructor_args=[3], concurrency=2)
+    batches = list(ds.iter_torch_batches(batch_size=8, dtypes={"x": torch.float16}))
+    assert [tuple(one["x"].shape) for one in batches] == [(8, 2, 3), (8, 2, 3), (4, 2, 3)]
+    assert batches[0]["x"].dtype is torch.float16
+    assert float(batches[2]["x"].sum()) == 72
+    assert Scale.made == 1
+    with pytest.raises(UsageError, match=r"column 'item' holds str .* drop_columns"):
+        next(iter(data.from_items(["a", "b"]).iter_torch_batches()))
+
+
+def test_what_lies_in_memory_is_read_too(tmp_path: Path) -> None:
+    frame = data.from_items([{"a": 1, "b": [1, 2]}, {"a": 2, "b": [3, 4]}]).to_pandas()
+    assert data.from_pandas(frame).take_batch(2)["b"].tolist() == [[1, 2], [3, 4]]
+    assert data.from_arrow(pa.table({"a": [1, 2]})).take(1) == [{"a": 1}]
+    assert data.from_numpy(np.eye(3)).take_batch()["data"].shape == (3, 3)
+    pairs = torch.utils.data.TensorDataset(torch.arange(5), torch.arange(5) * 2)
+    assert [int(row["item"][1]) for row in data.from_torch(pairs).take_all()] == [0, 2, 4, 6, 8]
+    import datasets
+
+    plain = datasets.Dataset.from_dict({"a": [1, 2, 3]})
+    assert data.from_huggingface(plain).sum("a") == 6
+    stream = plain.to_iterable_dataset()
+    assert data.from_huggingface(stream).sum("a") == 6
+    with pytest.raises(UsageError, match=r"dataset\['train'\]"):
+        data.from_huggingface(datasets.DatasetDict({"train": plain}))
+
+
+def test_what_is_written_is_read_again(tmp_path: Path, table: Path) -> None:
+    ds = data.read_parquet(table)
+    for ending in ("parquet", "csv", "json"):
+        getattr(ds, f"write_{ending}")(tmp_path / ending)
+        assert getattr(data, f"read_{ending}")(tmp_path / ending).take_all() == ds.take_all()
+
+
+def test_other_files_become_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"id,s\n1,x\n2,y\n"))
+    assert data.read_csv(tmp_path / "a.csv.gz").take_all() == [
+        {"id": 1, "s": "x"},
+        {"id": 2, "s": "y"},
+    ]
+    (tmp_path / "list.json").write_text(json.dumps([{"a": 1}, {"a": 2}]))
+    assert data.read_json(tmp_path / "list.json").sum("a") == 3
+    (tmp_path / "t.txt").write_text("one\n\ntwo")
+    assert data.read_text(tmp_path / "t.txt").take_all() == [{"text": "one"}, {"text": "two"}]
+    np.save(tmp_path / "n.npy", np.arange(6).reshape(3, 2))
+    assert data.read_numpy(tmp_path / "n.npy").take_batch()["data"].tolist() == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+    from PIL import Image
+
+    for size in (4, 6):
+        Image.new("RGB", (size, 5), (size, 0, 0)).save(tmp_path / f"{size}.png")
+    images = data.read_images(tmp_path, size=(8, 9), include_paths=True)
+    assert images.take_batch()["image"].shape == (2, 8, 9, 3)
+    assert [row["path"][-5:] for row in images.take_all()] == ["4.png", "6.png"]
+    binary = data.read_binary_files(tmp_path / "t.txt")
+    assert binary.take_all() == [{"bytes": b"one\n\ntwo"}]
+
+
+# --------------------------------------------------------------------- what is refused
+
+
+def test_a_broken_file_and_a_changed_schema_are_named_or_left_out(table: Path) -> None:
+    pq.write_table(pa.table({"id": ["text"], "x": [1.0], "name": ["n"]}), table / "3.parquet")
+    with pytest.raises(DataError, match=r"column 'id' is int64 in .*0.parquet and string in .*3.p"):
+        data.read_parquet(table).count()
+    (table / "4.parquet").write_bytes(b"PAR1 nothing of the kind PAR1")
+    ds = data.read_parquet(table, on_error="skip")
+    assert ds.count() == 120
+    assert "2 files left out" in ds.stats()
+    assert data.read_parquet(table, columns=["x", "name"], on_error="skip").count() == 121
+
+
+def test_a_bad_row_is_named_or_left_out_with_a_count(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n3\n5,6\n")
+    with pytest.raises(DataError, match=r"a.csv: .*Row #3"):
+        data.read_csv(tmp_path / "a.csv").count()
+    ds = data.read_csv(tmp_path / "a.csv", on_error="skip")
+    assert ds.sum("a") == 6
+    assert "1 rows left out" in ds.stats()
+    (tmp_path / "a.json").write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
+    with pytest.raises(DataError, match=r"a.json, line 2 "):
+        data.read_json(tmp_path / "a.json").count()
+    ds = data.read_json(tmp_path / "a.json", on_error="skip")
+    assert ds.take_all() == [{"a": 1}, {"a": 3}]
+
+    def only_even(row: dict[str, Any]) -> dict[str, Any]:
+        return {"y": 1 // (1 - row["id"] % 2)}
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        data.range(4).map(only_even).take_all()
+    assert "of the row {id=1}" in str(getattr(caught.value, "__notes__", "of the row {id=1}"))
+    ds = data.range(4).map(only_even, on_error="skip")
+    assert ds.count() == 2
+    assert "2 rows left out" in ds.stats()
+
+
+def test_wrong_use_says_what_to_write() -> None:
+    ds = data.range(4)
+    for call, hint in (
+        (lambda: ds.sort("id"), r"ds.using\('dask'\).sort\(.*elastic-torch\[dask\]"),
+        (lambda: ds.groupby("id"), r"using\('dask'\)"),
+        (lambda: ds.using("spark"), "expected 'dask'"),
+        (lambda: ds.map(lambda row: 3).take(1), r"returned a int: expected a dict"),
+        (lambda: ds.map_batches(lambda b: {"a": [1], "b": [1, 2]}).take(1), "different lengths"),
+        (lambda: ds.map_batches(lambda b: b, batch_formt="x"), "unknown arguments: batch_formt"),
+        (lambda: ds.select_columns(["no"]).take(1), r"no column 'no'; expected some of \['id'\]"),
+        (lambda: ds.zip(data.range(3)).take(4), "different numbers of rows"),
+        (lambda: ds.filter(expr="id ** 2 > 3").take(1), "not understood"),
+        (lambda: ds.train_test_split(0.0), "test_size=0.0 of 4 rows"),
+        (lambda: ds.read_parquet(), "no attribute"),
+    ):  # fmt: skip
+        with pytest.raises((UsageError, AttributeError), match=hint):
+            call()
+
+
+def test_rows_on_s3_are_fetched_once_each(tmp_path: Path) -> None:
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    rows = pa.table({"id": np.arange(4000), "x": np.random.default_rng(0).random(4000)})
+    with fs.open("/bucket/a.parquet", "wb") as file:
+        pq.write_table(rows, file, row_group_size=500)
+    size = fs.size("/bucket/a.parquet")
+    iterator = data.read_parquet("memory://bucket/a.parquet").random_shuffle().iterator()
+    assert sorted(ids_of(iterator.iter_rows())) == list(range(4000))
+    assert iterator.bytes_read() <= 1.5 * size  # The footer is a good part of so small a file.
+    fs.rm("/bucket/a.parquet")
+
+
+def test_nothing_warns_and_nothing_is_left_open(table: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = len(os.listdir("/proc/self/fd"))
+        data.read_parquet(table).random_shuffle().take_all()
+        assert len(os.listdir("/proc/self/fd")) <= before + 1

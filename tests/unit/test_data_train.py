@@ -1,0 +1,276 @@
+"""Datasets in train functions: dealt out by steps and by rank, resumed, fed, refused if changed.
+
+In this process: `test_data.py` among the chaos tests has groups that lose workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+
+from elastic import data, train
+from elastic.data.feeders import Feeders
+from elastic.data.files import DataError
+from elastic.data.iterator import DataIterator
+from elastic.data.rows import LaneOrder, Rows
+from elastic.data.table import in_memory, table_of
+from elastic.errors import TrainingFailed, UsageError
+from elastic.train.torch import TorchTrainer, prepare_model, prepare_optimizer
+from tests.patience import wait_for
+
+ROWS = 6000
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 row groups of 100 rows each, in three files; a row has about 2 KB."""
+    folder = tmp_path_factory.mktemp("table")
+    generator = np.random.default_rng(0)
+    for number in range(3):
+        ids = np.arange(number * 2000, number * 2000 + 2000)
+        wide = pa.FixedSizeListArray.from_arrays(generator.random(2000 * 250), 250)
+        rows = pa.table({"id": ids, "wide": wide})
+        pq.write_table(rows, folder / f"{number}.parquet", row_group_size=100, compression=None)
+    return folder
+
+
+def noisy(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"id": batch["id"], "x": batch["wide"][:, :2] + np.random.rand(len(batch["id"]), 2)}
+
+
+# ------------------------------------------------------------------- trainers
+
+
+def fit(function: Any, storage: Path, *, name: str = "run", **options: Any) -> Any:
+    return TorchTrainer(
+        function,
+        scaling_config=train.ScalingConfig(num_workers=0),
+        run_config=train.RunConfig(storage_path=storage, name=name),
+        **options,
+    ).fit()
+
+
+def in_steps(config: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = prepare_model(nn.Linear(2, 1))
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    ids: list[int] = []
+    tested = []
+    for _ in train.epochs(2):
+        shard = train.get_dataset_shard("train")
+        for batch in shard.iter_torch_batches(batch_size=16, dtypes=config.get("dtypes")):
+            ids += batch["id"].tolist()
+            (model(batch["x"].float()) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            found = [
+                batch["id"]
+                for batch in train.get_dataset_shard("valid").iter_torch_batches(batch_size=64)
+            ]
+        tested = sorted(train.gather_for_metrics(found).tolist())
+    half = len(ids) // 2
+    return {
+        "once": [sorted(ids[:half]) == sorted(ids[half:]), len(set(ids)), half],
+        "other_order": ids[:half] != ids[half:],
+        "tested": tested,
+        "weights": model.module.weight.tolist(),
+    }
+
+
+def test_steps_see_each_row_once_and_feeders_change_no_bit(table: Path, tmp_path: Path) -> None:
+    ds = data.read_parquet(table).limit(203).map_batches(noisy)
+    first, last = ds.train_test_split(40)
+    given = {"train": first.random_shuffle(seed=4), "valid": last}
+    told = fit(in_steps, tmp_path, datasets=given, train_loop_config={}).return_value
+    assert told["once"] == [True, 163, 163]
+    assert told["other_order"]
+    assert told["tested"] == list(range(163, 203))
+    fed = fit(
+        in_steps, tmp_path, datasets=given, train_loop_config={}, name="fed",
+        dataset_config=train.DataConfig(num_feeders=1),
+    ).return_value  # fmt: skip
+    assert fed == told
+
+
+def by_rank() -> list[int]:
+    ids = []
+    for _ in range(2):
+        for batch in train.get_dataset_shard().iter_torch_batches(batch_size=50):
+            ids += batch["y"].tolist()
+    return ids
+
+
+def test_what_cannot_be_read_by_number_is_kept_with_the_run(tmp_path: Path) -> None:
+    rows = data.from_items([{"y": one} for one in range(90)])
+    kept = rows.flat_map(lambda row: [row, {"y": row["y"] + 0.5}]).filter(lambda row: row["y"] < 80)
+    ids = fit(by_rank, tmp_path, datasets={"train": kept}).return_value
+    assert ids == 2 * [one / 2 for one in range(160)]
+    saved = json.loads((tmp_path / "run" / "data" / "train.json").read_text())
+    assert saved["rows"] == 160
+    assert list((tmp_path / "run" / "data" / "train-0").glob("*.parquet"))
+
+
+def stops_once(config: dict[str, Any]) -> None:
+    ids = by_rank()
+    if not Path(config["mark"]).exists():
+        Path(config["mark"]).touch()
+        raise ValueError(f"stopped behind {len(ids)}")
+
+
+def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
+    for number in range(2):
+        rows = pa.table({"y": np.arange(30)})
+        pq.write_table(rows, tmp_path / f"{number}.parquet")
+    config = {"mark": str(tmp_path / "mark")}
+    given = {"train": data.read_parquet(str(tmp_path / "*.parquet"))}
+    with pytest.raises(TrainingFailed, match="stopped behind 120"):
+        fit(stops_once, tmp_path, datasets=given, train_loop_config=config)
+    changed = tmp_path / "1.parquet"
+    pq.write_table(pa.table({"y": np.arange(31)}), changed)
+    given = {"train": data.read_parquet(str(tmp_path / "*.parquet"))}
+    with pytest.raises(TrainingFailed, match=r"'train': the run has begun with other .*1.parquet"):
+        fit(stops_once, tmp_path, datasets=given, train_loop_config=config)
+    changed.unlink()
+    given = {"train": data.read_parquet(str(tmp_path / "*.parquet"))}
+    with pytest.raises(TrainingFailed, match=r"1.parquet is gone"):
+        fit(stops_once, tmp_path, datasets=given, train_loop_config=config)
+
+
+def test_wrong_datasets_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"datasets\['train'\] is a list: expected what"):
+        TorchTrainer(by_rank, datasets={"train": [1]})  # type: ignore[dict-item]
+    with pytest.raises(TrainingFailed, match=r"no such dataset: .*which are none"):
+        fit(by_rank, tmp_path)
+
+
+# ---------------------------------------------------------- what is read, and from where
+
+
+def shares(table: Path, world_size: int, lanes: int) -> tuple[list[list[int]], int]:
+    """Return the ids that each rank reads in an epoch of steps, and the bytes of all."""
+    rows_of_all, total = [], 0
+    for rank in range(world_size):
+        rows = reader_of(table, lanes)
+        steps, ids = rows._steps, []
+        for step in range(steps.steps):
+            for number in range(rank * lanes // world_size, (rank + 1) * lanes // world_size):
+                first, last = steps.positions(step, number)
+                if first < last:
+                    ids += rows.__getitems__(range(first, last))["id"].to_pylist()
+        rows_of_all.append(ids)
+        total += rows.bytes_read
+        rows.close()
+    return rows_of_all, total
+
+
+def reader_of(table: Path, lanes: int) -> Rows:
+    whole = table_of(data.read_parquet(table).random_shuffle(seed=1).node, in_memory)
+    # As for a large table: windows of two row groups.
+    object.__setattr__(whole, "is_small", False)
+    return Rows(whole, whole.lanes(lanes, 25, memory=2 * lanes * 2 * 210_000))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_epoch_reads_the_table_once(table: Path, world_size: int) -> None:
+    rows, read = shares(table, world_size, lanes=3)
+    assert sorted(one for some in rows for one in some) == list(range(ROWS))
+    size = sum(os.path.getsize(one) for one in table.glob("*.parquet"))
+    # Blocks at the ends of lanes are read by both.
+    assert read <= (1 + (world_size - 1) / 60 + 0.02 * world_size) * size
+
+
+def test_who_begins_late_in_an_epoch_reads_two_windows_and_holds_no_more(table: Path) -> None:
+    rows = reader_of(table, lanes=2)
+    begin = int(0.9 * ROWS / 50) * 50
+    rows.__getitems__(range(begin, begin + 25))
+    reader: Any = rows._reader
+    for coming in list(reader._coming.values()):
+        coming.result()
+    assert len(reader._held) + len(reader._coming) <= 4
+    assert rows.bytes_read <= 6 * 210_000
+    most = 0
+    for step in range(int(begin / 50), int(ROWS / 50)):
+        for number in range(2):
+            first = step * 50 + number * 25
+            rows.__getitems__(range(first, first + 25))
+            most = max(most, len(reader._held))
+    assert most <= 8
+    rows.close()
+
+
+def test_a_plain_pass_goes_on_elsewhere_at_another_size(table: Path) -> None:
+    node = data.read_parquet(table).select_columns(["id"]).random_shuffle(seed=3).node
+    whole = table_of(node, in_memory)
+
+    def member(rank: int, world_size: int) -> DataIterator:
+        return DataIterator(lambda: whole, lambda: (rank, world_size))
+
+    seen: list[int] = []
+    states = []
+    for rank in range(3):
+        iterator = member(rank, 3)
+        batches: Iterator[Any] = iter(iterator.iter_torch_batches(batch_size=70))
+        for _ in range(11):
+            seen += next(batches)["id"].tolist()
+        states.append(json.loads(json.dumps(iterator.state_dict())))
+    assert states[0] == states[1] == states[2]
+    for rank in range(2):
+        iterator = member(rank, 2)
+        iterator.load_state_dict(states[0])
+        for batch in iterator.iter_batches(batch_size=64):
+            seen += batch["id"].tolist()
+        assert iterator.state_dict() == {"epoch": 1, "left": None}
+        assert sum(1 for _ in iterator.iter_rows()) == ROWS // 2
+    assert sorted(seen) == list(range(ROWS))
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": np.arange(100)}), path, row_group_size=10)
+    whole = table_of(data.read_parquet(path).node, in_memory)
+    pq.write_table(pa.table({"id": np.arange(101)}), path, row_group_size=10)
+    iterator = DataIterator(lambda: whole, lambda: (0, 1))
+    with pytest.raises(DataError, match=r"changed since it was listed: .*a.parquet had"):
+        next(iterator.iter_rows())
+
+
+# ----------------------------------------------------------------------------- feeders
+
+
+def test_feeders_that_die_or_raise_lose_nothing(table: Path) -> None:
+    def picky(batch: dict[str, Any]) -> dict[str, Any]:
+        if 777 in batch["id"]:
+            raise ValueError("777 is odd")
+        return {"id": batch["id"], "pid": np.full(len(batch["id"]), os.getpid())}
+
+    ds = data.read_parquet(table).limit(900).map_batches(picky, batch_size=None)
+    whole = table_of(ds.node, in_memory)
+    rows = Rows(whole, whole.lanes(1, 25), num_feeders=2)
+    feeders: Any = rows._feeders
+    assert isinstance(feeders, Feeders)
+    wait_for(lambda: all(one.is_ready for one in feeders._feeders), "two feeders")
+    order = LaneOrder(rows).of(0)
+    ids, pids = [], set()
+    for first in range(0, 775, 25):
+        batch = rows.__getitems__(order[first : first + 25])
+        ids += batch["id"].tolist()
+        pids.update(batch["pid"].tolist())
+        if first == 250:
+            for pid in feeders.pids():
+                os.kill(pid, 9)
+    assert ids == list(range(775))
+    assert pids - {os.getpid()}
+    with pytest.raises(ValueError, match="777 is odd"):
+        rows.__getitems__(order[775:800])
+    rows.close()
