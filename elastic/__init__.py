@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic import train
+    from elastic import train, tune
     from elastic.train.cluster import (
         available_resources,
         cluster_resources,
@@ -35,6 +35,7 @@ __all__ = [
     "remote",
     "shutdown",
     "train",
+    "tune",
 ]
 
 _HOME = {
@@ -75,8 +76,8 @@ def __getattr__(name: str) -> Any:
         AttributeError: the package has no such name.
         ImportError: it has no such part, and says what to use.
     """
-    if name == "train":
-        return import_module("elastic.train")
+    if name in ("train", "tune"):
+        return import_module(f"elastic.{name}")
     if name in _NOT_HERE:
         raise AttributeError(
             f"elastic.{name}: Ray has it, and there is none here: {_NOT_HERE[name]} "
