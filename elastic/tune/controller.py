@@ -12,7 +12,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elastic.client.attempts import note_end
@@ -28,6 +28,7 @@ from elastic.core.world import ENDED, JobPhase
 from elastic.errors import ElasticError, NotFound, Refused, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.metrics import MetricsReader
+from elastic.storage.run_directory import RunDirectory
 from elastic.storage.study_log import StudyLog
 from elastic.train.cluster import check_fits
 from elastic.train.metrics import as_reported
@@ -81,13 +82,33 @@ class Following:
     """What the driver knows of a trial's present job beside the log.
 
     Attributes:
+        run: its run directory.
+        waiting: rows that were read and do not count yet: see `ready`.
         view: newest one, None before the first.
     """
 
     watch: Watch
     reader: MetricsReader
     numbering: Numbering
+    run: RunDirectory
+    waiting: list[dict[str, Any]] = field(default_factory=list)
     view: JobView | None = None
+
+    def ready(self, *, is_over: bool) -> list[dict[str, Any]]:
+        """Return the rows that count from now on.
+
+        One that came with a checkpoint counts once that is committed: who is stopped because of
+        the report is to leave its checkpoint behind. Where a later row is there, or nothing more
+        can come, it is not waited for.
+        """
+        self.waiting += self.reader.read()
+        ready = self.waiting
+        last = ready[-1] if ready else {}
+        name = "" if is_over else last.get("checkpoint", "")
+        if name and not self.run.is_committed(name):
+            ready = ready[:-1]
+        self.waiting = self.waiting[len(ready) :]
+        return ready
 
 
 class Controller:
@@ -289,11 +310,12 @@ class Controller:
         before = self._following.pop(trial.number, None)
         if before is not None:
             before.watch.close()
-        files = self._log.files.folder(trial.attempt.run)
+        run = RunDirectory(self._log.files.folder(trial.attempt.run).path)
         self._following[trial.number] = Following(
             Watch(self._client, trial, self._events),
-            MetricsReader(files, 0),
+            MetricsReader(run.files, 0),
             Numbering(trial.attempt, trial.reports),
+            run,
         )
 
     # --------------------------------------------------------------------------- what comes
@@ -326,13 +348,13 @@ class Controller:
             if view.record.spec.job_id == trial.attempt.job_id:
                 self._take_end(trial, view)
 
-    def _read(self, numbers: set[int]) -> None:
+    def _read(self, numbers: set[int], *, is_over: bool = False) -> None:
         """Take the new reports of some trials, in the order in which they were made."""
         rows = []
         for number in numbers & set(self._following):
             trial = self.study.trials[number]
             if not trial.is_over and not trial.verdict:
-                new = self._following[number].reader.read()
+                new = self._following[number].ready(is_over=is_over)
                 rows += [(row.get("unix_ns", 0), number, n, row) for n, row in enumerate(new)]
         rows.sort(key=lambda one: one[:3])
         attempts = {number: len(self.study.trials[number].attempts) for number in numbers}
@@ -494,7 +516,7 @@ class Controller:
     def _take_end(self, trial: Trial, view: JobView) -> None:
         record = view.record
         path = self._log.files.folder(trial.attempt.run).path
-        self._read({trial.number})
+        self._read({trial.number}, is_over=True)
         phase, reason, error = record.phase, record.reason, None
         state = TrialState(phase.value)
         if trial.verdict:

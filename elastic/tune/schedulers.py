@@ -92,9 +92,9 @@ class TrialScheduler:
             trial.number,
             curve,
             trial.rungs,
-            trial.is_over,
+            trial.is_over or bool(trial.verdict),
             trial.state is TrialState.SUCCEEDED,
-            trial.state is TrialState.PAUSED,
+            trial.state is TrialState.PAUSED and not trial.verdict,
         )
 
     def _at(self, metrics: Mapping[str, Any], number: int) -> Any:
