@@ -11,6 +11,7 @@ Rule: a line is there before what it says is done. One driver writes at a time.
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 from elastic.core.study import Study
@@ -57,7 +58,8 @@ class StudyLog:
         """
         if not events:
             return
-        text = "".join(json.dumps(event) + "\n" for event in events)
+        moment = round(time.time(), 3)
+        text = "".join(json.dumps({"t": moment, **event}) + "\n" for event in events)
         if self.files.is_object_store:
             name = f"{PARTS}/{self._num_parts:08d}.jsonl"
             data = text.encode()

@@ -46,7 +46,7 @@ class TrialScheduler:
         self.time_attr, self.metric, self.mode = time_attr, metric, mode
 
     def bind(self, metric: str, mode: str, seed: int) -> None:
-        """Take what the tuner has been given.
+        """Take what the tuner has been given; "" for nothing.
 
         Raises:
             ConfigError: there is no metric at all, or two different ones.

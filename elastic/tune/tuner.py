@@ -18,7 +18,7 @@ from elastic.storage.files import Files
 from elastic.storage.run_record import Owner
 from elastic.storage.study_log import StudyLog
 from elastic.train.beginning import absolute
-from elastic.train.cluster import require_cluster
+from elastic.train.cluster import check_fits, require_cluster
 from elastic.train.config import RunConfig
 from elastic.train.filesystems import url_in
 from elastic.train.trainer import DEFAULT_STORAGE, DataParallelTrainer
@@ -32,6 +32,7 @@ from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searc
 from elastic.tune.session import Trainable, as_trainable
 from elastic.tune.stopper import as_stopper
 from elastic.tune.trials import LOOP, Recipe, split_config
+from elastic.worker import context as worker_context
 
 TUNER_FILE = "tuner.pkl"
 NAME_CHARS_MAX = 80
@@ -164,51 +165,65 @@ class Tuner:
             StorageError: the study's directory cannot be written.
             CoordinatorUnreachable: the cluster does not answer.
         """
-        log = self._restored() if self._path else self._begun()
-        self._path = log.files.path
-        settings = log.study.settings
-        plan = self._plan(log)
-        owner = asdict(Owner.this_process())
-        log.add({"e": "opened", "owner": owner})
-        spec = plan.recipe.trainer(f"{settings['name']}_00000", self._some_config()).job_spec()
+        if worker_context.current() is not None:
+            raise UsageError(
+                "Tuner.fit: this process is a worker of a job, and trials are jobs of their own: "
+                "run the script itself, with ELASTIC_COORD for a cluster that is there"
+            )
+        log = StudyLog(self._path or self._own_path())
+        if log.is_there and not self._path:
+            raise NameTaken(
+                f"a study is there already in {log.files.path}: go on with it by tune.Tuner.restore"
+                f"({log.files.path!r}, trainable).fit(), choose another name, or remove it"
+            )
+        recipe = Recipe(self._trainable, self._run_config, log.files.path)
+        # What cannot run at all is known before anything is written.
+        spec = recipe.trainer("trial", self._some_config()).job_spec()
         cluster = require_cluster(spec.min_workers, spec.max_workers)
-        plan.callbacks.tell("setup", **settings)
         with Client(cluster.address, cluster.access) as client:
+            if cluster.is_embedded:
+                check_fits(spec, [known.node for known in client.status().view.nodes])
+            if self._path:
+                self._go_on(log)
+            else:
+                self._begin(log)
+            self._path = log.files.path
+            recipe.store()
+            plan = self._plan(log, recipe)
+            plan.callbacks.tell("setup", **log.study.settings)
+            log.add({"e": "opened", "owner": asdict(Owner.this_process())})
             Controller(log, plan, client, cluster).run()
         return ResultGrid(log)
 
     # ----------------------------------------------------------------- a study begins or goes on
 
-    def _begun(self) -> StudyLog:
-        """Begin a study: its directory, what it is made of, and the first line of its log."""
-        config = self._tune_config
+    def _own_path(self) -> str:
         name = self._run_config.name or self._own_name()
         if len(name) > NAME_CHARS_MAX:
             raise ConfigError(
                 f"RunConfig(name={name!r}): of a study expected at most {NAME_CHARS_MAX} characters"
             )
-        log = StudyLog(run_path_of(str(self._run_config.storage_path or DEFAULT_STORAGE), name))
-        if log.is_there:
-            raise NameTaken(
-                f"study {name} is there already in {log.files.path}: go on with it by "
-                f"tune.Tuner.restore({log.files.path!r}, trainable).fit(), or choose another name"
-            )
+        return run_path_of(str(self._run_config.storage_path or DEFAULT_STORAGE), name)
+
+    def _begin(self, log: StudyLog) -> None:
+        """Begin a study: what it is made of, and the first line of its log."""
+        config = self._tune_config
         self._store(log.files)
         seed = secrets.randbits(32) if config.seed is None else config.seed
+        scheduler = config.scheduler or FIFOScheduler()
         settings = {
-            "name": name,
-            "metric": config.metric,
-            "mode": config.mode,
+            "name": log.files.path.rpartition("/")[2],
+            "metric": config.metric or scheduler.metric,
+            "mode": config.mode or scheduler.mode,
             "num_samples": config.num_samples,
             "seed": seed,
             "total": self._total(seed),
             "format": 1,
         }
         log.add({"e": "study", "settings": settings})
-        return log
 
-    def _restored(self) -> StudyLog:
-        log = StudyLog(self._path)
+    def _go_on(self, log: StudyLog) -> None:
+        """Say in the log what becomes of trials that have not ended, or have failed."""
         known = log.study.owner
         if known is not None and Owner(**known).is_other_and_alive():
             raise NameTaken(
@@ -222,7 +237,6 @@ class Tuner:
             elif not trial.is_over and not unfinished:
                 reason = "not resumed: resume_unfinished=False"
                 log.add({"e": "ended", "trial": trial.number, "phase": "stopped", "reason": reason})
-        return log
 
     def _store(self, files: Files) -> None:
         """Write what the study is made of, for `restore`."""
@@ -248,15 +262,10 @@ class Tuner:
 
     # ---------------------------------------------------------------------------- what runs it
 
-    def _plan(self, log: StudyLog) -> Plan:
-        config, settings = self._tune_config, log.study.settings
-        metric, mode, seed = config.metric or "", config.mode or "max", int(settings["seed"])
-        recipe = Recipe(self._trainable, self._run_config, log.files.path)
-        recipe.store()
+    def _plan(self, log: StudyLog, recipe: Recipe) -> Plan:
+        config, seed = self._tune_config, int(log.study.settings["seed"])
         scheduler: TrialScheduler = config.scheduler or FIFOScheduler()
-        scheduler.bind(metric, mode, seed)
-        if not config.metric and scheduler.metric:
-            settings.update(metric=scheduler.metric, mode=scheduler.mode)
+        scheduler.bind(config.metric or "", config.mode or "", seed)
         failures = self._run_config.failure_config
         return Plan(
             recipe=recipe,
