@@ -16,7 +16,7 @@ from rich.table import Table
 
 from elastic.client.show import coloured, new_table
 from elastic.client.wording import duration
-from elastic.core.study import Study, Trial, TrialState
+from elastic.core.study import Study, Trial, TrialState, number_of
 
 ROWS_MAX = 30
 """Of a live table: those that run first, then the best, then the newest."""
@@ -125,8 +125,6 @@ def study_table(
 
 
 def _value(study: Study, metrics: Mapping[str, Any]) -> float | None:
-    from elastic.core.study import number_of
-
     return number_of(metrics.get(study.metric))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -41,7 +41,7 @@ class Attempt:
     """One job of a trial; a trial that took over another one's checkpoint has several.
 
     Attributes:
-        job_id: drawn before it was submitted.
+        job_id: drawn before it was submitted; "" as long as there is none, or none any more.
         run: name of the job and of the run directory, below the study's.
         begins: a checkpoint's name -> the report that it came with: of those that it may begin
             with and that no report of this run directory names.
@@ -84,6 +84,7 @@ class Trial:
         config: what the trainable is called with.
         pickled: the same where JSON cannot say it, base64; "" otherwise.
         proposal: config and pickled as they were proposed; a scheduler may have changed them since.
+        attempts: one for each run directory, with its newest job.
         reports: those that count, oldest first.
         rungs: resource -> value, where a scheduler has judged it.
         verdict: why it is to end, "" as long as it is not.
@@ -103,6 +104,11 @@ class Trial:
     reason: str = ""
     error: Mapping[str, str] | None = None
     started_unix_ns: int = 0
+
+    @property
+    def trial_id(self) -> str:
+        """Return its name, which is its id."""
+        return self.name
 
     @property
     def is_over(self) -> bool:
@@ -180,6 +186,8 @@ class Study:
     def _started(self, trial: Trial, event: Event) -> None:
         begins = {str(name): int(n) for name, n in event.get("begins", {}).items()}
         begun = Attempt(str(event["job"]), str(event["run"]), begins, str(event.get("from", "")))
+        if trial.attempts and trial.attempt.run == begun.run:
+            trial.attempts.pop()  # The same run goes on as another job.
         trial.attempts.append(begun)
         trial.started_unix_ns = trial.started_unix_ns or int(event.get("unix_ns", 0))
         trial.state = TrialState.RUNNING
@@ -205,6 +213,9 @@ class Study:
             trial.state = TrialState.PAUSED
         elif what == "exploit":
             trial.config, trial.pickled = event.get("config"), str(event.get("pickled", ""))
+            begins = {str(event["checkpoint"]): trial.iteration}
+            trial.attempts.append(Attempt("", str(event["run"]), begins, str(event["from"])))
+            trial.state = TrialState.PENDING
         trial.reason = str(event.get("reason", ""))
 
     def _resumed(self, trial: Trial, event: Event) -> None:
@@ -212,7 +223,9 @@ class Study:
 
     def _left(self, trial: Trial, event: Event) -> None:
         # Its job is gone; another one goes on in the same run directory, or in a new one.
-        trial.state, trial.error, trial.verdict = TrialState.PENDING, None, ""
+        if trial.state is not TrialState.PAUSED:
+            trial.state, trial.error, trial.verdict = TrialState.PENDING, None, ""
+        trial.attempts[-1] = replace(trial.attempt, job_id="")
         if event.get("anew"):
             trial.reports, trial.rungs = [], {}
             trial.attempts.append(Attempt("", f"{trial.name}-{len(trial.attempts) + 1}"))

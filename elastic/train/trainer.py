@@ -391,15 +391,19 @@ class DataParallelTrainer:
                 taken = error
         raise taken
 
-    def submit_as(self, job_id: JobId, client: Client, cluster: Cluster) -> JobSpec:
-        """Submit the run without following it, under an id that was drawn before; for tuners.
+    def submit(self, spec: JobSpec, client: Client, cluster: Cluster) -> JobSpec:
+        """Submit the run without following it, with an id that was drawn before; for tuners.
+
+        Args:
+            spec: what `job_spec` returned, with its id.
+            client: of the cluster.
+            cluster: where.
 
         Raises:
             NameTaken: a job of its name runs, or its directory holds something else.
             UsageError: the run cannot work like this.
             StorageError: the run directory cannot be made.
         """
-        spec = replace(self.job_spec(cluster.env), job_id=job_id)
         return self._begin(client, cluster, spec, b"")
 
     def job_spec(self, env: Mapping[str, str] = MappingProxyType({})) -> JobSpec:

@@ -11,8 +11,8 @@ import contextlib
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from elastic.client.attempts import note_end
@@ -23,7 +23,7 @@ from elastic.client.wording import world_size
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.tuning.verdict import Act, Verdict
 from elastic.core.study import ITERATION, Attempt, Study, Trial, TrialState, number_of
-from elastic.core.view import JobView
+from elastic.core.view import JobView, NodeView
 from elastic.core.world import ENDED, JobPhase
 from elastic.errors import ElasticError, NotFound, Refused, UsageError
 from elastic.runtime.clock import SystemClock
@@ -33,13 +33,15 @@ from elastic.storage.study_log import StudyLog
 from elastic.train.cluster import check_fits
 from elastic.train.metrics import as_reported
 from elastic.tune.callback import Callbacks
+from elastic.tune.following import Events, Following, Numbering, Watch
 from elastic.tune.schedulers import TrialScheduler
 from elastic.tune.search import Exhausted, Searcher
 from elastic.tune.stopper import Stopper
-from elastic.tune.taking import TAKEN, Taken, next_run, take_newest
-from elastic.tune.trials import Numbering, Recipe, Watch, from_log, room_for, to_log
+from elastic.tune.taking import TAKEN, next_run, take_newest
+from elastic.tune.trials import Recipe, from_log, room_for, to_log
 
 if TYPE_CHECKING:
+    from elastic.core.config import JobSpec
     from elastic.train.cluster import Cluster
 
 TICK_S = 0.25
@@ -77,51 +79,18 @@ class Plan:
     is_quiet: bool = False
 
 
-@dataclass
-class Following:
-    """What the driver knows of a trial's present job beside the log.
-
-    Attributes:
-        run: its run directory.
-        waiting: rows that were read and do not count yet: see `ready`.
-        view: newest one, None before the first.
-    """
-
-    watch: Watch
-    reader: MetricsReader
-    numbering: Numbering
-    run: RunDirectory
-    waiting: list[dict[str, Any]] = field(default_factory=list)
-    view: JobView | None = None
-
-    def ready(self, *, is_over: bool) -> list[dict[str, Any]]:
-        """Return the rows that count from now on.
-
-        One that came with a checkpoint counts once that is committed: who is stopped because of
-        the report is to leave its checkpoint behind. Where a later row is there, or nothing more
-        can come, it is not waited for.
-        """
-        self.waiting += self.reader.read()
-        ready = self.waiting
-        last = ready[-1] if ready else {}
-        name = "" if is_over else last.get("checkpoint", "")
-        if name and not self.run.is_committed(name):
-            ready = ready[:-1]
-        self.waiting = self.waiting[len(ready) :]
-        return ready
-
-
 class Controller:
     """Runs one study to its end."""
 
     def __init__(self, log: StudyLog, plan: Plan, client: Client, cluster: Cluster) -> None:
         """Prepare; see `run`."""
         self._log, self._plan, self._client, self._cluster = log, plan, client, cluster
-        self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self._events: Events = queue.SimpleQueue()
         self._following: dict[int, Following] = {}
         self._stop_reason = ""
         self._is_leaving = False
         self._room = 0
+        self._nodes: Sequence[NodeView] = ()
         self._looked = self._since = time.monotonic()
         self._same: deque[str] = deque(maxlen=SAME_FAILURES_MAX)
         self._view = StudyView(log.study, is_quiet=plan.is_quiet)
@@ -193,6 +162,8 @@ class Controller:
                 metrics = self._said(trial, report.number, report.metrics, report.seconds)
                 self._plan.stopper(trial.name, metrics)
         for trial in self.study.trials:
+            if len(trial.attempts) > 1 and not trial.is_over:
+                self._leave(trial.attempts[-2])
             is_to_begin = trial.is_over or trial.state is TrialState.PENDING
             if is_to_begin or self._find(trial):
                 continue
@@ -203,6 +174,8 @@ class Controller:
 
     def _find(self, trial: Trial) -> bool:
         """Follow a trial's job if the cluster knows it, and do what was decided of it."""
+        if not trial.attempt.job_id:
+            return False
         try:
             phase = self._client.get(trial.attempt.job_id).record.phase
         except NotFound:
@@ -260,9 +233,12 @@ class Controller:
             self._log.add({"e": "exhausted"})
             return None
         if config is None:
-            if all(trial.is_over for trial in self.study.trials):
+            if all(t.is_over or t.state is TrialState.PAUSED for t in self.study.trials):
+                paused = sum(t.state is TrialState.PAUSED for t in self.study.trials)
                 raise UsageError(
-                    f"{type(self._plan.search).__name__} proposes nothing although no trial runs"
+                    f"{type(self._plan.search).__name__} proposes nothing although no trial runs "
+                    f"({paused} are paused until others have come as far): let it propose more at "
+                    f"once"
                 )
             return None
         event = {"e": "proposed", "trial": number, "name": name, **to_log(dict(config))}
@@ -271,38 +247,34 @@ class Controller:
         self._log.add(event)
         return self.study.trials[number]
 
-    def _start(self, trial: Trial, taken: Taken | None = None) -> None:
-        """Submit a trial's job, in a run directory of its own where it took over a checkpoint."""
+    def _start(self, trial: Trial) -> None:
+        """Submit a trial's job, in the run directory that it has by now."""
         known = trial.attempts[-1] if trial.attempts else Attempt("", trial.name)
-        if taken is not None:
-            begins = {taken.name: trial.iteration}
-            known = Attempt("", next_run(trial), begins, taken.path)
         config = from_log(trial.config, trial.pickled)
         trainer = self._plan.recipe.trainer(known.run, config, known.resume_from)
-        self._check(trial, trainer.job_spec())
-        job_id = new_job_id()
+        spec = replace(trainer.job_spec(self._cluster.env), job_id=new_job_id())
+        self._check(trial, spec)
         self._log.add(
             {
                 "e": "started",
                 "trial": trial.number,
-                "job": job_id,
+                "job": spec.job_id,
                 "run": known.run,
                 "unix_ns": self._clock.unix_ns(),
                 "begins": dict(known.begins),
                 "from": known.resume_from,
             }
         )
-        trainer.submit_as(job_id, self._client, self._cluster)
+        trainer.submit(spec, self._client, self._cluster)
         self._follow(trial)
         self._view.moved(f"trial {trial.label} started: {config_line(config)}")
         self._plan.callbacks.tell("on_trial_start", trials=self.study.trials, trial=trial)
 
-    def _check(self, trial: Trial, spec: Any) -> None:
+    def _check(self, trial: Trial, spec: JobSpec) -> None:
         """Refuse what would wait for ever."""
         if self._cluster.is_embedded:
-            nodes = [view.node for view in self._client.status().view.nodes]
             try:
-                check_fits(spec, nodes)
+                check_fits(spec, [view.node for view in self._nodes])
             except UsageError as error:
                 raise UsageError(f"trial {trial.label}: {error}") from None
 
@@ -458,22 +430,27 @@ class Controller:
         """Let a trial go on from another one's newest checkpoint, with a config of its own."""
         config = self._plan.scheduler.explore(trial, from_log(donor.config, donor.pickled))
         # Copied: the donor trains on, and may delete it.
-        target = self._log.files.folder(f"{TAKEN}/{next_run(trial)}").path
+        run, old = next_run(trial), trial.attempt
+        target = self._log.files.folder(f"{TAKEN}/{run}").path
         taken = take_newest(self._log.files.folder(donor.attempt.run).path, target)
         if taken is None:
             reason = f"trial {donor.label} has no checkpoint to go on from yet"
             self._log.add({**event, "what": Act.GO_ON.value, "reason": reason})
             self._view.say(f"trial {trial.label} goes on as it is: {reason}")
             return
-        event.update({"donor": donor.number, "checkpoint": taken.path}, **to_log(config))
-        self._log.add(event)
+        event.update({"donor": donor.number, "run": run}, **to_log(config))
+        self._log.add({**event, "checkpoint": taken.name, "from": taken.path})
         self._view.moved(f"trial {trial.label}: {event['reason']}: {config_line(config)}")
-        old = trial.attempt
+        self._leave(old)
+        self._start(trial)
+
+    def _leave(self, attempt: Attempt) -> None:
+        """Stop the job of a run that its trial has left for another one."""
+        reason = "its trial goes on from another one's checkpoint"
         with contextlib.suppress(Refused, NotFound):
-            self._client.stop(old.job_id, event["reason"], now=True)
-        run_path = self._log.files.folder(old.run).path
-        note_end(run_path, old.job_id, JobPhase.STOPPED, event["reason"])
-        self._start(trial, taken)
+            self._client.stop(attempt.job_id, reason, now=True)
+        run_path = self._log.files.folder(attempt.run).path
+        note_end(run_path, attempt.job_id, JobPhase.STOPPED, reason)
 
     def _halt(self, trial: Trial, reason: str) -> None:
         """Stop a trial's job; its end comes as that of any other."""
@@ -517,6 +494,8 @@ class Controller:
         record = view.record
         path = self._log.files.folder(trial.attempt.run).path
         self._read({trial.number}, is_over=True)
+        if trial.attempt.job_id != record.spec.job_id:
+            return  # Its last report let it go on from another one's checkpoint.
         phase, reason, error = record.phase, record.reason, None
         state = TrialState(phase.value)
         if trial.verdict:
@@ -609,4 +588,5 @@ class Controller:
             trial = self.study.trials[-1]
             config = from_log(trial.config, trial.pickled)
             spec = self._plan.recipe.trainer(trial.name, config).job_spec()
-            self._room = room_for(spec, self._client.status().view.nodes)
+            self._nodes = self._client.status().view.nodes
+            self._room = room_for(spec, self._nodes)

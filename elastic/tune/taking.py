@@ -31,8 +31,7 @@ class Taken:
 
 def next_run(trial: Trial) -> str:
     """Return the name of the run in which a trial goes on from a checkpoint of another one."""
-    begun = {attempt.run for attempt in trial.attempts}
-    return f"{trial.name}-{len(begun) + 1}"
+    return f"{trial.name}-{len(trial.attempts) + 1}"
 
 
 def take_newest(run_path: str, target: str) -> Taken | None:

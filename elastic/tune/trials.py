@@ -1,4 +1,4 @@
-"""Trials as jobs: what a trial runs, under which name, and which of its reports count.
+"""Trials as jobs: what a trial runs, under which name, with which config.
 
 Rule: a trial's job is named after study and trial, and its id is in the log before it is
 submitted: a driver that comes back finds it, and nothing is submitted twice.
@@ -9,16 +9,13 @@ from __future__ import annotations
 import base64
 import copy
 import json
-import queue
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from elastic.core.study import Attempt, Report, Trial
-from elastic.core.view import JobView, NodeView
+from elastic.core.view import NodeView
 from elastic.core.world import NodePhase
 from elastic.errors import ConfigError, UsageError
 from elastic.storage.files import Files
@@ -28,7 +25,6 @@ from elastic.train.trainer import DataParallelTrainer
 from elastic.tune.session import Objective, Trainable, parameters_of
 
 if TYPE_CHECKING:
-    from elastic.client.jobs import Client
     from elastic.core.config import JobSpec
 
 LOOP = "train_loop_config"
@@ -192,75 +188,3 @@ def _shown(value: Any) -> Any:
         return [_shown(part) for part in value]
     plain = value is None or isinstance(value, (bool, int, float, str))
     return value if plain else getattr(value, "__name__", repr(value))
-
-
-# ------------------------------------------------------------------------ which reports count
-
-
-class Numbering:
-    """Numbers the reports of a run: one that is made again after a loss has its number again.
-
-    In a loop over `train.epochs()` a place tells it. Other code begins again in a new process, with
-    a checkpoint or from the start, and counts on from there.
-    """
-
-    def __init__(self, attempt: Attempt, reports: Sequence[Report]) -> None:
-        """Begin before the first row of a run directory.
-
-        Args:
-            attempt: the present one.
-            reports: those of the trial that are known.
-        """
-        self._named = {report.checkpoint: report.number for report in reports if report.checkpoint}
-        self._named.update(attempt.begins)
-        self._places: dict[str, int] = {}
-        self._number = max(attempt.begins.values(), default=0)
-
-    def take(self, row: Mapping[str, Any]) -> int:
-        """Return the number of the next row, from 1."""
-        place = json.dumps(row["at"]) if "at" in row else ""
-        if place and place in self._places:
-            return self._places[place]
-        if not place and not self._places and row["index"] == 0:
-            self._number = self._named.get(row.get("resumed_from", ""), 0)
-        self._number += 1
-        if place:
-            self._places[place] = self._number
-        if name := row.get("checkpoint"):
-            self._named[name] = self._number
-        return self._number
-
-
-# ------------------------------------------------------------------------------- following jobs
-
-
-class Watch:
-    """Follows one job in a thread of its own, and puts what happens into a queue."""
-
-    def __init__(
-        self, client: Client, trial: Trial, events: queue.SimpleQueue[tuple[int, str, Any]]
-    ) -> None:
-        """Begin to follow a trial's present job.
-
-        Args:
-            client: of its cluster.
-            trial: which one.
-            events: gets (number, job id, a view, None for something else that happened, or an
-                error).
-        """
-        self._key = (trial.number, trial.attempt.job_id)
-        self._events = events
-        self._stream = client.watch(trial.attempt.job_id)
-        self._thread = threading.Thread(target=self._run, name=f"watch-{trial.name}", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End it."""
-        self._stream.close()
-
-    def _run(self) -> None:
-        try:
-            for event in self._stream:
-                self._events.put((*self._key, event if isinstance(event, JobView) else None))
-        except Exception as error:  # Raised by whoever reads the queue.
-            self._events.put((*self._key, error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import secrets
 from collections.abc import Callable, Mapping
@@ -243,16 +244,17 @@ class Tuner:
         parts = {
             "param_space": self._space,
             "tune_config": self._tune_config,
-            "run_config": replace(self._run_config, callbacks=()),
+            "run_config": self._run_config,
         }
-        try:
-            data = cloudpickle.dumps(parts)
-        except Exception as error:
+        bare = {**parts, "run_config": replace(self._run_config, callbacks=())}
+        # Callbacks that cannot be pickled are given anew by who restores, or not at all.
+        data = _pickled(parts) or _pickled(bare)
+        if not data:
             raise UsageError(
-                f"Tuner: param_space, tune_config or run_config cannot be stored "
-                f"({type(error).__name__}: {error}), and a study that cannot be gone on with is "
-                f"not begun"
-            ) from error
+                "Tuner: param_space or tune_config cannot be pickled, and a study that cannot be "
+                "gone on with is not begun: create what cannot be pickled (files, locks, "
+                "connections) inside the trainable"
+            )
         files.write(TUNER_FILE, data)
 
     def _own_name(self) -> str:
@@ -264,7 +266,8 @@ class Tuner:
 
     def _plan(self, log: StudyLog, recipe: Recipe) -> Plan:
         config, seed = self._tune_config, int(log.study.settings["seed"])
-        scheduler: TrialScheduler = config.scheduler or FIFOScheduler()
+        # A copy: what it is bound to belongs to one study.
+        scheduler: TrialScheduler = copy.copy(config.scheduler) or FIFOScheduler()
         scheduler.bind(config.metric or "", config.mode or "", seed)
         failures = self._run_config.failure_config
         return Plan(
@@ -356,6 +359,14 @@ def _merged(run_config: RunConfig | None, trainable: Any) -> RunConfig:
         if getattr(run_config, field.name) != getattr(plain, field.name)
     }
     return replace(replace(theirs, name=None, storage_path=None), **said)
+
+
+def _pickled(parts: Mapping[str, Any]) -> bytes:
+    """Return a pickle, b"" if there can be none."""
+    try:
+        return bytes(cloudpickle.dumps(dict(parts)))
+    except Exception:
+        return b""
 
 
 def _stored(files: Files) -> dict[str, Any]:

@@ -21,12 +21,13 @@ from elastic.storage.study_log import StudyLog
 from elastic.train import RunConfig, ScalingConfig
 from elastic.train.torch import TorchTrainer
 from elastic.tune import space as spaces
+from elastic.tune.following import Numbering
 from elastic.tune.result_grid import ResultGrid
 from elastic.tune.schedulers import PopulationBasedTraining
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
 from elastic.tune.search.optuna import OptunaSearch
 from elastic.tune.stopper import TrialPlateauStopper
-from elastic.tune.trials import Numbering, Recipe, from_log, to_log
+from elastic.tune.trials import Recipe, from_log, to_log
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -376,6 +377,22 @@ def test_the_commands_read_the_log(study: StudyLog) -> None:
     said = CliRunner().invoke(main, ["tune", "status", f"{path}x"])
     assert said.exit_code == 78
     assert "no study is in" in said.output
+
+
+def test_a_trial_that_takes_over_a_checkpoint_is_to_be_started_until_it_was(
+    study: StudyLog,
+) -> None:
+    donor, run = {"checkpoint": "c7", "from": "taken/mine_00001-2/c7"}, "mine_00001-2"
+    line = {"e": "decided", "trial": 1, "n": 2, "what": "exploit", "run": run, **donor}
+    study.add({**line, "config": {"lr": 9}, "reason": "worst", "rungs": {"2": -1.5}})
+    # A driver that was killed here knows from where to go on, with which config.
+    trial = StudyLog(study.files.path).study.trials[1]
+    assert (trial.state.value, trial.config, trial.rungs) == ("pending", {"lr": 9}, {2: -1.5})
+    assert trial.attempt == Attempt("", run, {"c7": 2}, "taken/mine_00001-2/c7")
+    assert trial.attempts[0].job_id == "j-1"
+    assert from_log(*trial.proposal) == {"lr": 1}
+    study.add({"e": "started", "trial": 1, "job": "j-9", "run": run, "begins": {"c7": 2}})
+    assert [one.job_id for one in study.study.trials[1].attempts] == ["j-1", "j-9"]
 
 
 def test_a_wish_to_stop_is_taken_once(study: StudyLog) -> None:
