@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic import data, train
+    from elastic import data, train, tune
     from elastic.train.cluster import (
         available_resources,
         cluster_resources,
@@ -36,6 +36,7 @@ __all__ = [
     "remote",
     "shutdown",
     "train",
+    "tune",
 ]
 
 _HOME = {
@@ -76,7 +77,7 @@ def __getattr__(name: str) -> Any:
         AttributeError: the package has no such name.
         ImportError: it has no such part, and says what to use.
     """
-    if name in ("data", "train"):
+    if name in ("data", "train", "tune"):
         return import_module(f"elastic.{name}")
     if name in _NOT_HERE:
         raise AttributeError(

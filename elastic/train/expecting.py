@@ -17,6 +17,8 @@ from elastic.train.callbacks import UserCallback
 
 CALLBACK_METHODS = {"after_report": ("metrics",), "after_event": ("name", "fields")}
 """What is called of a callback, each with what it is called with."""
+FOR_TRIALS = "on_trial_result"
+"""Who has this method is a callback of `tune.Tuner`."""
 
 
 def refuse(config: object, field: str, what: str) -> NoReturn:
@@ -181,7 +183,8 @@ def take_callbacks(config: object, field: str) -> None:
     if not isinstance(callbacks, (list, tuple)):
         refuse(config, field, "a list of callbacks, also of a single one: [callback]")
     for number, callback in enumerate(callbacks):
-        if not (isinstance(callback, UserCallback) or _can_be_told(callback)):
+        hears = isinstance(callback, UserCallback) or hasattr(callback, FOR_TRIALS)
+        if not (hears or _can_be_told(callback)):
             raise ConfigError(
                 f"{type(config).__name__}: {field}[{number}]={callback!r}: expected a "
                 f"train.UserCallback, or an object with after_report(metrics) and/or "

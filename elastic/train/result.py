@@ -41,6 +41,7 @@ class Result:
             made again at the same place only the last.
         return_value: what rank 0's train function returned, as far as JSON can say it.
         error: why the run failed, None if it did not.
+        config: of a trial of `tune.Tuner` what it was called with, None for other runs.
     """
 
     metrics: dict[str, Any] | None
@@ -50,6 +51,7 @@ class Result:
     history: list[dict[str, Any]] = field(default_factory=list)
     return_value: Any = None
     error: ElasticError | None = None
+    config: Any = None
 
     @classmethod
     def from_path(cls, path: str | Path, storage_filesystem: Any = None) -> Result:

@@ -236,8 +236,10 @@ class DataParallelTrainer:
         # Who was killed between the two files has left a run that cannot say what it trains.
         return files.exists(TRAINER_FILE) or bool(committed_in(files.path))
 
-    def fit(self) -> Result:
+    def fit(self, tuner: Any = None) -> Result:
         """Train, and return the result.
+
+        `tuner` is there to be refused: a tuner takes the trainer, not the other way round.
 
         Ctrl-C stops the job: it is saved, and ends between two steps; a second one ends it at once,
         and so does an error in a callback. Where `elastic submit`
@@ -256,6 +258,11 @@ class DataParallelTrainer:
             StorageError: the run directory cannot be made.
             CoordinatorUnreachable: the cluster does not answer.
         """
+        if tuner is not None:
+            raise UsageError(
+                f"{type(self).__name__}.fit({type(tuner).__name__}): fit takes nothing; to try "
+                f"configs write: tune.Tuner(trainer, param_space={{...}}, tune_config=...).fit()"
+            )
         self._stopping = StopRule(self.run_config.stop)
         inside = worker_context.current()
         if inside is not None and not inside.is_local:
@@ -395,21 +402,44 @@ class DataParallelTrainer:
         """Submit under the first name that is free, together with its run directory."""
         from elastic.client.jobs import new_job_id
 
-        owner = Owner.this_process() if cluster.is_embedded else None
         trainer = self._pickled()
         for name in self._names():
             spec = replace(self._spec(name, cluster.env), job_id=new_job_id())
-            plan = self._plan(name, spec.job_id, owner=owner, trainer=trainer)
             try:
-                with announced(plan, phase_of=client.phase_of) as begun:
-                    spec = replace(spec, resume_from=begun.resume_from, resumes=begun.resumes)
-                    if self.datasets:
-                        spec = self._with_tables(spec)
-                    client.submit(spec)
-                    return spec
+                return self._begin(client, cluster, spec, trainer)
             except NameTaken as error:
                 taken = error
         raise taken
+
+    def submit(self, spec: JobSpec, client: Client, cluster: Cluster) -> JobSpec:
+        """Submit the run without following it, with an id that was drawn before; for tuners.
+
+        Args:
+            spec: what `job_spec` returned, with its id.
+            client: of the cluster.
+            cluster: where.
+
+        Raises:
+            NameTaken: a job of its name runs, or its directory holds something else.
+            UsageError: the run cannot work like this.
+            StorageError: the run directory cannot be made.
+        """
+        return self._begin(client, cluster, spec, b"")
+
+    def job_spec(self, env: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
+        """Return the job that it would submit; see `_spec`."""
+        return self._spec(next(self._names()), env)
+
+    def _begin(self, client: Client, cluster: Cluster, spec: JobSpec, trainer: bytes) -> JobSpec:
+        """Take the run's directory and submit its job; what is submitted is returned."""
+        owner = Owner.this_process() if cluster.is_embedded else None
+        plan = self._plan(spec.name, spec.job_id, owner=owner, trainer=trainer)
+        with announced(plan, phase_of=client.phase_of) as begun:
+            spec = replace(spec, resume_from=begun.resume_from, resumes=begun.resumes)
+            if self.datasets:
+                spec = self._with_tables(spec)
+            client.submit(spec)
+            return spec
 
     def _with_tables(self, spec: JobSpec) -> JobSpec:
         """Return the job with what its datasets consist of, which is looked up now."""
@@ -595,14 +625,14 @@ class DataParallelTrainer:
         scaling, torch_config = self.scaling_config, self.torch_config
         checkpoints = self.run_config.checkpoint_config
         function = self.train_loop_per_worker
-        env = {VIRTUAL_LOCAL_RANK: "1"} if torch_config.virtual_local_rank else {}
+        virtual = {VIRTUAL_LOCAL_RANK: "1"} if torch_config.virtual_local_rank else {}
         entry = Entry(
             kind=EntryKind.FUNCTION,
             target=getattr(function, "__qualname__", repr(function)),
             payload=pack(function, self.train_loop_config, self._options()),
             working_dir=os.getcwd(),
             python_path=python_path(),
-            env=sorted_pairs({**env, **(self.run_config.worker_env or {})}),
+            env=sorted_pairs({**env, **virtual, **(self.run_config.worker_env or {})}),
         )
         return JobSpec(
             job_id=JobId(""),

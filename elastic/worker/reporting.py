@@ -318,6 +318,8 @@ class Reporter:
         }
         if checkpoint:
             record["checkpoint"] = checkpoint
+        if index == 0 and self._newest_checkpoint:
+            record["resumed_from"] = self._newest_checkpoint.rpartition("/")[2]
         if where:
             record["at"] = where  # A run that goes back tells this place again.
         try:

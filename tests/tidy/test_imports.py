@@ -27,6 +27,8 @@ NEVER_LOADED = {
     # Training scripts run in workers, and a worker holds no gRPC: it does not survive forks well.
     "elastic.worker.main": GRPC,
     "elastic.train": GRPC,
+    "elastic.tune": TORCH | GRPC,
+    "elastic.tune.session": GRPC,
     "elastic.train.torch": GRPC | {"accelerate", "lightning", "transformers"},
 }
 

@@ -1,0 +1,102 @@
+"""What a trial costs beside its own work: many short trials on a cluster of this machine.
+
+    python -m bench.tune --trials 100 --seconds 1
+
+Each trial sleeps. Overhead is the time that a slot was not asleep, for each trial: from the end of
+one trial's function to the beginning of the next one's in the same slot. Its parts are read from
+the study's log. The first trial of each slot is left out: it waits for the cluster to come up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+import elastic
+from elastic import tune
+
+
+def trial(config: dict[str, Any]) -> None:
+    """Sleep, and report when that began and ended."""
+    began = time.time()
+    time.sleep(config["seconds"])
+    tune.report({"began": began, "slept": time.time()})
+
+
+@click.command()
+@click.option("--trials", default=100, show_default=True)
+@click.option("--seconds", default=1.0, show_default=True, help="Of each trial.")
+@click.option("--slots", default=2, show_default=True, help="Trials at once.")
+def main(trials: int, seconds: float, slots: int) -> None:
+    """Measure the overhead of a trial."""
+    with tempfile.TemporaryDirectory() as storage, elastic.init("local", num_cpus=slots):
+        began = time.monotonic()
+        grid = tune.Tuner(
+            trial,
+            param_space={"seconds": seconds},
+            tune_config=tune.TuneConfig(num_samples=trials),
+            run_config=tune.RunConfig(name="bench", storage_path=storage, verbose=0),
+        ).fit()
+        wall_s = time.monotonic() - began
+        if grid.num_errors:
+            raise click.ClickException(str(grid.errors[0]))
+        show(read(Path(grid.experiment_path)), trials, seconds, slots, wall_s)
+
+
+def read(path: Path) -> dict[int, dict[str, float]]:
+    """Return by trial when what happened, in seconds of the time of day."""
+    times: dict[int, dict[str, float]] = {}
+    for line in (path / "study.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if "trial" in event:
+            mine = times.setdefault(event["trial"], {})
+            mine.setdefault(event["e"], event["t"])
+            if event["e"] == "reported":
+                mine.update({key: event["metrics"][key] for key in ("began", "slept")})
+    return times
+
+
+def show(
+    times: dict[int, dict[str, float]], trials: int, seconds: float, slots: int, wall_s: float
+) -> None:
+    """Print one table."""
+    after: dict[str, list[float]] = {}
+    # Each trial but the first ones follows the one whose slot it took over: the ends in order.
+    ends = sorted(times.values(), key=lambda one: one["ended"])
+    begins = sorted(
+        (one for number, one in times.items() if number >= slots), key=lambda o: o["proposed"]
+    )
+    for before, one in zip(ends, begins, strict=False):
+        for what, from_s, to_s in (
+            ("function's end to the driver's line", before["slept"], before["ended"]),
+            ("line to the next proposal", before["ended"], one["proposed"]),
+            ("proposal to submission", one["proposed"], one["started"]),
+            ("submission to the function", one["started"], one["began"]),
+            ("whole: function to function", before["slept"], one["began"]),
+        ):
+            after.setdefault(what, []).append(to_s - from_s)
+    table = Table("ms for each trial", "median", "p90", box=None)
+    for what, values in after.items():
+        tenths = statistics.quantiles(values, n=10) if len(values) > 1 else values * 9
+        table.add_row(what, f"{1e3 * statistics.median(values):.0f}", f"{1e3 * tenths[8]:.0f}")
+    console = Console()
+    console.print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    console.print(table)
+    mean = wall_s * slots / trials - seconds
+    console.print(
+        f"{trials} trials of {seconds:g} s in {wall_s:.1f} s: {mean:.3f} s of a slot each"
+    )
+
+
+if __name__ == "__main__":
+    main()

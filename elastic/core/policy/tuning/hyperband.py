@@ -1,0 +1,113 @@
+"""HyperBand: brackets of trials that wait for each other at each rung, and whose best part goes on.
+
+Source: Li et al., HyperBand, JMLR 2018. Trials fill one bracket after the other by their numbers,
+those with the smallest first resource before the others; a full band is followed by another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from elastic.core.policy.decision import Decision
+from elastic.core.policy.tuning.verdict import GO_ON, Act, Seen, Verdict, rank_of
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """A bracket, and who is in it.
+
+    Attributes:
+        first, size: numbers of its trials, first to first + size - 1.
+        rungs: resources at which they wait for each other; the last one is max_t.
+    """
+
+    first: int
+    size: int
+    rungs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HyperBand:
+    """The band.
+
+    Attributes:
+        max_t: resource of a trial that goes all the way.
+        reduction: of so many at a rung one goes on.
+        sign: see `Asha`.
+    """
+
+    max_t: int = 81
+    reduction: int = 3
+    sign: float = 1.0
+
+    def bracket_of(self, number: int) -> Bracket:
+        """Return the bracket of a trial."""
+        deepest = 0
+        while self.reduction ** (deepest + 1) <= self.max_t:
+            deepest += 1
+        sizes = [-(-(deepest + 1) * self.reduction**s // (s + 1)) for s in range(deepest, -1, -1)]
+        first = number - number % sum(sizes)
+        for s, size in zip(range(deepest, -1, -1), sizes, strict=True):
+            if number < first + size:
+                rungs = [max(1, self.max_t // self.reduction**k) for k in range(s, -1, -1)]
+                return Bracket(first, size, tuple(rungs))
+            first += size
+        return Bracket(first, 1, (self.max_t,))
+
+    def judge(self, trial: Seen, others: Sequence[Seen]) -> Decision[Verdict]:
+        """Judge a trial by its newest report: at a rung it waits; see `settle`."""
+        at, value = trial.curve[-1]
+        if at >= self.max_t:
+            return Decision(Verdict(Act.STOP, {self.max_t: value}), f"reached max_t={self.max_t}")
+        rungs = self.bracket_of(trial.number).rungs
+        passed = [rung for rung in rungs if rung <= at and rung not in trial.rungs]
+        if not passed:
+            return Decision(GO_ON, "between rungs")
+        reason = f"waits at rung {passed[-1]} for the others of its bracket"
+        return Decision(Verdict(Act.PAUSE, dict.fromkeys(passed, value)), reason)
+
+    def settle(
+        self, trials: Sequence[Seen], *, is_exhausted: bool
+    ) -> list[tuple[int, Decision[Verdict]]]:
+        """Return what becomes of trials that wait, where nobody is waited for any more.
+
+        Args:
+            trials: all of them, by number.
+            is_exhausted: no further one will come.
+        """
+        found: list[tuple[int, Decision[Verdict]]] = []
+        first = 0
+        while first < len(trials):
+            bracket = self.bracket_of(first)
+            members = list(trials[first : first + bracket.size])
+            is_full = len(members) == bracket.size or is_exhausted
+            if is_full:
+                found += self._settle(members, bracket.rungs)
+            first += bracket.size
+        return found
+
+    def _settle(
+        self, members: list[Seen], rungs: Sequence[int]
+    ) -> list[tuple[int, Decision[Verdict]]]:
+        for rung, following in pairwise(rungs):
+            if any(rung not in one.rungs and not one.is_over for one in members):
+                return []
+            arrived = [one for one in members if rung in one.rungs]
+            order = sorted(arrived, key=lambda one: (-rank_of(one.rungs[rung]), one.number))
+            kept = order[: max(1, len(order) // self.reduction)]
+            # Who is past this rung already was let go on before.
+            waiting = [one for one in arrived if one.is_paused and following not in one.rungs]
+            last = kept[-1].rungs[rung] * self.sign if kept else 0.0
+            said = f"at rung {rung} the best {len(kept)} of {len(order)} go on, to {last:.4g}"
+            if waiting:
+                return [
+                    (
+                        one.number,
+                        Decision(GO_ON if one in kept else Verdict(Act.STOP), said),
+                    )
+                    for one in waiting
+                ]
+            members = kept
+        return []

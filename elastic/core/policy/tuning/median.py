@@ -1,0 +1,53 @@
+"""Median stopping: a trial whose best is worse than the median of the others at the same place.
+
+Source: Golovin et al., Google Vizier, KDD 2017, in the form of Optuna's `MedianPruner`, which the
+tests hold it against: the others are those that ran to their end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic.core.policy.decision import Decision
+from elastic.core.policy.tuning.verdict import GO_ON, Act, Seen, Verdict
+
+
+@dataclass(frozen=True)
+class Median:
+    """When trials are compared.
+
+    Attributes:
+        grace: below this resource nobody is stopped.
+        min_samples: nor before so many trials ran to their end.
+        sign: see `Asha`.
+    """
+
+    grace: int = 1
+    min_samples: int = 3
+    sign: float = 1.0
+
+    def judge(self, trial: Seen, others: Sequence[Seen]) -> Decision[Verdict]:
+        """Judge a trial by its newest report; see `Asha.judge`."""
+        at, _ = trial.curve[-1]
+        complete = [other for other in others if other.is_complete]
+        if at < self.grace:
+            return Decision(GO_ON, f"before grace_period={self.grace}")
+        if not complete or len(complete) < self.min_samples:
+            return Decision(GO_ON, f"{len(complete)} of {self.min_samples} trials to compare with")
+        finite = [value for _, value in trial.curve if not math.isnan(value)]
+        if not finite:
+            return Decision(Verdict(Act.STOP), "nothing but NaN so far")
+        there = [value for other in complete for t, value in other.curve if t == at]
+        known = sorted(value for value in there if not math.isnan(value))
+        if not known:
+            return Decision(GO_ON, f"nobody to compare with at {at}")
+        middle = (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2
+        if max(finite) < middle:
+            reason = (
+                f"its best {max(finite) * self.sign:.4g} is behind {middle * self.sign:.4g}, the "
+                f"median of {len(known)} at {at}"
+            )
+            return Decision(Verdict(Act.STOP), reason)
+        return Decision(GO_ON, f"not behind the median at {at}")

@@ -1,0 +1,249 @@
+"""A study and its trials, as facts: what its log says, folded line by line.
+
+Rule: a study is what its log says and nothing else. Whoever reads the same lines knows the same, be
+it the driver that goes on with it or a command that only looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+Event = Mapping[str, Any]
+"""One line of the log; "e" names its kind."""
+ITERATION = "training_iteration"
+"""What Ray calls the number of a report within its trial, from 1."""
+
+
+class TrialState(Enum):
+    """Where a trial stands."""
+
+    PENDING = "pending"
+    """Proposed; no job of it is known to the cluster."""
+    RUNNING = "running"
+    """Its job was submitted; it may wait for workers."""
+    PAUSED = "paused"
+    """It holds no workers until its scheduler lets it go on."""
+    SUCCEEDED = "succeeded"
+    STOPPED = "stopped"
+    """By a scheduler, a stopper or a person."""
+    FAILED = "failed"
+
+
+OVER = frozenset({TrialState.SUCCEEDED, TrialState.STOPPED, TrialState.FAILED})
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One job of a trial; a trial that took over another one's checkpoint has several.
+
+    Attributes:
+        job_id: drawn before it was submitted; "" as long as there is none, or none any more.
+        run: name of the job and of the run directory, below the study's.
+        begins: a checkpoint's name -> the report that it came with: of those that it may begin
+            with and that no report of this run directory names.
+        resume_from: path of the checkpoint that it took over, "" for none.
+    """
+
+    job_id: str
+    run: str
+    begins: Mapping[str, int] = field(default_factory=dict)
+    resume_from: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What rank 0 of a trial reported.
+
+    Attributes:
+        number: within the trial, from 1; a report that is made again after a loss counts once.
+        metrics: as JSON says them, so that NaN is "nan".
+        place: generation and index in the run directory.
+        seconds: since the trial's first job was submitted.
+        checkpoint: name of the one that came with it, "" for none.
+    """
+
+    number: int
+    metrics: Mapping[str, Any]
+    place: tuple[int, int] = (0, 0)
+    seconds: float = 0.0
+    checkpoint: str = ""
+
+
+@dataclass
+class Trial:
+    """One configuration that is tried.
+
+    Attributes:
+        number: in the order of proposals, from 0.
+        name: study and number; names its job and its run directory, too.
+        label: for people; the name, unless a user made another one.
+        config: what the trainable is called with.
+        pickled: the same where JSON cannot say it, base64; "" otherwise.
+        proposal: config and pickled as they were proposed; a scheduler may have changed them since.
+        attempts: one for each run directory, with its newest job.
+        reports: those that count, oldest first.
+        rungs: resource -> value, where a scheduler has judged it.
+        verdict: why it is to end, "" as long as it is not.
+    """
+
+    number: int
+    name: str
+    label: str = ""
+    config: Any = None
+    pickled: str = ""
+    proposal: tuple[Any, str] = (None, "")
+    state: TrialState = TrialState.PENDING
+    attempts: list[Attempt] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
+    rungs: dict[int, float] = field(default_factory=dict)
+    verdict: str = ""
+    reason: str = ""
+    error: Mapping[str, str] | None = None
+    started_unix_ns: int = 0
+
+    @property
+    def trial_id(self) -> str:
+        """Return its name, which is its id."""
+        return self.name
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether its outcome stands."""
+        return self.state in OVER
+
+    @property
+    def attempt(self) -> Attempt:
+        """Return its present job; there must be one."""
+        return self.attempts[-1]
+
+    @property
+    def iteration(self) -> int:
+        """Return the number of its newest report, 0 for none."""
+        return self.reports[-1].number if self.reports else 0
+
+    def value(self, metric: str) -> float | None:
+        """Return the newest value of a metric, None if its newest report has none."""
+        return number_of(self.reports[-1].metrics.get(metric)) if self.reports else None
+
+
+@dataclass
+class Study:
+    """All trials of a study.
+
+    Attributes:
+        settings: what the first line says: metric, mode, seed, num_samples.
+        order: (kind, trial) of proposals and ends, as they came: what a search is told again.
+        is_exhausted: the search has no more to propose.
+        over: why the study ended, "" as long as it goes on.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    trials: list[Trial] = field(default_factory=list)
+    order: list[tuple[str, int]] = field(default_factory=list)
+    owner: Mapping[str, Any] | None = None
+    is_exhausted: bool = False
+    over: str = ""
+
+    @property
+    def metric(self) -> str:
+        """Return the metric that trials are compared by, "" for none."""
+        return str(self.settings.get("metric") or "")
+
+    @property
+    def sign(self) -> float:
+        """Return what a value is multiplied with so that greater is better."""
+        return -1.0 if self.settings.get("mode") == "min" else 1.0
+
+    def apply(self, event: Event) -> None:
+        """Take a line; one of an unknown kind, of a later version, is passed over."""
+        kind = event.get("e")
+        if kind == "study":
+            self.settings = dict(event["settings"])
+        elif kind == "opened":
+            self.owner, self.over = event.get("owner"), ""
+        elif kind == "exhausted":
+            self.is_exhausted = True
+        elif kind == "over":
+            self.over = str(event["reason"])
+        elif kind == "proposed":
+            self._propose(event)
+        elif kind in ("started", "reported", "decided", "resumed", "left", "ended"):
+            trial = self.trials[int(event["trial"])]
+            getattr(self, f"_{kind}")(trial, event)
+
+    def _propose(self, event: Event) -> None:
+        number = int(event["trial"])
+        trial = Trial(number, str(event["name"]), str(event.get("label") or event["name"]))
+        trial.config, trial.pickled = event.get("config"), str(event.get("pickled", ""))
+        trial.proposal = (trial.config, trial.pickled)
+        self.trials.append(trial)
+        self.order.append(("proposed", number))
+
+    def _started(self, trial: Trial, event: Event) -> None:
+        begins = {str(name): int(n) for name, n in event.get("begins", {}).items()}
+        begun = Attempt(str(event["job"]), str(event["run"]), begins, str(event.get("from", "")))
+        if trial.attempts and trial.attempt.run == begun.run:
+            trial.attempts.pop()  # The same run goes on as another job.
+        trial.attempts.append(begun)
+        trial.started_unix_ns = trial.started_unix_ns or int(event.get("unix_ns", 0))
+        trial.state = TrialState.RUNNING
+
+    def _reported(self, trial: Trial, event: Event) -> None:
+        place = (int(event["generation"]), int(event["index"]))
+        trial.reports.append(
+            Report(
+                int(event["n"]),
+                event["metrics"],
+                place,
+                float(event.get("s", 0.0)),
+                str(event.get("checkpoint", "")),
+            )
+        )
+
+    def _decided(self, trial: Trial, event: Event) -> None:
+        trial.rungs.update({int(at): float(v) for at, v in event.get("rungs", {}).items()})
+        what = event["what"]
+        if what == "stop":
+            trial.verdict = str(event["reason"])
+        elif what == "pause":
+            trial.state = TrialState.PAUSED
+        elif what == "exploit":
+            trial.config, trial.pickled = event.get("config"), str(event.get("pickled", ""))
+            begins = {str(event["checkpoint"]): trial.iteration}
+            trial.attempts.append(Attempt("", str(event["run"]), begins, str(event["from"])))
+            trial.state = TrialState.PENDING
+        trial.reason = str(event.get("reason", ""))
+
+    def _resumed(self, trial: Trial, event: Event) -> None:
+        trial.state, trial.reason = TrialState.RUNNING, str(event.get("reason", ""))
+
+    def _left(self, trial: Trial, event: Event) -> None:
+        # Its job is gone; another one goes on in the same run directory, or in a new one.
+        if trial.state is not TrialState.PAUSED:
+            trial.state, trial.error, trial.verdict = TrialState.PENDING, None, ""
+        trial.attempts[-1] = replace(trial.attempt, job_id="")
+        if event.get("anew"):
+            trial.reports, trial.rungs = [], {}
+            trial.attempts.append(Attempt("", f"{trial.name}-{len(trial.attempts) + 1}"))
+
+    def _ended(self, trial: Trial, event: Event) -> None:
+        trial.state, trial.reason = TrialState(event["phase"]), str(event.get("reason", ""))
+        trial.error = event.get("error")
+        self.order.append(("ended", trial.number))
+
+    def best(self) -> Trial | None:
+        """Return the trial whose newest value is best, the first of equals; None without any."""
+        scored = [(trial.value(self.metric), trial) for trial in self.trials]
+        finite = [(v * self.sign, t) for v, t in scored if v is not None and math.isfinite(v)]
+        return max(finite, key=lambda pair: (pair[0], -pair[1].number))[1] if finite else None
+
+
+def number_of(value: Any) -> float | None:
+    """Return a metric as a number, also one that JSON says in words; None if it is none."""
+    if isinstance(value, (bool, int, float)):
+        return float(value)
+    return float(value) if value in ("nan", "inf", "-inf") else None

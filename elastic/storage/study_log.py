@@ -1,0 +1,113 @@
+"""The log of a study: STUDY/study.jsonl, one JSON object a line, only ever added to.
+
+    STUDY/study.jsonl           proposed, started, reported, decided, ended (see `core/study`)
+    STUDY/study/00000012.jsonl  the same in parts, on object stores, which cannot be added to
+    STUDY/stop.json             somebody asked for the study to be stopped
+    STUDY/NAME/                 the run directory of a trial
+
+Rule: a line is there before what it says is done. One driver writes at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from elastic.core.study import Study
+from elastic.errors import StorageError
+from elastic.storage.files import Files
+
+LOG = "study.jsonl"
+PARTS = "study"
+STOP = "stop.json"
+
+
+class StudyLog:
+    """A study's log, and the study that it tells of.
+
+    Attributes:
+        files: the study's directory.
+        study: what all lines say together.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Read what there is.
+
+        Args:
+            path: the study's directory, storage_path/name.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        self.files = Files(path)
+        self.study = Study()
+        self._num_parts = 0
+        self._read()
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether there is such a study."""
+        return bool(self.study.settings)
+
+    def add(self, *events: dict[str, Any]) -> None:
+        """Write lines, and let the study know.
+
+        Raises:
+            StorageError: they cannot be written, or another driver has begun to write.
+        """
+        if not events:
+            return
+        moment = round(time.time(), 3)
+        text = "".join(json.dumps({"t": moment, **event}) + "\n" for event in events)
+        if self.files.is_object_store:
+            name = f"{PARTS}/{self._num_parts:08d}.jsonl"
+            data = text.encode()
+            if not self.files.create(name, data) and self.files.read(name) != data:
+                raise StorageError(
+                    f"{self.files.path}/{name} was written by another driver: a study has one; end "
+                    f"it, then Tuner.restore"
+                )
+            self._num_parts += 1
+        else:
+            self.files.append(LOG, text.encode())
+        for event in map(json.loads, text.splitlines()):
+            self.study.apply(event)
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask the study's driver to stop all trials.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        self.files.write(STOP, json.dumps({"reason": reason}).encode())
+
+    def take_stop(self) -> str:
+        """Return why somebody wants the study to be stopped, "" if nobody does; asked once.
+
+        Raises:
+            StorageError: that cannot be found out.
+        """
+        if not self.files.exists(STOP):
+            return ""
+        reason = str(json.loads(self.files.read(STOP)).get("reason", "")) or "by a user"
+        self.files.delete(STOP)
+        return reason
+
+    def _read(self) -> None:
+        names = self.files.list(f"{PARTS}/*.jsonl") if self.files.is_object_store else [LOG]
+        self._num_parts = len(names)
+        for name in names:
+            try:
+                data = self.files.read(name)
+            except StorageError as error:
+                if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+                    continue
+                raise
+            for line in data.decode(errors="replace").split("\n"):
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    continue  # Torn by a kill: what it would have said was not done.
+                if isinstance(event, dict):
+                    self.study.apply(event)

@@ -1,0 +1,141 @@
+"""Hyperparameter search, shaped like ray.tune: a trial is a job in the queue that exists.
+
+Names only; each is loaded when it is first used, so that importing this package loads neither
+torch nor grpc.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic.train.checkpoint import Checkpoint
+    from elastic.train.config import CheckpointConfig, FailureConfig, RunConfig, SyncConfig
+    from elastic.train.result import Result
+    from elastic.tune.callback import Callback
+    from elastic.tune.config import TuneConfig
+    from elastic.tune.result_grid import ResultGrid
+    from elastic.tune.session import (
+        TuneContext,
+        get_checkpoint,
+        get_context,
+        report,
+        with_parameters,
+        with_resources,
+    )
+    from elastic.tune.space import (
+        choice,
+        grid_search,
+        lograndint,
+        loguniform,
+        qlograndint,
+        qloguniform,
+        qrandint,
+        qrandn,
+        quniform,
+        randint,
+        randn,
+        sample_from,
+        uniform,
+    )
+    from elastic.tune.stopper import Stopper
+    from elastic.tune.tuner import Tuner, run
+
+_TRAIN = {
+    "Checkpoint": "checkpoint",
+    "CheckpointConfig": "config",
+    "FailureConfig": "config",
+    "Result": "result",
+    "RunConfig": "config",
+    "SyncConfig": "config",
+}
+_HOME = {
+    "Callback": "callback",
+    "ResultGrid": "result_grid",
+    "Stopper": "stopper",
+    "TuneConfig": "config",
+    "TuneContext": "session",
+    "Tuner": "tuner",
+    "choice": "space",
+    "get_checkpoint": "session",
+    "get_context": "session",
+    "grid_search": "space",
+    "lograndint": "space",
+    "loguniform": "space",
+    "qlograndint": "space",
+    "qloguniform": "space",
+    "qrandint": "space",
+    "qrandn": "space",
+    "quniform": "space",
+    "randint": "space",
+    "randn": "space",
+    "report": "session",
+    "run": "tuner",
+    "sample_from": "space",
+    "uniform": "space",
+    "with_parameters": "session",
+    "with_resources": "session",
+}
+_SUBMODULES = ("schedulers", "search", "stopper")
+_NOT_HERE = {
+    "Trainable": "write a function of a config that calls tune.report(...) in its loop",
+    "PlacementGroupFactory": "tune.with_resources(f, {'cpu': 2}), or a ScalingConfig",
+    "CLIReporter": "the table is shown by itself; RunConfig(verbose=0) hides it",
+    "JupyterNotebookReporter": "the table is shown by itself; RunConfig(verbose=0) hides it",
+    "ExperimentAnalysis": "tune.Tuner.restore(path, trainable).get_results()",
+}
+"""What Ray has and this has not -> what to do instead."""
+__all__ = [
+    "Callback",
+    "Checkpoint",
+    "CheckpointConfig",
+    "FailureConfig",
+    "Result",
+    "ResultGrid",
+    "RunConfig",
+    "Stopper",
+    "SyncConfig",
+    "TuneConfig",
+    "TuneContext",
+    "Tuner",
+    "choice",
+    "get_checkpoint",
+    "get_context",
+    "grid_search",
+    "lograndint",
+    "loguniform",
+    "qlograndint",
+    "qloguniform",
+    "qrandint",
+    "qrandn",
+    "quniform",
+    "randint",
+    "randn",
+    "report",
+    "run",
+    "sample_from",
+    "uniform",
+    "with_parameters",
+    "with_resources",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name from its module on first use."""
+    if name in _TRAIN:
+        return getattr(importlib.import_module(f"elastic.train.{_TRAIN[name]}"), name)
+    if name in _HOME:
+        return getattr(importlib.import_module(f"elastic.tune.{_HOME[name]}"), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"elastic.tune.{name}")
+    if name in _NOT_HERE:
+        raise AttributeError(
+            f"elastic.tune.{name}: Ray has it, and there is none here: {_NOT_HERE[name]}"
+        )
+    raise AttributeError(f"module 'elastic.tune' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return what can be imported from here."""
+    return sorted([*__all__, *_SUBMODULES])

@@ -1,0 +1,72 @@
+"""How a study is run: Ray Tune's `TuneConfig`, frozen and checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from elastic.core.study import Trial
+from elastic.errors import ConfigError
+from elastic.tune.schedulers import TrialScheduler
+from elastic.tune.search import Searcher, check_searcher
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """What is optimized, and how.
+
+    Attributes:
+        metric: the reported number that trials are compared by; None if they are not.
+        mode: "min" or "max" is better.
+        search_alg: who proposes configs; None for grids and at random.
+        scheduler: who stops trials early; None for nobody.
+        num_samples: trials, or, with grids, times that each combination is tried; -1 without end.
+        max_concurrent_trials: so many at once; None for as many as the cluster has room for.
+        time_budget_s: after so many seconds all trials are stopped.
+        trial_name_creator: returns what people read in place of a trial's name.
+        seed: of what is drawn at random; None draws one, which the log keeps.
+        reuse_actors, chdir_to_trial_dir, trial_dirname_creator: of Ray, without effect.
+    """
+
+    metric: str | None = None
+    mode: str | None = None
+    search_alg: Searcher | None = None
+    scheduler: TrialScheduler | None = None
+    num_samples: int = 1
+    max_concurrent_trials: int | None = None
+    time_budget_s: float | timedelta | None = None
+    trial_name_creator: Callable[[Trial], str] | None = None
+    seed: int | None = None
+    reuse_actors: bool | None = None
+    chdir_to_trial_dir: bool | None = None
+    trial_dirname_creator: Callable[[Trial], str] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.mode not in (None, "min", "max"):
+            raise ConfigError(f"TuneConfig: mode={self.mode!r}: expected 'min' or 'max'")
+        if self.metric is not None and not isinstance(self.metric, str):
+            raise ConfigError(f"TuneConfig: metric={self.metric!r}: expected the name of a metric")
+        if self.metric is not None and self.mode is None:
+            raise ConfigError(
+                f"TuneConfig: metric={self.metric!r} without a mode: expected mode='min' or 'max'"
+            )
+        samples, limit = self.num_samples, self.max_concurrent_trials
+        if not isinstance(samples, int) or isinstance(samples, bool) or samples < -1 or not samples:
+            raise ConfigError(
+                f"TuneConfig: num_samples={samples!r}: expected an int >= 1, or -1 for no end"
+            )
+        if limit is not None and (not isinstance(limit, int) or limit < 0):
+            raise ConfigError(
+                f"TuneConfig: max_concurrent_trials={limit!r}: expected an int >= 1, or None"
+            )
+        if self.search_alg is not None:
+            check_searcher(self.search_alg)
+        if self.scheduler is not None and not isinstance(self.scheduler, TrialScheduler):
+            raise ConfigError(
+                f"TuneConfig: scheduler={self.scheduler!r}: expected one of tune.schedulers, such "
+                f"as ASHAScheduler()"
+            )
+        if isinstance(self.time_budget_s, timedelta):
+            object.__setattr__(self, "time_budget_s", self.time_budget_s.total_seconds())

@@ -1,0 +1,592 @@
+"""The driver of a study: proposes trials, submits them as jobs, hears of them, and decides.
+
+Rule: a line of the log is written before what it says is done. What was done and not written, or
+written and not done, is found by whoever goes on (`recover`): jobs have names and ids that the log
+knows, and a report that is read again has the number that it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from elastic.client.attempts import note_end
+from elastic.client.ctrl_c import CtrlC
+from elastic.client.jobs import Client, new_job_id
+from elastic.client.study_show import StudyView, config_line, headline
+from elastic.client.wording import world_size
+from elastic.core.policy.decision import Decision
+from elastic.core.policy.tuning.verdict import Act, Verdict
+from elastic.core.study import ITERATION, Attempt, Study, Trial, TrialState, number_of
+from elastic.core.view import JobView, NodeView
+from elastic.core.world import ENDED, JobPhase
+from elastic.errors import ElasticError, NotFound, Refused, UsageError
+from elastic.runtime.clock import SystemClock
+from elastic.storage.metrics import MetricsReader
+from elastic.storage.run_directory import RunDirectory
+from elastic.storage.study_log import StudyLog
+from elastic.train.cluster import check_fits
+from elastic.train.metrics import as_reported
+from elastic.tune.callback import Callbacks
+from elastic.tune.following import Events, Following, Numbering, Watch
+from elastic.tune.schedulers import TrialScheduler
+from elastic.tune.search import Exhausted, Searcher
+from elastic.tune.stopper import Stopper
+from elastic.tune.taking import TAKEN, next_run, take_newest
+from elastic.tune.trials import Recipe, from_log, room_for, to_log
+
+if TYPE_CHECKING:
+    from elastic.core.config import JobSpec
+    from elastic.train.cluster import Cluster
+
+TICK_S = 0.25
+LOOK_S = 2.0
+"""How often the cluster is asked for its nodes, and storage for a wish to stop."""
+SAME_FAILURES_MAX = 10
+"""So many trials that fail alike, before any has reported, end the study."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a study is run by.
+
+    Attributes:
+        recipe: makes the trainer of a trial.
+        search, scheduler, stopper, callbacks: bound to the study's metric already.
+        max_concurrent: so many trials at once; 0 for as many as there is room for.
+        num_samples: of searchers that do not end by themselves; -1 without end.
+        time_budget_s: None for none.
+        label: returns what people read in place of a trial's name.
+        fail_fast: the first trial that fails ends the study.
+        is_quiet: show nothing.
+    """
+
+    recipe: Recipe
+    search: Searcher
+    scheduler: TrialScheduler
+    stopper: Stopper
+    callbacks: Callbacks
+    max_concurrent: int = 0
+    num_samples: int = 1
+    time_budget_s: float | None = None
+    label: Callable[[Trial], str] | None = None
+    fail_fast: bool = False
+    is_quiet: bool = False
+
+
+class Controller:
+    """Runs one study to its end."""
+
+    def __init__(self, log: StudyLog, plan: Plan, client: Client, cluster: Cluster) -> None:
+        """Prepare; see `run`."""
+        self._log, self._plan, self._client, self._cluster = log, plan, client, cluster
+        self._events: Events = queue.SimpleQueue()
+        self._following: dict[int, Following] = {}
+        self._stop_reason = ""
+        self._is_leaving = False
+        self._room = 0
+        self._nodes: Sequence[NodeView] = ()
+        self._looked = self._since = time.monotonic()
+        self._same: deque[str] = deque(maxlen=SAME_FAILURES_MAX)
+        self._view = StudyView(log.study, is_quiet=plan.is_quiet)
+        self._clock = SystemClock()
+
+    @property
+    def study(self) -> Study:
+        """Return what the log says so far."""
+        return self._log.study
+
+    def run(self) -> None:
+        """Propose, run and judge trials until none is left.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C: all trials were stopped, saved where they can be.
+            UsageError: what the trials report, or how they are to run, makes no sense.
+            ElasticError: the cluster does not answer, or storage takes no more lines.
+        """
+        with CtrlC() as ctrl_c, self._view:
+            try:
+                self._recover()
+                while not self._is_done():
+                    if ctrl_c.take():
+                        self._is_leaving = True
+                        self._view.say("the trials that run are stopped; Ctrl-C again leaves them")
+                        self._stop_all("interrupted in its script")
+                    self._look_around()
+                    self._fill()
+                    self._hear()
+                    self._settle()
+                    self._view.draw(time.monotonic() - self._since)
+                if not self._is_leaving:
+                    self._log.add({"e": "over", "reason": self._stop_reason or "all trials ended"})
+                    self._plan.callbacks.tell("on_experiment_end", trials=self.study.trials)
+            except Exception:
+                self._abandon()
+                raise
+            finally:
+                for following in self._following.values():
+                    following.watch.close()
+            self._view.draw(time.monotonic() - self._since)
+            self._view.moved(headline(self.study))
+        if self._is_leaving:
+            raise KeyboardInterrupt(
+                f"study {self.study.settings['name']} was interrupted; go on with it: "
+                f"tune.Tuner.restore({self._log.files.path!r}, trainable).fit()"
+            )
+
+    def _abandon(self) -> None:
+        """Stop what runs: whatever went wrong will be told, and nobody is left to judge trials."""
+        for trial in self.study.trials:
+            if trial.attempts and not trial.is_over:
+                with contextlib.suppress(ElasticError):
+                    self._client.stop(trial.attempt.job_id, "its study ended", now=True)
+                    self._log.add({"e": "left", "trial": trial.number})
+
+    # ------------------------------------------------------------------------- coming back
+
+    def _recover(self) -> None:
+        """Tell the search what it was told, and find the jobs that there are."""
+        for kind, number in self.study.order:
+            trial = self.study.trials[number]
+            if kind == "proposed":
+                self._plan.search.takes_again(trial.name, from_log(*trial.proposal))
+            else:
+                self._tell_search(trial)
+        for trial in self.study.trials:
+            for report in trial.reports:
+                metrics = self._said(trial, report.number, report.metrics, report.seconds)
+                self._plan.stopper(trial.name, metrics)
+        for trial in self.study.trials:
+            if len(trial.attempts) > 1 and not trial.is_over:
+                self._leave(trial.attempts[-2])
+            is_to_begin = trial.is_over or trial.state is TrialState.PENDING
+            if is_to_begin or self._find(trial):
+                continue
+            if trial.verdict:
+                self._end(trial, TrialState.STOPPED, trial.verdict)
+            elif trial.state is not TrialState.PAUSED:
+                self._log.add({"e": "left", "trial": trial.number})
+
+    def _find(self, trial: Trial) -> bool:
+        """Follow a trial's job if the cluster knows it, and do what was decided of it."""
+        if not trial.attempt.job_id:
+            return False
+        try:
+            phase = self._client.get(trial.attempt.job_id).record.phase
+        except NotFound:
+            return False
+        self._follow(trial)
+        if phase in ENDED:
+            return True
+        if trial.verdict:
+            self._halt(trial, trial.verdict)
+        elif trial.state is TrialState.PAUSED:
+            self._ask(self._client.pause, trial)
+        elif phase is JobPhase.PAUSED:
+            self._ask(self._client.resume, trial)
+        return True
+
+    # ------------------------------------------------------------------------------ trials
+
+    def _is_done(self) -> bool:
+        if self._is_leaving:
+            return not self._following
+        live = any(not trial.is_over for trial in self.study.trials)
+        return not live and (self.study.is_exhausted or bool(self._stop_reason))
+
+    def _fill(self) -> None:
+        """Start trials while there is room for more."""
+        if self._stop_reason:
+            for trial in () if self._is_leaving else self.study.trials:
+                if not trial.is_over and trial.number not in self._following:
+                    self._end(trial, TrialState.STOPPED, self._stop_reason)
+            return
+        for trial in self.study.trials:
+            if trial.state is TrialState.PENDING and self._has_room():
+                self._start(trial)
+        while not self.study.is_exhausted and self._has_room():
+            trial_or_none = self._propose()
+            if trial_or_none is None:
+                return
+            if not self._room:
+                self._count_room()
+            self._start(trial_or_none)
+
+    def _has_room(self) -> bool:
+        limit = self._plan.max_concurrent or self._room or 1
+        return sum(t.state is TrialState.RUNNING for t in self.study.trials) < limit
+
+    def _propose(self) -> Trial | None:
+        """Ask the search for a trial; None if there is none now."""
+        number, samples = len(self.study.trials), self._plan.num_samples
+        name = f"{self.study.settings['name']}_{number:05d}"
+        try:
+            if 0 <= samples <= number and self._plan.search.total is None:
+                raise Exhausted
+            config = self._plan.search.suggest(name)
+        except Exhausted:
+            self._log.add({"e": "exhausted"})
+            return None
+        if config is None:
+            if all(t.is_over or t.state is TrialState.PAUSED for t in self.study.trials):
+                paused = sum(t.state is TrialState.PAUSED for t in self.study.trials)
+                raise UsageError(
+                    f"{type(self._plan.search).__name__} proposes nothing although no trial runs "
+                    f"({paused} are paused until others have come as far): let it propose more at "
+                    f"once"
+                )
+            return None
+        event = {"e": "proposed", "trial": number, "name": name, **to_log(dict(config))}
+        if self._plan.label is not None:
+            event["label"] = str(self._plan.label(Trial(number, name, name, config)))
+        self._log.add(event)
+        return self.study.trials[number]
+
+    def _start(self, trial: Trial) -> None:
+        """Submit a trial's job, in the run directory that it has by now."""
+        known = trial.attempts[-1] if trial.attempts else Attempt("", trial.name)
+        config = from_log(trial.config, trial.pickled)
+        trainer = self._plan.recipe.trainer(known.run, config, known.resume_from)
+        spec = replace(trainer.job_spec(self._cluster.env), job_id=new_job_id())
+        self._check(trial, spec)
+        self._log.add(
+            {
+                "e": "started",
+                "trial": trial.number,
+                "job": spec.job_id,
+                "run": known.run,
+                "unix_ns": self._clock.unix_ns(),
+                "begins": dict(known.begins),
+                "from": known.resume_from,
+            }
+        )
+        trainer.submit(spec, self._client, self._cluster)
+        self._follow(trial)
+        self._view.moved(f"trial {trial.label} started: {config_line(config)}")
+        self._plan.callbacks.tell("on_trial_start", trials=self.study.trials, trial=trial)
+
+    def _check(self, trial: Trial, spec: JobSpec) -> None:
+        """Refuse what would wait for ever."""
+        if self._cluster.is_embedded:
+            try:
+                check_fits(spec, [view.node for view in self._nodes])
+            except UsageError as error:
+                raise UsageError(f"trial {trial.label}: {error}") from None
+
+    def _follow(self, trial: Trial) -> None:
+        before = self._following.pop(trial.number, None)
+        if before is not None:
+            before.watch.close()
+        run = RunDirectory(self._log.files.folder(trial.attempt.run).path)
+        self._following[trial.number] = Following(
+            Watch(self._client, trial, self._events),
+            MetricsReader(run.files, 0),
+            Numbering(trial.attempt, trial.reports),
+            run,
+        )
+
+    # --------------------------------------------------------------------------- what comes
+
+    def _hear(self) -> None:
+        """Wait for something to happen, and take it all."""
+        came: list[tuple[int, str, Any]] = []
+        with contextlib.suppress(queue.Empty):
+            came.append(self._events.get(timeout=TICK_S))
+            while True:
+                came.append(self._events.get_nowait())
+        ended: dict[int, JobView] = {}
+        touched: set[int] = set()
+        for number, job_id, event in came:
+            trial = self.study.trials[number]
+            if number not in self._following or job_id != trial.attempt.job_id:
+                continue  # Of an attempt before.
+            if isinstance(event, Exception):
+                raise event
+            touched.add(number)
+            if isinstance(event, JobView):
+                self._following[number].view = event
+                self._view.workers[number] = f"{world_size(event)} of {event.record.bounds[1]}"
+                if event.record.phase in ENDED:
+                    ended[number] = event
+        # Each report is noted, but not always after it has come to storage.
+        self._read(set(self._following) if self._log.files.is_local else touched)
+        for number, view in ended.items():
+            trial = self.study.trials[number]
+            if view.record.spec.job_id == trial.attempt.job_id:
+                self._take_end(trial, view)
+
+    def _read(self, numbers: set[int], *, is_over: bool = False) -> None:
+        """Take the new reports of some trials, in the order in which they were made."""
+        rows = []
+        for number in numbers & set(self._following):
+            trial = self.study.trials[number]
+            if not trial.is_over and not trial.verdict:
+                new = self._following[number].ready(is_over=is_over)
+                rows += [(row.get("unix_ns", 0), number, n, row) for n, row in enumerate(new)]
+        rows.sort(key=lambda one: one[:3])
+        attempts = {number: len(self.study.trials[number].attempts) for number in numbers}
+        for unix_ns, number, _, row in rows:
+            trial = self.study.trials[number]
+            if trial.verdict or len(trial.attempts) != attempts[number]:
+                continue  # It was decided by a report before this one.
+            place = self._following[number].numbering.take(row)
+            if place > trial.iteration:
+                self._take_report(trial, place, row, unix_ns)
+
+    def _take_report(self, trial: Trial, number: int, row: Mapping[str, Any], unix_ns: int) -> None:
+        seconds = round(max(0, unix_ns - trial.started_unix_ns) / 1e9, 3)
+        self._log.add(
+            {
+                "e": "reported",
+                "trial": trial.number,
+                "n": number,
+                "metrics": row["metrics"],
+                "generation": row["generation"],
+                "index": row["index"],
+                "s": seconds,
+                "checkpoint": row.get("checkpoint", ""),
+            }
+        )
+        self._check_metric(trial, row["metrics"])
+        metrics = self._said(trial, number, row["metrics"], seconds)
+        self._plan.search.on_trial_result(trial.name, metrics)
+        self._plan.callbacks.tell(
+            "on_trial_result", trials=self.study.trials, trial=trial, result=metrics
+        )
+        if self._plan.stopper(trial.name, metrics):
+            self._carry_out(trial, Decision(Verdict(Act.STOP), self._met(metrics)))
+        elif trial.state is TrialState.RUNNING:
+            self._carry_out(trial, self._plan.scheduler.judge(self.study, trial))
+        if self._plan.stopper.stop_all() and not self._stop_reason:
+            self._stop_all("its stopper has had enough")
+
+    def _met(self, metrics: Mapping[str, Any]) -> str:
+        return f"stop criterion met at report {metrics[ITERATION]}"
+
+    def _check_metric(self, trial: Trial, metrics: Mapping[str, Any]) -> None:
+        """Say at once that the metric is not there, or is no number.
+
+        Raises:
+            UsageError: a trial has never reported the metric that trials are compared by.
+        """
+        metric = self.study.metric
+        if not metric:
+            return
+        value = number_of(metrics.get(metric))
+        if value is None and all(metric not in r.metrics for r in trial.reports):
+            raise UsageError(
+                f"trial {trial.label} reported {', '.join(sorted(metrics)) or 'nothing'} and not "
+                f"{metric!r}, which TuneConfig(metric=...) names: report it, or name another one"
+            )
+        before = trial.reports[-2].metrics.get(metric) if len(trial.reports) > 1 else None
+        if value is not None and value != value and before != "nan":
+            self._view.say(
+                f"trial {trial.label}: {metric} is NaN at report {trial.iteration}: it counts as "
+                f"worse than every number"
+            )
+
+    def _said(
+        self, trial: Trial, number: int, metrics: Mapping[str, Any], seconds: float
+    ) -> dict[str, Any]:
+        """Return a report as users know it."""
+        return {
+            **as_reported(metrics),
+            ITERATION: number,
+            "trial_id": trial.name,
+            "time_total_s": seconds,
+            "config": from_log(trial.config, trial.pickled),
+        }
+
+    # -------------------------------------------------------------------------- what is done
+
+    def _carry_out(self, trial: Trial, decision: Decision[Verdict]) -> None:
+        verdict, number = decision.value, trial.number
+        if verdict.act is Act.GO_ON and not verdict.rungs:
+            return
+        event: dict[str, Any] = {
+            "e": "decided",
+            "trial": number,
+            "n": trial.iteration,
+            "what": verdict.act.value,
+            "reason": decision.reason,
+            "rungs": {str(at): value for at, value in verdict.rungs.items()},
+        }
+        if verdict.act is Act.EXPLOIT:
+            self._exploit(trial, event, self.study.trials[verdict.donor])
+            return
+        self._log.add(event)
+        if verdict.act is Act.STOP:
+            self._view.moved(f"trial {trial.label} is stopped: {decision.reason}")
+            self._halt(trial, decision.reason)
+        elif verdict.act is Act.PAUSE:
+            self._ask(self._client.pause, trial)
+
+    def _exploit(self, trial: Trial, event: dict[str, Any], donor: Trial) -> None:
+        """Let a trial go on from another one's newest checkpoint, with a config of its own."""
+        config = self._plan.scheduler.explore(trial, from_log(donor.config, donor.pickled))
+        # Copied: the donor trains on, and may delete it.
+        run, old = next_run(trial), trial.attempt
+        target = self._log.files.folder(f"{TAKEN}/{run}").path
+        taken = take_newest(self._log.files.folder(donor.attempt.run).path, target)
+        if taken is None:
+            reason = f"trial {donor.label} has no checkpoint to go on from yet"
+            self._log.add({**event, "what": Act.GO_ON.value, "reason": reason})
+            self._view.say(f"trial {trial.label} goes on as it is: {reason}")
+            return
+        event.update({"donor": donor.number, "run": run}, **to_log(config))
+        self._log.add({**event, "checkpoint": taken.name, "from": taken.path})
+        self._view.moved(f"trial {trial.label}: {event['reason']}: {config_line(config)}")
+        self._leave(old)
+        self._start(trial)
+
+    def _leave(self, attempt: Attempt) -> None:
+        """Stop the job of a run that its trial has left for another one."""
+        reason = "its trial goes on from another one's checkpoint"
+        with contextlib.suppress(Refused, NotFound):
+            self._client.stop(attempt.job_id, reason, now=True)
+        run_path = self._log.files.folder(attempt.run).path
+        note_end(run_path, attempt.job_id, JobPhase.STOPPED, reason)
+
+    def _halt(self, trial: Trial, reason: str) -> None:
+        """Stop a trial's job; its end comes as that of any other."""
+        if trial.number not in self._following:
+            self._end(trial, TrialState.STOPPED, reason)
+            return
+        with contextlib.suppress(Refused, NotFound):
+            self._client.stop(trial.attempt.job_id, reason)
+
+    def _ask(self, what: Callable[[str], None], trial: Trial) -> None:
+        """Have a job paused or resumed; one that has ended meanwhile will tell."""
+        with contextlib.suppress(Refused, NotFound):
+            what(trial.attempt.job_id)
+
+    def _settle(self) -> None:
+        """Let trials that wait go on, or end."""
+        if self._stop_reason or not any(t.state is TrialState.PAUSED for t in self.study.trials):
+            return
+        for number, decision in self._plan.scheduler.settle(self.study):
+            trial = self.study.trials[number]
+            if decision.value.act is Act.STOP:
+                self._carry_out(trial, decision)
+                continue
+            self._log.add({"e": "resumed", "trial": number, "reason": decision.reason})
+            if trial.number in self._following:
+                self._ask(self._client.resume, trial)
+            else:
+                self._start(trial)
+
+    def _stop_all(self, reason: str) -> None:
+        """Stop every trial, and propose no more."""
+        self._stop_reason = reason
+        for trial in self.study.trials:
+            if not trial.is_over and trial.number in self._following:
+                with contextlib.suppress(Refused, NotFound):
+                    self._client.stop(trial.attempt.job_id, reason)
+
+    # ------------------------------------------------------------------------------ the end
+
+    def _take_end(self, trial: Trial, view: JobView) -> None:
+        record = view.record
+        path = self._log.files.folder(trial.attempt.run).path
+        self._read({trial.number}, is_over=True)
+        if trial.attempt.job_id != record.spec.job_id:
+            return  # Its last report let it go on from another one's checkpoint.
+        phase, reason, error = record.phase, record.reason, None
+        state = TrialState(phase.value)
+        if trial.verdict:
+            state, reason = TrialState.STOPPED, trial.verdict
+            phase = JobPhase.SUCCEEDED
+        elif phase is JobPhase.STOPPED and self._is_leaving:
+            note_end(path, record.spec.job_id, phase, reason)
+            self._log.add({"e": "left", "trial": trial.number})
+            self._following.pop(trial.number).watch.close()
+            return
+        elif phase is JobPhase.FAILED:
+            failure = record.failure
+            error = {"error_type": "", "message": reason, "traceback": "", "worker": ""}
+            if failure is not None:
+                error = {**asdict(failure), "worker": record.failed_worker}
+        elif phase is JobPhase.SUCCEEDED and not trial.reports:
+            state, reason = TrialState.FAILED, f"it ended without reporting {self._wanted()}"
+            error = {"error_type": "UsageError", "message": reason, "traceback": "", "worker": ""}
+        elif phase is JobPhase.SUCCEEDED:
+            reason = ""
+        note_end(path, record.spec.job_id, phase, reason)
+        self._end(trial, state, reason, error)
+
+    def _wanted(self) -> str:
+        return repr(self.study.metric) if self.study.metric else "anything"
+
+    def _end(
+        self, trial: Trial, state: TrialState, reason: str, error: Mapping[str, str] | None = None
+    ) -> None:
+        event: dict[str, Any] = {
+            "e": "ended",
+            "trial": trial.number,
+            "phase": state.value,
+            "reason": reason,
+        }
+        if error is not None:
+            event["error"] = dict(error)
+        self._log.add(event)
+        following = self._following.pop(trial.number, None)
+        if following is not None:
+            following.watch.close()
+        self._view.workers.pop(trial.number, None)
+        self._tell_search(trial)
+        value = trial.value(self.study.metric)
+        shown = f", {self.study.metric}={value:.4g}" if value is not None else ""
+        why = f": {reason}" if reason else ""
+        line = f"trial {trial.label} {state.value} after {trial.iteration} reports{shown}{why}"
+        (self._view.say if state is TrialState.FAILED else self._view.moved)(line)
+        what = "on_trial_error" if state is TrialState.FAILED else "on_trial_complete"
+        self._plan.callbacks.tell(what, trials=self.study.trials, trial=trial)
+        if state is TrialState.FAILED:
+            self._judge_failure(trial, reason)
+
+    def _judge_failure(self, trial: Trial, reason: str) -> None:
+        if self._plan.fail_fast:
+            self._stop_all(f"trial {trial.label} failed, and fail_fast is set")
+        if any(one.reports for one in self.study.trials):
+            return
+        self._same.append(str((trial.error or {}).get("message", "")))
+        if len(self._same) == SAME_FAILURES_MAX and len(set(self._same)) == 1:
+            self._stop_all(f"the first {SAME_FAILURES_MAX} trials failed alike: {reason}")
+
+    def _tell_search(self, trial: Trial) -> None:
+        result = None
+        if trial.reports:
+            last = trial.reports[-1]
+            result = self._said(trial, last.number, last.metrics, last.seconds)
+        is_error = trial.state is TrialState.FAILED
+        self._plan.search.on_trial_complete(trial.name, result, is_error)
+
+    # -------------------------------------------------------------------------- now and then
+
+    def _look_around(self) -> None:
+        """Count the nodes, and see whether somebody wants the study to stop."""
+        now = time.monotonic()
+        budget = self._plan.time_budget_s
+        if budget is not None and now - self._since > budget and not self._stop_reason:
+            self._stop_all(f"time_budget_s={budget:g} is over")
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        self._cluster.check()
+        self._count_room()
+        if not self._stop_reason and (reason := self._log.take_stop()):
+            self._stop_all(f"stopped by a user: {reason}")
+
+    def _count_room(self) -> None:
+        """Count how many trials the cluster has room for, by what the newest one takes."""
+        if self.study.trials:
+            trial = self.study.trials[-1]
+            config = from_log(trial.config, trial.pickled)
+            spec = self._plan.recipe.trainer(trial.name, config).job_spec()
+            self._nodes = self._client.status().view.nodes
+            self._room = room_for(spec, self._nodes)

@@ -1,0 +1,235 @@
+"""Search by Optuna, by ask and tell: TPE, GP, CMA-ES, NSGA-II and whatever sampler it has.
+
+Rule: the study that Optuna sees is in memory, and is made again by asking and telling in the order
+of the log: with the same seed it goes on as if it had never been away.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elastic.core.study import number_of
+from elastic.errors import ConfigError, UsageError
+from elastic.tune import space as spaces
+from elastic.tune.search import Searcher
+
+if TYPE_CHECKING:
+    from optuna.samplers import BaseSampler
+
+log = logging.getLogger(__name__)
+
+Space = Mapping[str, Any] | Callable[[Any], Mapping[str, Any] | None]
+
+
+class OptunaSearch(Searcher):
+    """Proposes by an Optuna sampler.
+
+    A space may be a dict, with `tune.choice` of further spaces where one depends on another, or a
+    function of Optuna's trial that calls `trial.suggest_float(...)` and so on, and returns what
+    else the config is to hold.
+    """
+
+    def __init__(
+        self,
+        space: Space | None = None,
+        metric: str | Sequence[str] | None = None,
+        mode: str | Sequence[str] | None = None,
+        points_to_evaluate: Sequence[Mapping[str, Any]] | None = None,
+        sampler: BaseSampler | None = None,
+        seed: int | None = None,
+        study_name: str | None = None,
+        evaluated_rewards: Sequence[float] | None = None,
+    ) -> None:
+        """Prepare; Optuna is imported here.
+
+        Args:
+            space: in place of the tuner's param_space.
+            metric: in place of `TuneConfig`'s; several for several objectives.
+            mode: of each metric.
+            points_to_evaluate: parameters that are tried first.
+            sampler: one of `optuna.samplers`; None for TPE.
+            seed: of TPE; None for the study's.
+            study_name: of Optuna's study.
+            evaluated_rewards: values of `points_to_evaluate`, which then are known, not tried.
+
+        Raises:
+            UsageError: Optuna is not installed.
+        """
+        _optuna()
+        several = [metric] if isinstance(metric, str) else list(metric or ())
+        modes = [mode] * max(1, len(several)) if isinstance(mode, str) else list(mode or ())
+        if wrong := [one for one in modes if one not in ("min", "max")]:
+            raise ConfigError(f"OptunaSearch: mode={wrong[0]!r}: expected 'min' or 'max'")
+        super().__init__(several[0] if several else None, modes[0] if modes else None)
+        self._space, self._metrics, self._modes = space, several, modes
+        self._points, self._rewards = list(points_to_evaluate or ()), evaluated_rewards
+        self._sampler, self._own_seed, self._name = sampler, seed, study_name
+        self._study: Any = None
+        self._asked: dict[str, Any] = {}
+
+    def set_space(self, space: Mapping[str, Any], metric: str, mode: str, seed: int) -> None:
+        """Take what the tuner has been given, and begin Optuna's study.
+
+        Raises:
+            ConfigError: there is no metric, or the space has what Optuna cannot draw.
+        """
+        optuna = _optuna()
+        self._metrics = self._metrics or ([metric] if metric else [])
+        self._modes = self._modes or [mode] * len(self._metrics)
+        super().set_space(space, self._metrics[0] if self._metrics else "", mode, seed)
+        if not self._metrics:
+            raise ConfigError("OptunaSearch: no metric: give TuneConfig(metric=..., mode=...)")
+        self._space = self._space if self._space is not None else space
+        if not callable(self._space):
+            spaces.check(self._space)
+            _check(self._space)
+        own = seed if self._own_seed is None else self._own_seed
+        level = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        try:
+            self._study = optuna.create_study(
+                study_name=self._name,
+                directions=["minimize" if one == "min" else "maximize" for one in self._modes],
+                sampler=self._sampler or optuna.samplers.TPESampler(seed=own),
+            )
+        finally:
+            optuna.logging.set_verbosity(level)
+        if self._rewards is None:
+            for point in self._points:
+                self._study.enqueue_trial(dict(point))
+        else:
+            self._add_known()
+
+    def _add_known(self) -> None:
+        optuna = _optuna()
+        if callable(self._space) or self._rewards is None:
+            raise ConfigError("OptunaSearch: evaluated_rewards with a function: expected a dict")
+        distributions = {
+            "/".join(map(str, path)): _distribution(domain)
+            for path, domain in spaces.leaves(self._space)
+            if isinstance(domain, spaces.Domain)
+        }
+        for point, reward in zip(self._points, self._rewards, strict=True):
+            self._study.add_trial(
+                optuna.trial.create_trial(
+                    params=dict(point),
+                    distributions={name: distributions[name] for name in point},
+                    value=reward,
+                )
+            )
+
+    def suggest(self, trial_id: str) -> Mapping[str, Any] | None:
+        """Return what Optuna proposes."""
+        trial = self._study.ask()
+        self._asked[trial_id] = trial
+        if callable(self._space):
+            constants = self._space(trial) or {}
+            return {**trial.params, **constants}
+        config = _suggested(self._space, trial, ())
+        for path, part in list(spaces.leaves(config)):
+            if isinstance(part, spaces.Domain) and part.call is not None:
+                config = spaces.put(config, path, part.call(spaces.Drawn(config)))
+        return dict(config)
+
+    def takes_again(self, trial_id: str, config: Any) -> None:
+        """Ask again; where Optuna now proposes another config, it is told of the one there was."""
+        now = self.suggest(trial_id)
+        if now == config:
+            return
+        trial = self._asked[trial_id]
+        known = spaces.flat(config)
+        params = {name: known[name] for name in trial.params if name in known}
+        log.warning("optuna_proposes_otherwise trial=%s now=%r then=%r", trial_id, now, config)
+        self._study.tell(trial, state=_optuna().trial.TrialState.FAIL)
+        self._study.enqueue_trial(params)
+        self.suggest(trial_id)
+
+    def on_trial_complete(
+        self, trial_id: str, result: Mapping[str, Any] | None = None, error: bool = False
+    ) -> None:
+        """Tell Optuna a trial's last values."""
+        trial = self._asked.pop(trial_id, None)
+        if trial is None:
+            return
+        values = [number_of((result or {}).get(metric)) for metric in self._metrics]
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        if error or len(finite) < len(values):
+            self._study.tell(trial, state=_optuna().trial.TrialState.FAIL)
+        else:
+            self._study.tell(trial, finite)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise UsageError(
+            "tune.search.optuna needs Optuna: pip install 'elastic-torch[tune]'"
+        ) from error
+    return optuna
+
+
+def _check(space: Any) -> None:
+    """Refuse what Optuna cannot draw.
+
+    Raises:
+        ConfigError: naming the path.
+    """
+    for path, part in spaces.leaves(space):
+        where = "/".join(map(str, path))
+        if spaces.is_grid(part):
+            raise ConfigError(
+                f"OptunaSearch: param_space/{where} is a grid_search: expected tune.choice, or no "
+                f"search_alg, which goes through grids"
+            )
+        if isinstance(part, spaces.Domain):
+            if part.kind == "normal":
+                raise ConfigError(
+                    f"OptunaSearch: param_space/{where} is a tune.randn: Optuna has bounded "
+                    f"domains only; expected tune.uniform"
+                )
+            for option in part.options:
+                _check(option)
+
+
+def _distribution(domain: spaces.Domain) -> Any:
+    """Return a domain as Optuna knows it; of a choice, where all options are plain."""
+    distributions = _optuna().distributions
+    if domain.kind == "choice":
+        return distributions.CategoricalDistribution(domain.options)
+    # Optuna has no steps in a logarithm: those are rounded to afterwards.
+    step = None if domain.log else domain.q
+    if domain.kind == "int":
+        return distributions.IntDistribution(
+            int(domain.low), int(domain.highest), log=domain.log, step=int(step or 1)
+        )
+    return distributions.FloatDistribution(domain.low, domain.high, log=domain.log, step=step)
+
+
+def _suggested(space: Any, trial: Any, path: spaces.Path) -> Any:
+    if isinstance(space, spaces.Domain):
+        return space if space.kind == "call" else _asked(space, trial, path)
+    if isinstance(space, Mapping):
+        return {key: _suggested(part, trial, (*path, key)) for key, part in space.items()}
+    if isinstance(space, (list, tuple)):
+        parts = [_suggested(part, trial, (*path, n)) for n, part in enumerate(space)]
+        return parts if isinstance(space, list) else tuple(parts)
+    return space
+
+
+def _asked(domain: spaces.Domain, trial: Any, path: spaces.Path) -> Any:
+    name = "/".join(map(str, path))
+    if domain.kind == "choice":
+        if all(one is None or type(one) in (bool, int, float, str) for one in domain.options):
+            return trial.suggest_categorical(name, domain.options)
+        index = trial.suggest_categorical(name, tuple(range(len(domain.options))))
+        return _suggested(domain.options[index], trial, (*path, index))
+    bounds = _distribution(domain)
+    if domain.kind == "int":
+        value = trial.suggest_int(name, bounds.low, bounds.high, step=bounds.step, log=bounds.log)
+        return int(domain.rounded(value)) if domain.log else value
+    value = trial.suggest_float(name, bounds.low, bounds.high, step=bounds.step, log=bounds.log)
+    return domain.rounded(value) if domain.log else value

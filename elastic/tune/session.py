@@ -1,0 +1,184 @@
+"""What a trial's own code asks and says, and how its function is called on a worker."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import cloudpickle
+
+from elastic.errors import UsageError
+from elastic.storage.files import Files
+from elastic.train.checkpoint import Checkpoint
+from elastic.train.session import UNSAID, TrainContext, get_checkpoint, require_context
+from elastic.train.session import report as train_report
+from elastic.worker.entry import call_with_config
+
+__all__ = ["Trainable", "TuneContext", "get_checkpoint", "get_context", "report"]
+
+SINGLE = "_metric"
+"""Ray's name for the metric of a function that returns a number."""
+
+
+def report(metrics: Mapping[str, Any], *, checkpoint: Checkpoint | None = None) -> None:
+    """Report numbers of this trial, and a checkpoint if there is one; see `train.report`.
+
+    Returns at once without a checkpoint. Where a scheduler or stopper decides that the trial has
+    had enough, its worker is stopped soon after; further reports do not count.
+    """
+    train_report(metrics, UNSAID if checkpoint is None else checkpoint)
+
+
+@dataclass(frozen=True)
+class TuneContext(TrainContext):
+    """A trial's place in its study, with all that a train context has."""
+
+    def get_experiment_name(self) -> str:
+        """Return the study's name."""
+        return self.worker.job_name.rpartition("_")[0] or self.worker.job_name
+
+    def get_trial_id(self) -> str:
+        """Return the trial's name: study and number."""
+        return self.worker.job_name
+
+    def get_trial_name(self) -> str:
+        """Return the trial's name: study and number."""
+        return self.worker.job_name
+
+
+def get_context() -> TuneContext:
+    """Return this trial's place in its study.
+
+    Raises:
+        UsageError: outside a trial.
+    """
+    require_context("tune.get_context")
+    return TuneContext()
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A function with what it is called with, and what its worker takes from its node.
+
+    Attributes:
+        function: called with a config.
+        parameters: further arguments, by name; large ones are stored once for all trials.
+        resources: such as {"CPU": 2}, a `ScalingConfig`, or a function of the config.
+    """
+
+    function: Callable[..., Any]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    resources: Any = None
+
+    @property
+    def name(self) -> str:
+        """Return the function's name."""
+        return str(getattr(self.function, "__name__", type(self.function).__name__))
+
+    def __call__(self, config: Mapping[str, Any]) -> Any:
+        """Call the function."""
+        if self.parameters:
+            return self.function(config, **self.parameters)
+        return call_with_config(self.function, config)
+
+
+def with_parameters(trainable: Callable[..., Any], **parameters: Any) -> Trainable:
+    """Give a function further arguments by name, such as data: stored once, for all trials.
+
+    Raises:
+        UsageError: it is no function.
+    """
+    one = as_trainable(trainable)
+    return Trainable(one.function, {**one.parameters, **parameters}, one.resources)
+
+
+def with_resources(trainable: Callable[..., Any], resources: Any) -> Trainable:
+    """Say what a trial of a function takes.
+
+    Args:
+        trainable: a function.
+        resources: {"cpu": 2, "gpu": 1}, a `ScalingConfig`, or a function of the config that
+            returns one of these.
+
+    Raises:
+        UsageError: it is a trainer, which has a scaling_config.
+    """
+    one = as_trainable(trainable)
+    return Trainable(one.function, one.parameters, resources)
+
+
+def as_trainable(trainable: Any) -> Trainable:
+    """Return a function as a `Trainable`.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if isinstance(trainable, Trainable):
+        return trainable
+    if isinstance(trainable, type):
+        raise UsageError(
+            f"tune: {trainable.__name__} is a class; expected a function of a config that calls "
+            f"tune.report(...), or a TorchTrainer"
+        )
+    if not callable(trainable):
+        raise UsageError(
+            f"tune: the trainable is a {type(trainable).__name__}; expected a function of a config "
+            f"or a TorchTrainer"
+        )
+    return Trainable(trainable)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a worker calls: the function of a trial, whose value is reported if it returns one.
+
+    Attributes:
+        function: called with the config.
+        parameters_path: (directory, file) of a pickle of further arguments, None for none.
+    """
+
+    function: Callable[..., Any]
+    parameters_path: tuple[str, str] | None = None
+
+    def __call__(self, config: Mapping[str, Any]) -> Any:
+        """Run the trial.
+
+        Raises:
+            UsageError: it returned what is no report.
+        """
+        if self.parameters_path is None:
+            value = call_with_config(self.function, config)
+        else:
+            value = self.function(config, **_parameters(*self.parameters_path))
+        if isinstance(value, Mapping):
+            report(value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            report({SINGLE: value})
+        return None
+
+
+@lru_cache(maxsize=1)
+def _stored(directory: str, name: str) -> bytes:
+    return Files(directory).read(name)
+
+
+def _parameters(directory: str, name: str) -> dict[str, Any]:
+    return dict(cloudpickle.loads(_stored(directory, name)))
+
+
+def parameters_of(trainable: Trainable) -> bytes:
+    """Return a trainable's further arguments as a pickle.
+
+    Raises:
+        UsageError: they cannot be pickled.
+    """
+    try:
+        return bytes(cloudpickle.dumps(copy.copy(dict(trainable.parameters))))
+    except Exception as error:
+        raise UsageError(
+            f"tune.with_parameters: {', '.join(trainable.parameters)} cannot be sent to workers "
+            f"({type(error).__name__}: {error}); create what cannot be pickled inside the function"
+        ) from error

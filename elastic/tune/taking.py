@@ -1,0 +1,63 @@
+"""A trial takes over another one's newest checkpoint: copied, for the other one trains on.
+
+STUDY/taken/RUN/NAME/    the checkpoint NAME with which the run RUN begins
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.core.study import Trial
+from elastic.storage.files import Files
+from elastic.storage.marker import MARKER, OURS
+from elastic.storage.outputs import CHUNK_BYTES
+from elastic.storage.run_directory import RunDirectory
+
+TAKEN = "taken"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A copy of a checkpoint.
+
+    Attributes:
+        name: of the checkpoint.
+        path: of the copy.
+    """
+
+    name: str
+    path: str
+
+
+def next_run(trial: Trial) -> str:
+    """Return the name of the run in which a trial goes on from a checkpoint of another one."""
+    return f"{trial.name}-{len(trial.attempts) + 1}"
+
+
+def take_newest(run_path: str, target: str) -> Taken | None:
+    """Copy the newest reported checkpoint of a run.
+
+    Args:
+        run_path: the run directory.
+        target: where the copy is to lie, under the checkpoint's name.
+
+    Returns:
+        None if there is none.
+
+    Raises:
+        StorageError: it cannot be read or written.
+    """
+    found = RunDirectory(run_path).reported()
+    if not found:
+        return None
+    name = found[-1][0]
+    source, copy = Files(f"{run_path}/checkpoints/{name}"), Files(f"{target}/{name}")
+    # The marker last: without it the copy is no checkpoint.
+    files = sorted((file.path for file in source.tree()), key=lambda path: path == MARKER)
+    for path in files:
+        if path in OURS and path != MARKER:
+            continue
+        with source.reading(path) as opened, copy.writing(path) as output:
+            while chunk := opened.read(CHUNK_BYTES):
+                output.write(chunk)
+    return Taken(name, copy.path)

@@ -1,0 +1,190 @@
+"""Trials as jobs: what a trial runs, under which name, with which config.
+
+Rule: a trial's job is named after study and trial, and its id is in the log before it is
+submitted: a driver that comes back finds it, and nothing is submitted twice.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from elastic.core.view import NodeView
+from elastic.core.world import NodePhase
+from elastic.errors import ConfigError, UsageError
+from elastic.storage.files import Files
+from elastic.train.checkpoint import Checkpoint
+from elastic.train.config import RunConfig, ScalingConfig
+from elastic.train.trainer import DataParallelTrainer
+from elastic.tune.session import Objective, Trainable, parameters_of
+
+if TYPE_CHECKING:
+    from elastic.core.config import JobSpec
+
+LOOP = "train_loop_config"
+SCALING = "scaling_config"
+PARAMETERS = "parameters.pkl"
+
+
+class Recipe:
+    """Makes the trainer of each trial from what the user passed to the tuner.
+
+    Attributes:
+        name: of what is tried.
+    """
+
+    def __init__(
+        self, trainable: Trainable | DataParallelTrainer, run_config: RunConfig, path: str
+    ) -> None:
+        """Make trainers for the trials of one study.
+
+        Args:
+            trainable: what is tried.
+            run_config: policies of its runs.
+            path: the study's directory.
+        """
+        self._trainable, self._run_config, self._path = trainable, run_config, path
+        self._stored: tuple[str, str] | None = None
+
+    def store(self) -> None:
+        """Write what all trials need once.
+
+        Raises:
+            StorageError: it cannot be written.
+            UsageError: it cannot be pickled.
+        """
+        if isinstance(self._trainable, Trainable) and self._trainable.parameters:
+            Files(self._path).write(PARAMETERS, parameters_of(self._trainable))
+            self._stored = (self._path, PARAMETERS)
+
+    def trainer(
+        self, run: str, config: Mapping[str, Any], resume_from: str = ""
+    ) -> DataParallelTrainer:
+        """Return the trainer of a trial.
+
+        Args:
+            run: name of its job and run directory.
+            config: as it was proposed.
+            resume_from: path of a checkpoint of another trial, "" for none.
+
+        Raises:
+            UsageError: the config has what no trainer takes.
+        """
+        run_config = replace(
+            self._run_config, name=run, storage_path=self._path, callbacks=(), stop=None
+        )
+        begins = Checkpoint(resume_from) if resume_from else None
+        if isinstance(self._trainable, DataParallelTrainer):
+            over, scaling = split_config(config)
+            one = copy.copy(self._trainable)
+            one.train_loop_config = {**(one.train_loop_config or {}), **over}
+            one.scaling_config, one.run_config = scaling or one.scaling_config, run_config
+            one.resume_from_checkpoint = begins or one.resume_from_checkpoint
+            return one
+        resources = self._trainable.resources
+        return DataParallelTrainer(
+            Objective(self._trainable.function, self._stored),
+            train_loop_config=dict(config),
+            scaling_config=_scaling(resources(config) if callable(resources) else resources),
+            run_config=run_config,
+            resume_from_checkpoint=begins,
+        )
+
+
+def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], ScalingConfig | None]:
+    """Return what goes over a trainer's train_loop_config, and its scaling_config, None for none.
+
+    Raises:
+        ConfigError: a key beside train_loop_config is none that a trainer has.
+    """
+    scaling = config.get(SCALING)
+    if scaling is not None and not isinstance(scaling, ScalingConfig):
+        raise ConfigError(
+            f"param_space[{SCALING!r}] is a {type(scaling).__name__}; expected a ScalingConfig, or "
+            f"tune.choice of several"
+        )
+    rest = {key: value for key, value in config.items() if key not in (LOOP, SCALING)}
+    if LOOP not in config:
+        return rest, scaling
+    if rest:
+        raise ConfigError(
+            f"param_space has {', '.join(map(repr, sorted(rest)))} beside {LOOP!r}: expected "
+            f"everything for the train function inside of {LOOP!r}, or no {LOOP!r} at all"
+        )
+    return dict(config[LOOP]), scaling
+
+
+def _scaling(resources: Any) -> ScalingConfig:
+    if isinstance(resources, ScalingConfig):
+        return resources
+    if resources is None:
+        return ScalingConfig()
+    if not isinstance(resources, Mapping):
+        raise UsageError(
+            f"tune.with_resources: {resources!r}: expected a dict such as {{'cpu': 2, 'gpu': 1}}, "
+            f"or a ScalingConfig"
+        )
+    names = {"cpu": "CPU", "gpu": "GPU"}
+    amounts = {names.get(name, name): float(amount) for name, amount in resources.items()}
+    # A worker takes a slot, which stands for a CPU.
+    if amounts.get("CPU", 1.0) <= 1.0:
+        amounts.pop("CPU", None)
+    amounts = {name: amount for name, amount in amounts.items() if amount}
+    return ScalingConfig(use_gpu="GPU" in amounts, resources_per_worker=amounts or None)
+
+
+def room_for(spec: JobSpec, nodes: Sequence[NodeView]) -> int:
+    """Return how many jobs like this one a cluster has room for, if it had no others."""
+    amounts = spec.resources_per_worker.as_dict()
+    workers = 0
+    for view in nodes:
+        if view.phase is not NodePhase.READY or view.cordoned:
+            continue
+        has = view.node.resources.as_dict()
+        fits = [int(has.get(name, 0.0) / amount) for name, amount in amounts.items() if amount]
+        workers += min([view.node.num_slots, *fits])
+    return max(1, workers // spec.min_workers)
+
+
+# ---------------------------------------------------------------------------- configs in the log
+
+
+def to_log(config: Any) -> dict[str, Any]:
+    """Return a config as fields of a line of the log: as JSON, and pickled where that says less."""
+    try:
+        text = json.dumps(config)
+        if json.loads(text) == config and _is_plain(config):
+            return {"config": config}
+    except (TypeError, ValueError):
+        pass
+    pickled = base64.b64encode(cloudpickle.dumps(config)).decode()
+    return {"config": _shown(config), "pickled": pickled}
+
+
+def from_log(config: Any, pickled: str) -> Any:
+    """Return a config that a log holds; what is pickled runs code, as the trainable does."""
+    return cloudpickle.loads(base64.b64decode(pickled)) if pickled else config
+
+
+def _is_plain(value: Any) -> bool:
+    # A tuple equals no list, but json.loads(json.dumps(1.0)) == 1 and True == 1.
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(part) for key, part in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _shown(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shown(part) for part in value]
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return value if plain else getattr(value, "__name__", repr(value))

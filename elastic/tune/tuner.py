@@ -1,0 +1,425 @@
+"""`Tuner`: tries configs of a function or a trainer, each as a job, and brings the results home."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from elastic.client.jobs import Client
+from elastic.client.submission import plain_name, run_path_of
+from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
+from elastic.storage.files import Files
+from elastic.storage.run_record import Owner
+from elastic.storage.study_log import StudyLog
+from elastic.train.beginning import absolute
+from elastic.train.cluster import check_fits, require_cluster
+from elastic.train.config import RunConfig
+from elastic.train.filesystems import url_in
+from elastic.train.trainer import DEFAULT_STORAGE, DataParallelTrainer
+from elastic.tune import space as spaces
+from elastic.tune.callback import Callbacks
+from elastic.tune.config import TuneConfig
+from elastic.tune.controller import Controller, Plan
+from elastic.tune.result_grid import ResultGrid
+from elastic.tune.schedulers import FIFOScheduler, TrialScheduler
+from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
+from elastic.tune.session import Trainable, as_trainable
+from elastic.tune.stopper import as_stopper
+from elastic.tune.trials import LOOP, Recipe, split_config
+from elastic.worker import context as worker_context
+
+TUNER_FILE = "tuner.pkl"
+NAME_CHARS_MAX = 80
+"""Trials have the study's name and a number; names of jobs have 100 characters at most."""
+
+
+class Tuner:
+    """A study: trials of one function or trainer with different configs.
+
+    Example:
+        >>> tuner = Tuner(objective, param_space={"lr": tune.loguniform(1e-4, 1e-1)},
+        ...               tune_config=TuneConfig(metric="loss", mode="min", num_samples=20))
+        >>> best = tuner.fit().get_best_result()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        trainable: Any = None,
+        *,
+        param_space: Mapping[str, Any] | Callable[[Any], Any] | None = None,
+        tune_config: TuneConfig | None = None,
+        run_config: RunConfig | None = None,
+    ) -> None:
+        """Describe the study; nothing is started.
+
+        Args:
+            trainable: a function of a config that calls `tune.report`, or a `TorchTrainer`.
+            param_space: what configs are drawn from. For a trainer it goes over its
+                train_loop_config: inside of "train_loop_config", or with its keys at the top.
+            tune_config: what is optimized, and how.
+            run_config: name and place of the study; policies of its trials, for a trainer those of
+                the trainer where this one says nothing.
+
+        Raises:
+            UsageError: the trainable is none, or the space has what cannot be drawn from.
+        """
+        self._path = ""
+        self._trainable = _trainable(trainable)
+        self._space = param_space if param_space is not None else {}
+        self._tune_config = tune_config or TuneConfig()
+        if not isinstance(self._tune_config, TuneConfig):
+            raise UsageError(
+                f"Tuner: tune_config is a {type(tune_config).__name__}, expected a TuneConfig"
+            )
+        if run_config is not None and not isinstance(run_config, RunConfig):
+            raise UsageError(
+                f"Tuner: run_config is a {type(run_config).__name__}, expected a RunConfig"
+            )
+        self._run_config = _merged(run_config, self._trainable)
+        self._check_space()
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | Path,
+        trainable: Any,
+        *,
+        resume_unfinished: bool = True,
+        resume_errored: bool = False,
+        restart_errored: bool = False,
+        param_space: Mapping[str, Any] | None = None,
+        storage_filesystem: Any = None,
+    ) -> Tuner:
+        """Return the tuner of a study that is there; its `fit` goes on with it.
+
+        Use it on directories that you trust: what the study was made of is a pickle in it.
+
+        Args:
+            path: the study's directory, storage_path/name.
+            trainable: the function or trainer, as before.
+            resume_unfinished: trials that have not ended go on; False: they are stopped.
+            resume_errored: trials that failed go on from their newest checkpoints.
+            restart_errored: trials that failed begin anew.
+            param_space: where it holds what could not be stored.
+            storage_filesystem: of fsspec or pyarrow, in which `path` is.
+
+        Raises:
+            UsageError: there is no study.
+            StorageError: it cannot be read.
+        """
+        where = absolute(url_in(storage_filesystem, str(path)) if storage_filesystem else path)
+        log = StudyLog(where)
+        if not log.is_there:
+            raise UsageError(
+                f"Tuner.restore({str(path)!r}): no study is there (it has no study.jsonl); "
+                f"expected the directory storage_path/name of a study"
+            )
+        stored = _stored(log.files)
+        space = param_space if param_space is not None else stored["param_space"]
+        parent, _, name = where.rpartition("/")
+        run_config = replace(stored["run_config"], name=name, storage_path=parent)
+        tuner = cls(
+            trainable, param_space=space, tune_config=stored["tune_config"], run_config=run_config
+        )
+        tuner._path = where
+        tuner._again = (resume_unfinished, resume_errored, restart_errored)
+        return tuner
+
+    _again = (True, False, False)
+
+    @classmethod
+    def can_restore(cls, path: str | Path, storage_filesystem: Any = None) -> bool:
+        """Return whether a directory holds a study.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        where = absolute(url_in(storage_filesystem, str(path)) if storage_filesystem else path)
+        return StudyLog(where).is_there and Files(where).exists(TUNER_FILE)
+
+    def get_results(self) -> ResultGrid:
+        """Return the results of a study as far as it has come.
+
+        Raises:
+            UsageError: it was not begun.
+        """
+        if not self._path:
+            raise UsageError("Tuner.get_results: call fit() first, or Tuner.restore(path, ...)")
+        return ResultGrid(StudyLog(self._path))
+
+    def fit(self) -> ResultGrid:
+        """Run the study to its end, and return the results.
+
+        Ctrl-C stops the trials, and `Tuner.restore` goes on with them. A trial that fails ends
+        only itself: see `ResultGrid.errors`.
+
+        Raises:
+            NameTaken: a study of this name is there; `Tuner.restore` goes on with it.
+            UsageError: the trials cannot run like this, or do not report what is optimized.
+            StorageError: the study's directory cannot be written.
+            CoordinatorUnreachable: the cluster does not answer.
+        """
+        if worker_context.current() is not None:
+            raise UsageError(
+                "Tuner.fit: this process is a worker of a job, and trials are jobs of their own: "
+                "run the script itself, with ELASTIC_COORD for a cluster that is there"
+            )
+        log = StudyLog(self._path or self._own_path())
+        if log.is_there and not self._path:
+            raise NameTaken(
+                f"a study is there already in {log.files.path}: go on with it by tune.Tuner.restore"
+                f"({log.files.path!r}, trainable).fit(), choose another name, or remove it"
+            )
+        recipe = Recipe(self._trainable, self._run_config, log.files.path)
+        # What cannot run at all is known before anything is written.
+        spec = recipe.trainer("trial", self._some_config()).job_spec()
+        cluster = require_cluster(spec.min_workers, spec.max_workers)
+        with Client(cluster.address, cluster.access) as client:
+            if cluster.is_embedded:
+                check_fits(spec, [known.node for known in client.status().view.nodes])
+            if self._path:
+                self._go_on(log)
+            else:
+                self._begin(log)
+            self._path = log.files.path
+            recipe.store()
+            plan = self._plan(log, recipe)
+            plan.callbacks.tell("setup", **log.study.settings)
+            log.add({"e": "opened", "owner": asdict(Owner.this_process())})
+            Controller(log, plan, client, cluster).run()
+        return ResultGrid(log)
+
+    # ----------------------------------------------------------------- a study begins or goes on
+
+    def _own_path(self) -> str:
+        name = self._run_config.name or self._own_name()
+        if len(name) > NAME_CHARS_MAX:
+            raise ConfigError(
+                f"RunConfig(name={name!r}): of a study expected at most {NAME_CHARS_MAX} characters"
+            )
+        return run_path_of(str(self._run_config.storage_path or DEFAULT_STORAGE), name)
+
+    def _begin(self, log: StudyLog) -> None:
+        """Begin a study: what it is made of, and the first line of its log."""
+        config = self._tune_config
+        self._store(log.files)
+        seed = secrets.randbits(32) if config.seed is None else config.seed
+        scheduler = config.scheduler or FIFOScheduler()
+        settings = {
+            "name": log.files.path.rpartition("/")[2],
+            "metric": config.metric or scheduler.metric,
+            "mode": config.mode or scheduler.mode,
+            "num_samples": config.num_samples,
+            "seed": seed,
+            "total": self._total(seed),
+            "format": 1,
+        }
+        log.add({"e": "study", "settings": settings})
+
+    def _go_on(self, log: StudyLog) -> None:
+        """Say in the log what becomes of trials that have not ended, or have failed."""
+        known = log.study.owner
+        if known is not None and Owner(**known).is_other_and_alive():
+            raise NameTaken(
+                f"study {log.study.settings['name']} is run by process {known['pid']} on this "
+                f"machine: end that first"
+            )
+        unfinished, errored, anew = self._again
+        for trial in log.study.trials:
+            if trial.is_over and trial.error is not None and (errored or anew):
+                log.add({"e": "left", "trial": trial.number, "anew": anew})
+            elif not trial.is_over and not unfinished:
+                reason = "not resumed: resume_unfinished=False"
+                log.add({"e": "ended", "trial": trial.number, "phase": "stopped", "reason": reason})
+
+    def _store(self, files: Files) -> None:
+        """Write what the study is made of, for `restore`."""
+        parts = {
+            "param_space": self._space,
+            "tune_config": self._tune_config,
+            "run_config": self._run_config,
+        }
+        bare = {**parts, "run_config": replace(self._run_config, callbacks=())}
+        # Callbacks that cannot be pickled are given anew by who restores, or not at all.
+        data = _pickled(parts) or _pickled(bare)
+        if not data:
+            raise UsageError(
+                "Tuner: param_space or tune_config cannot be pickled, and a study that cannot be "
+                "gone on with is not begun: create what cannot be pickled (files, locks, "
+                "connections) inside the trainable"
+            )
+        files.write(TUNER_FILE, data)
+
+    def _own_name(self) -> str:
+        kind = type(self._trainable).__name__
+        stem = self._trainable.name if isinstance(self._trainable, Trainable) else kind
+        return f"{plain_name(stem)}_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+    # ---------------------------------------------------------------------------- what runs it
+
+    def _plan(self, log: StudyLog, recipe: Recipe) -> Plan:
+        config, seed = self._tune_config, int(log.study.settings["seed"])
+        # A copy: what it is bound to belongs to one study.
+        scheduler: TrialScheduler = copy.copy(config.scheduler) or FIFOScheduler()
+        scheduler.bind(config.metric or "", config.mode or "", seed)
+        failures = self._run_config.failure_config
+        return Plan(
+            recipe=recipe,
+            search=self._search(seed),
+            scheduler=scheduler,
+            stopper=as_stopper(self._run_config.stop),
+            callbacks=Callbacks(self._run_config.callbacks),
+            max_concurrent=config.max_concurrent_trials or 0,
+            num_samples=config.num_samples,
+            time_budget_s=config.time_budget_s,  # type: ignore[arg-type]
+            label=config.trial_name_creator,
+            fail_fast=bool(failures.fail_fast),
+            is_quiet=self._run_config.verbose == 0,
+        )
+
+    def _search(self, seed: int) -> Searcher:
+        config = self._tune_config
+        # A copy: what it is told belongs to one study.
+        search: Searcher = cloudpickle.loads(cloudpickle.dumps(config.search_alg))
+        if search is None:
+            search = BasicVariantGenerator()
+        if isinstance(search, BasicVariantGenerator):
+            search.num_samples = config.num_samples
+            if search.max_concurrent:
+                search, basic = ConcurrencyLimiter(search, search.max_concurrent), search
+                basic.num_samples = config.num_samples
+        search.set_space(self._space, config.metric or "", config.mode or "max", seed)  # type: ignore[arg-type]
+        return search
+
+    def _total(self, seed: int) -> int | None:
+        samples = self._tune_config.num_samples
+        return self._search(seed).total or (samples if samples > 0 else None)
+
+    def _check_space(self) -> None:
+        """Refuse a space that cannot be drawn from.
+
+        Raises:
+            ConfigError: naming the key.
+        """
+        space = self._space
+        if callable(space):
+            if self._tune_config.search_alg is None:
+                raise ConfigError(
+                    "Tuner: param_space is a function, which OptunaSearch calls with its trial: "
+                    "expected TuneConfig(search_alg=OptunaSearch()), or a dict"
+                )
+            return
+        if not isinstance(space, Mapping):
+            raise ConfigError(f"Tuner: param_space is a {type(space).__name__}, expected a dict")
+        spaces.check(space)
+        if isinstance(self._trainable, DataParallelTrainer):
+            split_config({k: v for k, v in space.items() if k != "scaling_config"})
+            if LOOP in space and not isinstance(space[LOOP], Mapping):
+                raise ConfigError(f"param_space[{LOOP!r}]: expected a dict")
+
+    def _some_config(self) -> dict[str, Any]:
+        """Return a config that may come, to see what its trial needs."""
+        from random import Random
+
+        if callable(self._space):
+            return {}
+        chosen = next(spaces.combinations(self._space))
+        return dict(spaces.draw(self._space, Random(0), chosen))
+
+
+def _trainable(trainable: Any) -> Trainable | DataParallelTrainer:
+    if isinstance(trainable, DataParallelTrainer):
+        if trainable.scaling_config.max_workers == 0:
+            raise UsageError(
+                "Tuner: the trainer has num_workers=0, which trains in this process: trials are "
+                "jobs of their own; expected ScalingConfig(num_workers=1), or more"
+            )
+        return trainable
+    if trainable is None:
+        raise UsageError("Tuner: expected a trainable: a function of a config, or a TorchTrainer")
+    return as_trainable(trainable)
+
+
+def _merged(run_config: RunConfig | None, trainable: Any) -> RunConfig:
+    """Return the study's run config; what it does not say, the trainer's does."""
+    theirs = trainable.run_config if isinstance(trainable, DataParallelTrainer) else RunConfig()
+    if run_config is None:
+        return theirs
+    plain = RunConfig()
+    said = {
+        field.name: getattr(run_config, field.name)
+        for field in fields(RunConfig)
+        if getattr(run_config, field.name) != getattr(plain, field.name)
+    }
+    return replace(replace(theirs, name=None, storage_path=None), **said)
+
+
+def _pickled(parts: Mapping[str, Any]) -> bytes:
+    """Return a pickle, b"" if there can be none."""
+    try:
+        return bytes(cloudpickle.dumps(dict(parts)))
+    except Exception:
+        return b""
+
+
+def _stored(files: Files) -> dict[str, Any]:
+    try:
+        return dict(cloudpickle.loads(files.read(TUNER_FILE)))
+    except StorageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"Tuner.restore({files.path!r}): {TUNER_FILE} cannot be unpickled here "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def run(
+    trainable: Any,
+    *,
+    config: Mapping[str, Any] | None = None,
+    metric: str | None = None,
+    mode: str | None = None,
+    name: str | None = None,
+    stop: Any = None,
+    num_samples: int = 1,
+    search_alg: Searcher | None = None,
+    scheduler: TrialScheduler | None = None,
+    max_concurrent_trials: int | None = None,
+    time_budget_s: float | None = None,
+    storage_path: str | None = None,
+    resources_per_trial: Any = None,
+    callbacks: Any = (),
+    verbose: int | None = None,
+    trial_name_creator: Callable[..., str] | None = None,
+) -> ResultGrid:
+    """Run a study in one call, as Ray's older `tune.run` does; returns a `ResultGrid`."""
+    if resources_per_trial is not None:
+        from elastic.tune.session import with_resources
+
+        trainable = with_resources(trainable, resources_per_trial)
+    tuner = Tuner(
+        trainable,
+        param_space=config,
+        tune_config=TuneConfig(
+            metric=metric,
+            mode=mode,
+            num_samples=num_samples,
+            search_alg=search_alg,
+            scheduler=scheduler,
+            max_concurrent_trials=max_concurrent_trials,
+            time_budget_s=time_budget_s,
+            trial_name_creator=trial_name_creator,
+        ),
+        run_config=RunConfig(
+            name=name, storage_path=storage_path, stop=stop, callbacks=callbacks, verbose=verbose
+        ),
+    )
+    return tuner.fit()

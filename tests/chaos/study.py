@@ -1,0 +1,52 @@
+"""Runs a study: `study.py STORAGE NAME [restore]`; its trials go on from their checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from elastic import tune
+
+TRIALS = 12
+REPORTS = 4
+REPORT_S = 0.15
+
+
+def objective(config: dict[str, Any]) -> None:
+    done, total = 0, 0.0
+    checkpoint = tune.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            done, total = json.loads((Path(folder) / "state.json").read_text())
+    for number in range(done, REPORTS):
+        time.sleep(REPORT_S)
+        total += config["rate"] * (number + 1)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "state.json").write_text(json.dumps([number + 1, total]))
+            tune.report({"total": total}, checkpoint=tune.Checkpoint.from_directory(folder))
+
+
+def main() -> None:
+    storage, name = sys.argv[1:3]
+    if sys.argv[3:] == ["restore"]:
+        tuner = tune.Tuner.restore(f"{storage}/{name}", objective)
+    else:
+        tuner = tune.Tuner(
+            objective,
+            param_space={"rate": tune.uniform(0.0, 1.0), "half": tune.grid_search([0, 1])},
+            tune_config=tune.TuneConfig(
+                metric="total", mode="max", num_samples=TRIALS // 2, seed=11
+            ),
+            run_config=tune.RunConfig(
+                name=name, storage_path=storage, stop=lambda trial, result: result["total"] > 8
+            ),
+        )
+    tuner.fit()
+
+
+if __name__ == "__main__":
+    main()

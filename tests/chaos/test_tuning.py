@@ -1,0 +1,72 @@
+"""A study whose driver and one of whose nodes are killed: each trial once, and the same results."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from elastic import tune
+from elastic.core.study import TrialState
+from elastic.storage.study_log import StudyLog
+from elastic.testing.local_cluster import LocalCluster
+from tests.chaos.study import TRIALS, objective
+from tests.patience import DEADLINE_S, wait_for
+
+TOLD_APART = ["time_total_s", "logdir"]
+"""Columns in which two runs of one study differ."""
+
+
+def drive(cluster: LocalCluster, storage: Path, *more: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.chaos.study", str(storage), "mystudy", *more],
+        env={**os.environ, "ELASTIC_COORD": cluster.address},
+    )
+
+
+def results(storage: Path) -> tuple[Any, tune.ResultGrid]:
+    grid = tune.Tuner.restore(storage / "mystudy", objective).get_results()
+    frame = grid.get_dataframe().drop(columns=TOLD_APART)
+    return frame, grid
+
+
+def test_driver_and_node_are_killed_and_every_trial_runs_once(tmp_path: Path) -> None:
+    killed, calm = tmp_path / "killed", tmp_path / "calm"
+    with LocalCluster(nodes=3) as cluster:
+        driver = drive(cluster, killed)
+        path = str(killed / "mystudy")
+
+        def has_come(count: int) -> bool:
+            return sum(one.is_over for one in StudyLog(path).study.trials) >= count
+
+        wait_for(lambda: has_come(3) or driver.poll() is not None, "three trials to end")
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+        running = [t for t in StudyLog(path).study.trials if t.state is TrialState.RUNNING]
+        assert running
+        cluster.kill_node("n2")
+        assert drive(cluster, killed, "restore").wait(DEADLINE_S) == 0
+        assert drive(cluster, calm).wait(DEADLINE_S) == 0
+
+    frame, grid = results(killed)
+    calm_frame, calm_grid = results(calm)
+    assert len(grid) == TRIALS
+    assert frame.to_dict() == calm_frame.to_dict()
+    assert grid.get_best_result().config == calm_grid.get_best_result().config
+    assert set(frame["state"]) == {"succeeded", "stopped"}
+    # One job each, and each report once: the runs that the node took with it went on.
+    study = StudyLog(path).study
+    lines = map(json.loads, Path(path, "study.jsonl").read_text().splitlines())
+    jobs = Counter(line["trial"] for line in lines if line["e"] == "started")
+    assert jobs == dict.fromkeys(range(TRIALS), 1)
+    for trial in study.trials:
+        assert [r.number for r in trial.reports] == list(range(1, trial.iteration + 1))
+    best = grid.get_best_result()
+    assert best.checkpoint is not None
+    assert best.metrics is not None
+    assert len(best.best_checkpoints) == best.metrics["training_iteration"]

@@ -1,0 +1,402 @@
+"""Spaces, searches, numbering of reports and results of studies, without a cluster."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import optuna
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic import tune
+from elastic.client.cli import main
+from elastic.core.study import Attempt, Report
+from elastic.errors import ConfigError, UsageError
+from elastic.storage.study_log import StudyLog
+from elastic.train import RunConfig, ScalingConfig
+from elastic.train.torch import TorchTrainer
+from elastic.tune import space as spaces
+from elastic.tune.following import Numbering
+from elastic.tune.result_grid import ResultGrid
+from elastic.tune.schedulers import PopulationBasedTraining
+from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
+from elastic.tune.search.optuna import OptunaSearch
+from elastic.tune.stopper import TrialPlateauStopper
+from elastic.tune.trials import Recipe, from_log, to_log
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+# ---------------------------------------------------------------------------------------- spaces
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([spaces.uniform, spaces.loguniform]),
+    st.floats(0.01, 10), st.floats(0.1, 10), st.integers(0, 1000),
+)  # fmt: skip
+def test_floats_stay_in_their_bounds(kind: Any, low: float, width: float, seed: int) -> None:
+    assert low <= kind(low, low + width).sample(Random(seed)) <= low + width
+    stepped = spaces.quniform(0, 1, 0.25).sample(Random(seed))
+    assert stepped in (0, 0.25, 0.5, 0.75, 1)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 1000))
+def test_ints_leave_out_the_upper_bound_unless_they_have_steps(
+    low: int, width: int, seed: int
+) -> None:
+    random = Random(seed)
+    assert low <= tune.randint(low, low + width).sample(random) < low + width
+    assert low <= tune.lograndint(low, low + width).sample(random) < low + width
+    value = tune.qrandint(0, 9, 3).sample(random)
+    assert value in (0, 3, 6, 9)
+    assert type(value) is int
+
+
+def test_grids_are_gone_through_and_functions_see_what_was_drawn() -> None:
+    search = BasicVariantGenerator()
+    search.num_samples = 2
+    space = {
+        "a": tune.grid_search([1, 2]),
+        "inner": {"b": tune.grid_search(["x", "y"]), "list": [tune.choice([7])]},
+        "c": tune.sample_from(lambda config: config["a"] * 10),
+        "d": tune.sample_from(lambda spec: spec.config.a * 100),
+        "kind": tune.choice([{"name": "sgd", "momentum": tune.choice([0.9])}]),
+    }
+    search.set_space(space, "", "max", 3)
+    assert search.total == 8
+    configs = [search.suggest(str(number)) for number in range(8)]
+    assert [(c["a"], c["inner"]["b"]) for c in configs if c] == [
+        (1, "x"), (1, "y"), (2, "x"), (2, "y"),
+    ] * 2  # fmt: skip
+    assert configs[2] == {
+        "a": 2, "inner": {"b": "x", "list": [7]}, "c": 20, "d": 200,
+        "kind": {"name": "sgd", "momentum": 0.9},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({"lr": tune.uniform}, "param_space/lr is the function tune.uniform itself: call it"),
+        ({"o": {1: 2}}, "param_space/o: key 1 is a int, expected a str"),
+        ({"x": optuna.distributions.FloatDistribution(0, 1)}, "param_space/x is a optuna.dist"),
+        ({"x": {"grid_search": 3}}, "param_space/x: grid_search=3: expected a list"),
+    ],
+)
+def test_a_space_with_a_slip_is_refused_by_its_key(space: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        tune.Tuner(print, param_space=space)
+    assert said in str(raised.value)
+
+
+def test_other_slips_are_refused_at_once() -> None:
+    def train(config: dict[str, Any]) -> None: ...
+
+    trainer = TorchTrainer(train)
+    with pytest.raises(ConfigError, match="'lr' beside 'train_loop_config'"):
+        tune.Tuner(trainer, param_space={"train_loop_config": {"a": 1}, "lr": 2})
+    with pytest.raises(UsageError, match=r"write: tune\.Tuner\(trainer, param_space="):
+        trainer.fit(tune.Tuner(trainer))
+    with pytest.raises(UsageError, match="num_workers=0"):
+        tune.Tuner(TorchTrainer(train, scaling_config=ScalingConfig(num_workers=0)))
+    with pytest.raises(ConfigError, match="without a mode"):
+        tune.TuneConfig(metric="loss")
+    with pytest.raises(UsageError, match="is a class; expected a function"):
+        tune.Tuner(Searcher)
+    with pytest.raises(ConfigError, match="low < high"):
+        tune.uniform(2, 1)
+
+
+def test_a_trainer_takes_a_config_in_both_nestings(tmp_path: Path) -> None:
+    def train(config: dict[str, Any]) -> None: ...
+
+    trainer = TorchTrainer(train, train_loop_config={"lr": 1, "epochs": 5})
+    recipe = Recipe(trainer, RunConfig(), str(tmp_path))
+    for config in ({"lr": 2}, {"train_loop_config": {"lr": 2}}):
+        made = recipe.trainer("run", config)
+        assert made.train_loop_config == {"lr": 2, "epochs": 5}
+        assert made.job_spec().run_path == f"{tmp_path}/run"
+    assert trainer.train_loop_config == {"lr": 1, "epochs": 5}
+    scaled = recipe.trainer("run", {"scaling_config": ScalingConfig(num_workers=(1, 3)), "lr": 3})
+    assert scaled.job_spec().max_workers == 3
+
+
+def test_resources_of_a_function_become_those_of_its_worker(tmp_path: Path) -> None:
+    wish = tune.with_resources(print, lambda config: {"cpu": config["n"], "gpu": 1})
+    spec = Recipe(wish, RunConfig(), str(tmp_path)).trainer("run", {"n": 3}).job_spec()
+    assert spec.resources_per_worker.as_dict() == {"CPU": 3, "GPU": 1}
+
+
+@pytest.mark.parametrize(
+    "config", [{"a": 1, "b": [1.5, None, "x"]}, {"a": (1, 2)}, {"f": len}, {"x": math.inf}, {}]
+)
+def test_a_config_comes_back_from_the_log_as_it_was(config: dict[str, Any]) -> None:
+    line = to_log(config)
+    assert from_log(line["config"], line.get("pickled", "")) == config
+
+
+# ---------------------------------------------------------------------------------------- search
+
+
+def value_of(config: Any) -> float:
+    return float((config["lr"] - 0.1) ** 2 + config["layers"] * 0.01)
+
+
+def proposed(search: Searcher, numbers: range) -> list[Any]:
+    configs = []
+    for number in numbers:
+        config = search.suggest(str(number))
+        configs.append(config)
+        search.on_trial_complete(str(number), {"loss": value_of(config)})
+    return configs
+
+
+SPACE = {
+    "lr": tune.loguniform(1e-4, 1.0),
+    "layers": tune.randint(1, 5),
+    "kind": tune.choice(["a", "b"]),
+}
+
+
+def plain_loop(count: int, sampler: Any) -> list[dict[str, Any]]:
+    """What a user of Optuna writes."""
+    study, configs = optuna.create_study(direction="minimize", sampler=sampler), []
+    for _ in range(count):
+        trial = study.ask()
+        config = {
+            "lr": trial.suggest_float("lr", 1e-4, 1.0, log=True),
+            "layers": trial.suggest_int("layers", 1, 4),
+            "kind": trial.suggest_categorical("kind", ["a", "b"]),
+        }
+        study.tell(trial, value_of(config))
+        configs.append(config)
+    return configs
+
+
+def bound(search: Searcher, space: Any = SPACE) -> Searcher:
+    search.set_space(space, "loss", "min", 42)
+    return search
+
+
+def test_one_after_the_other_tpe_proposes_what_a_plain_loop_of_optunas_does() -> None:
+    plain = plain_loop(25, optuna.samplers.TPESampler(seed=42))
+    assert proposed(bound(OptunaSearch()), range(25)) == plain
+
+
+@pytest.mark.parametrize("name", ["TPESampler", "CmaEsSampler", "NSGAIISampler"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_search_that_is_told_again_goes_on_as_if_it_had_never_been_away(name: str) -> None:
+    def fresh() -> Searcher:
+        return bound(OptunaSearch(sampler=getattr(optuna.samplers, name)(seed=1)))
+
+    whole = proposed(fresh(), range(20))
+    again = fresh()
+    for number, config in enumerate(whole[:12]):
+        again.takes_again(str(number), config)
+        again.on_trial_complete(str(number), {"loss": value_of(config)})
+    assert proposed(again, range(12, 20)) == whole[12:]
+
+
+def test_conditional_spaces_by_a_function_and_by_choices() -> None:
+    def define(trial: Any) -> dict[str, Any]:
+        if trial.suggest_categorical("kind", ["sgd", "adam"]) == "sgd":
+            trial.suggest_float("momentum", 0, 1)
+        return {"fixed": 1}
+
+    search = OptunaSearch(define, seed=0)
+    search.set_space({}, "loss", "min", 0)
+    for number in range(10):
+        config = search.suggest(str(number)) or {}
+        assert config["fixed"] == 1
+        assert ("momentum" in config) == (config["kind"] == "sgd")
+    nested = {"opt": tune.choice([{"n": "sgd", "m": tune.uniform(0, 1)}, {"n": "adam"}])}
+    found = bound(OptunaSearch(), nested)
+    seen = [(found.suggest(str(number)) or {})["opt"] for number in range(10)]
+    assert all(("m" in one) == (one["n"] == "sgd") for one in seen)
+    with pytest.raises(ConfigError, match="param_space/lr is a grid_search"):
+        bound(OptunaSearch(), {"lr": tune.grid_search([1])})
+
+
+def test_a_limiter_waits_and_a_repeater_tells_the_mean() -> None:
+    limited = bound(ConcurrencyLimiter(OptunaSearch(), 2))
+    assert limited.suggest("0")
+    assert limited.suggest("1")
+    assert limited.suggest("2") is None
+    limited.on_trial_complete("0", {"loss": 1.0})
+    assert limited.suggest("2")
+
+    told: list[Any] = []
+
+    class Noting(Searcher):
+        def suggest(self, trial_id: str) -> dict[str, Any]:
+            return {"id": trial_id}
+
+        def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+            told.append((trial_id, result, error))
+
+    repeater = bound(Repeater(Noting(metric="loss", mode="min"), repeat=2))
+    configs = [repeater.suggest(str(number)) for number in range(3)]
+    assert configs[1] == {"id": "0", "__trial_index__": 1}
+    assert (configs[2] or {})["id"] == "2"
+    repeater.on_trial_complete("1", {"loss": 1.0})
+    repeater.on_trial_complete("0", {"loss": 3.0})
+    assert told == [("0", {"loss": 2.0}, False)]
+
+
+def test_pbt_changes_what_it_is_told_to_and_keeps_kinds() -> None:
+    scheduler = PopulationBasedTraining(
+        perturbation_interval=1,
+        hyperparam_mutations={"lr": tune.uniform(0, 1), "n": [1, 2, 4], "size": [8]},
+        custom_explore_fn=lambda config: {**config, "seen": True},
+    )
+    for seed in range(30):
+        scheduler.bind("loss", "min", seed)
+        trial = tune_trial(0)
+        new = scheduler.explore(trial, {"train_loop_config": {"lr": 0.5, "n": 2, "keep": "x"}})
+        inner = new["train_loop_config"]
+        assert inner["keep"] == "x"
+        assert inner["seen"]
+        assert inner["n"] in (1, 2, 4)
+        assert inner["size"] == 8
+        assert inner["lr"] in (0.4, 0.6) or 0 <= inner["lr"] <= 1
+
+
+def tune_trial(number: int) -> Any:
+    from elastic.core.study import Trial
+
+    return Trial(number, f"trial_{number}")
+
+
+def test_a_plateau_is_one_only_over_so_many_reports() -> None:
+    stopper = TrialPlateauStopper("loss", std=0.01, num_results=3, grace_period=4)
+    said = [stopper("a", {"loss": value}) for value in (1.0, 0.5, 0.5, 0.5, 0.5)]
+    assert said == [False, False, False, True, True]
+
+
+# ----------------------------------------------------------------------------- what reports count
+
+
+def row(generation: int, index: int, **more: Any) -> dict[str, Any]:
+    return {"generation": generation, "index": index, "metrics": {}, **more}
+
+
+def test_reports_that_are_made_again_have_the_numbers_that_they_had() -> None:
+    rows = [
+        row(1, 0, checkpoint="a"), row(1, 1, checkpoint="b"), row(1, 2),
+        row(2, 0, resumed_from="b"), row(2, 1),
+        row(3, 0), row(3, 1),
+    ]  # fmt: skip
+    numbering = Numbering(Attempt("j", "r"), [])
+    assert [numbering.take(one) for one in rows] == [1, 2, 3, 3, 4, 1, 2]
+
+
+def test_places_in_a_loop_tell_reports_apart_and_exploits_count_on() -> None:
+    rows = [row(1, 0, at=[0, 0]), row(1, 1, at=[1, 0]), row(2, 0, at=[1, 0]), row(2, 1, at=[2, 0])]
+    numbering = Numbering(Attempt("j", "r"), [])
+    assert [numbering.take(one) for one in rows] == [1, 2, 2, 3]
+    taken = Numbering(Attempt("j", "r", {"theirs": 5}), [Report(5, {}, checkpoint="own")])
+    assert [taken.take(row(1, n, resumed_from="theirs")) for n in range(2)] == [6, 7]
+
+
+# --------------------------------------------------------------------------------------- results
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> StudyLog:
+    log = StudyLog(str(tmp_path / "mine"))
+    settings = {"name": "mine", "metric": "loss", "mode": "min", "seed": 1, "total": 3}
+    log.add({"e": "study", "settings": settings})
+    losses = [[3.0, 1.0, 2.0], [2.0, 1.5], ["nan"]]
+    for trial, values in enumerate(losses):
+        name = f"mine_{trial:05d}"
+        log.add({"e": "proposed", "trial": trial, "name": name, "config": {"lr": trial}})
+        log.add({"e": "started", "trial": trial, "job": f"j-{trial}", "run": name})
+        for n, value in enumerate(values, start=1):
+            metrics = {"loss": value}
+            log.add(
+                {
+                    "e": "reported",
+                    "trial": trial,
+                    "n": n,
+                    "metrics": metrics,
+                    "generation": 1,
+                    "index": n,
+                }
+            )
+    log.add({"e": "ended", "trial": 0, "phase": "succeeded"})
+    error = {
+        "error_type": "ValueError",
+        "message": "bad batch",
+        "traceback": "tb",
+        "worker": "n1/3",
+    }
+    log.add({"e": "ended", "trial": 2, "phase": "failed", "reason": "bad batch", "error": error})
+    return log
+
+
+def test_results_are_what_the_log_says(study: StudyLog) -> None:
+    # Read anew, past a line that a kill has torn.
+    path = study.files.path
+    with Path(path, "study.jsonl").open("a") as file:
+        file.write('{"e": "reported", "tri')
+    grid = ResultGrid(StudyLog(path))
+    assert len(grid) == 3
+    best = grid.get_best_result()
+    assert best.config == {"lr": 1}
+    assert best.metrics is not None
+    assert (best.metrics["loss"], best.metrics["training_iteration"]) == (1.5, 2)
+    assert grid.get_best_result(scope="all").config == {"lr": 0}
+    assert grid.get_best_result("loss", "max").config == {"lr": 0}
+    assert (grid.num_errors, grid.num_terminated) == (1, 1)
+    assert "trial mine_00002 failed: bad batch" in str(grid.errors[0])
+    assert grid[2].error is not None
+    frame = grid.get_dataframe()
+    assert list(frame["config/lr"]) == [0, 1, 2]
+    assert list(frame["state"]) == ["succeeded", "running", "failed"]
+    assert list(grid.get_dataframe("loss", "min")["training_iteration"]) == [2, 2, 1]
+    with pytest.raises(
+        UsageError, match="no trial has reported a finite 'los'; they reported loss"
+    ):
+        grid.get_best_result("los", "min")
+
+
+def test_the_commands_read_the_log(study: StudyLog) -> None:
+    path = study.files.path
+    said = CliRunner().invoke(main, ["tune", "status", path])
+    assert said.exit_code == 0, said.output
+    assert "mine_00001" in said.output
+    assert "1 running, 1 succeeded, 1 failed, of 3; best mine_00001 loss=1.5 (lr=1)" in said.output
+    said = CliRunner().invoke(main, ["tune", "best", path])
+    assert "mine_00001  loss=1.5  after 2 reports" in said.output
+    said = CliRunner().invoke(main, ["tune", "status", f"{path}x"])
+    assert said.exit_code == 78
+    assert "no study is in" in said.output
+
+
+def test_a_trial_that_takes_over_a_checkpoint_is_to_be_started_until_it_was(
+    study: StudyLog,
+) -> None:
+    donor, run = {"checkpoint": "c7", "from": "taken/mine_00001-2/c7"}, "mine_00001-2"
+    line = {"e": "decided", "trial": 1, "n": 2, "what": "exploit", "run": run, **donor}
+    study.add({**line, "config": {"lr": 9}, "reason": "worst", "rungs": {"2": -1.5}})
+    # A driver that was killed here knows from where to go on, with which config.
+    trial = StudyLog(study.files.path).study.trials[1]
+    assert (trial.state.value, trial.config, trial.rungs) == ("pending", {"lr": 9}, {2: -1.5})
+    assert trial.attempt == Attempt("", run, {"c7": 2}, "taken/mine_00001-2/c7")
+    assert trial.attempts[0].job_id == "j-1"
+    assert from_log(*trial.proposal) == {"lr": 1}
+    study.add({"e": "started", "trial": 1, "job": "j-9", "run": run, "begins": {"c7": 2}})
+    assert [one.job_id for one in study.study.trials[1].attempts] == ["j-1", "j-9"]
+
+
+def test_a_wish_to_stop_is_taken_once(study: StudyLog) -> None:
+    study.ask_to_stop("enough")
+    driver = StudyLog(study.files.path)
+    assert driver.take_stop() == "enough"
+    assert driver.take_stop() == ""
