@@ -6,7 +6,9 @@ Every rank is a process of one thread on this machine, joined by gloo as workers
 model, data and optimizer go through torch's DDP and through `train.epochs()` with both
 consistencies, in turns, several rounds of each, so that whatever else the machine does hits all of
 them. Prints medians of the rounds' step times, their ratio to DDP's, and the bytes of gradients
-that a rank sends per step.
+that a rank sends per step; then, of the exchange alone, its time beside gloo's all_reduce.
+
+    python bench/step.py --exchange-only --world 2 --world 3 --world 4
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,11 +36,19 @@ from torch.utils.data.distributed import DistributedSampler
 from elastic import train
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
 from elastic.worker import context as worker_context
+from elastic.worker.buckets import BUCKET_BYTES
+from elastic.worker.c10d import default_group
 from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
+from elastic.worker.links import connect, links_of
 from elastic.worker.local import LocalRun, local_context
+from elastic.worker.mesh import Reach
+from elastic.worker.shared_memory import OwnMemory
+from elastic.worker.tree_exchange import Deal, make_exchange
 
 VARIANTS = ("ddp", "bitwise", "samples")
-SIZES = {"tiny": (64, 16), "10 M": (1580, 32)}
+SIZES = {"tiny": (64, 16), "10 M": (1580, 32), "100 M": (5000, 32)}
+EXCHANGED = (17_000, 1_000_000, 10_000_000, 100_000_000)
+"""Elements of the gradients whose exchange is measured alone."""
 """Name: (width of each of four layers, samples of a micro-batch)."""
 WARM_UP = 5
 HOST = "127.0.0.1"
@@ -111,7 +122,7 @@ def rank_main(
     groups.form(GroupSpec(1, rank, world, leader, "gloo", HOST, timeout_s=600.0, job_id="bench"))
     found: dict[tuple[str, str], list[tuple[float, int]]] = {}
     for size, (width, batch) in SIZES.items():
-        steps = 200 if size == "tiny" else 12
+        steps = {"tiny": 200, "10 M": 12}.get(size, 4)
         for _ in range(rounds):
             for variant in VARIANTS:
                 measured = one_round(variant, width, batch, steps)
@@ -120,6 +131,82 @@ def rank_main(
         results.put(found)
     dist.barrier()
     groups.close()
+
+
+def exchange_rank_main(
+    rank: int,
+    world: int,
+    leader: str,
+    apart: bool,
+    results: mp.SimpleQueue,  # type: ignore[type-arg]
+) -> None:
+    """Be one rank that exchanges gradients of each size, and does nothing else."""
+    torch.set_num_threads(1)
+    groups = ProcessGroups()
+    groups.form(GroupSpec(1, rank, world, leader, "gloo", HOST, timeout_s=600.0, job_id="bench"))
+    group = default_group()
+    connect(group, Reach(HOST, 600.0, str(rank) if apart else ""))
+    for numel in EXCHANGED:
+        gradient = torch.randn(numel)
+        exchange = exchange_of(group, gradient)
+        times: dict[str, list[float]] = {"ours": [], "gloo": []}
+        for _ in range(30 if numel < 5e6 else 9 if numel < 5e7 else 5):
+            for name, call in (("ours", exchange), ("gloo", lambda g=gradient: dist.all_reduce(g))):
+                dist.barrier()
+                began = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - began)
+            gradient.normal_()
+        if rank == 0:
+            medians = {name: statistics.median(some[1:]) for name, some in times.items()}
+            results.put((numel, medians))
+    dist.barrier()
+    groups.close()
+
+
+def exchange_of(group: Any, gradient: torch.Tensor) -> Callable[[], None]:
+    """Return what exchanges the buckets that a gradient is cut into."""
+    deal = Deal(group.rank(), group.size(), group.size())
+    memory = OwnMemory() if links_of(group).memory else None
+    running = []
+    for part in gradient.split(BUCKET_BYTES // gradient.itemsize):
+        made = make_exchange(deal, part, group, memory=memory)
+        flat = part.clone() if memory is None else memory.empty(part.numel(), part.dtype)
+        flat.copy_(part)
+        running.append((made, {deal.mine[0]: flat}))
+
+    def exchange() -> None:
+        for made, sums in running:
+            made.start(sums, divisor=float(group.size()))
+        for made, _ in running:
+            made.finish(float(group.size()))
+
+    return exchange
+
+
+def exchange_only(world: int, apart: bool) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield what rank 0 measured, as (elements, seconds by whose)."""
+    results = mp.get_context("spawn").SimpleQueue()
+    server = StoreServer(HOST)
+    context = mp.spawn(
+        exchange_rank_main, (world, server.address, apart, results), nprocs=world, join=False
+    )
+    for _ in EXCHANGED:
+        yield results.get()
+    context.join()
+    server.close()
+
+
+def print_exchange_only(console: Console, worlds: Sequence[int]) -> None:
+    """Measure and print the exchange alone, as it comes: the largest take long."""
+    for world, apart in itertools.product(worlds, (False, True)):
+        for numel, one in exchange_only(world, apart):
+            where = "through sockets" if apart else "on one node"
+            console.print(
+                f"exchange alone, {world} workers {where}, {numel:>11,} elements: "
+                f"{one['ours'] * 1e3:8.2f} ms, all_reduce {one['gloo'] * 1e3:8.2f} ms, "
+                f"ratio {one['ours'] / one['gloo']:.2f}, load {os.getloadavg()[0]:.1f}"
+            )
 
 
 def measure(world: int, rounds: int) -> dict[tuple[str, str], list[tuple[float, int]]]:
@@ -140,13 +227,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--world", type=int, action="append", help="again for several")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--exchange-only", action="store_true", help="no steps")
     args = parser.parse_args()
     console = Console(highlight=False, width=100)
     console.print(
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo on "
         f"loopback, one thread for each rank; medians of {args.rounds} rounds"
     )
-    table = Table()
+    print_exchange_only(console, args.world or [2, 3, 4])
+    if args.exchange_only:
+        return
+    table = Table(title=f"steps; load of the machine {os.getloadavg()[0]:.1f}")
     for name in ("workers", "model", "variant", "step", "to DDP", "sent per step"):
         table.add_column(name, justify="left" if name in ("model", "variant") else "right")
     for world in args.world or [2, 3]:

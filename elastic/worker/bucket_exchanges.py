@@ -13,11 +13,8 @@ import torch
 
 from elastic.core.policy.microbatch import Span, additions_in
 from elastic.worker.buckets import Bucket, Flat
-from elastic.worker.packed_exchange import PackedExchange, is_packed
 from elastic.worker.rows import Divisor, Row, RowExchange
-from elastic.worker.tree_exchange import Deal, SumExchange, TreeExchange
-
-Exchange = PackedExchange | TreeExchange | SumExchange
+from elastic.worker.tree_exchange import Deal, make_exchange
 
 
 class Sums:
@@ -52,12 +49,21 @@ class Sums:
             one, other = self._flats.pop(left), self._flats.pop(right)
             into = self._bucket.flat()
             torch.add(one.tensor, other.tensor, out=into.tensor)
+            self._free_made(one, other)
             self._flats[total] = into
 
     def take_back(self) -> None:
         """Be as before what was put for now."""
         if self._before is not None:
+            self._free_made(*self._flats.values())
             self._flats, self._before = self._before, None
+
+    def _free_made(self, *flats: Flat) -> None:
+        """Give back those that were not there before what was put for now."""
+        kept = {id(flat) for flat in (self._before or {}).values()}
+        for flat in flats:
+            if id(flat) not in kept:
+                self._bucket.free(flat)
 
     def tensors(self) -> dict[Span, torch.Tensor]:
         """Return the sums by subtree."""
@@ -65,9 +71,10 @@ class Sums:
 
     def clear(self) -> None:
         """Give all buffers back."""
+        self.take_back()
         for flat in self._flats.values():
             self._bucket.free(flat)
-        self._flats, self._before = {}, None
+        self._flats = {}
 
 
 class Exchanges:
@@ -92,13 +99,18 @@ class Exchanges:
         """
         self.deal = deal
         self.sums = [Sums(bucket, deal) for bucket in buckets]
-        self.of: list[Exchange] = []
-        for bucket in buckets:
-            like = bucket.flat()
-            self.of.append(make_exchange(deal, like.tensor, group, is_bitwise))
-            bucket.free(like)
+        self.of = [
+            make_exchange(
+                deal,
+                bucket.empty_like_total(),
+                group,
+                is_bitwise=is_bitwise,
+                memory=bucket.memory,
+            )
+            for bucket in buckets
+        ]
         # Rows ride in the messages of small buckets, if whatever comes first is one.
-        rides = all(isinstance(one, PackedExchange) for one in self.of)
+        rides = all(one.carries_rows for one in self.of)
         self._rows = None if rides else RowExchange(deal.rank, deal.world_size, group)
         self._told: list[Row] = []
         self._has_sent_row = False
@@ -114,17 +126,21 @@ class Exchanges:
         for sums in self.sums:
             sums.clear()
 
-    def start(self, number: int, row: Sequence[float]) -> None:
+    def start(self, number: int, row: Sequence[float], divisor: float | None) -> None:
         """Send off what we have added up of a bucket; returns at once.
 
         Args:
             number: of the bucket.
             row: what all ranks get to see; the same for all buckets of a step.
+            divisor: what totals are divided by, None if that follows from all rows.
+
+        Raises:
+            RuntimeError: the group broke.
         """
         if self._rows is not None and not self._has_sent_row:
             self._has_sent_row = True
             self._rows.start(row)
-        self.of[number].start(self.sums[number].tensors(), row)
+        self.of[number].start(self.sums[number].tensors(), row, divisor)
 
     def finish(self, numbers: Sequence[int], *, divisor: Divisor) -> list[Row]:
         """Wait until these buckets' totals are whole.
@@ -140,34 +156,11 @@ class Exchanges:
             RuntimeError: the group broke.
         """
         exchanges = [self.of[number] for number in numbers]
-        if self._rows is not None and not isinstance(divisor, float):
-            self._hear()
-            divisor = divisor(self._told)
-        for number, exchange in zip(numbers, exchanges, strict=True):
-            # A function is left only where all are packed, and have the rows in their messages.
-            exchange.add(self.sums[number].tensors(), divisor=divisor)  # type: ignore[arg-type]
-        for exchange in exchanges:
-            exchange.finish()
-        if self._rows is None and exchanges and not self._told:
-            self._told = exchanges[0].rows
-        self._hear()
-        return self._told
-
-    def _hear(self) -> None:
-        """Have the rows that go beside the messages."""
-        if self._rows is not None and self._has_sent_row and not self._told:
+        if not self._told and self._rows is None and exchanges:
+            self._told = exchanges[0].wait_rows()
+        elif not self._told and self._rows is not None and self._has_sent_row:
             self._told = self._rows.finish()
-
-
-def make_exchange(deal: Deal, like: torch.Tensor, group: Any, is_bitwise: bool = True) -> Exchange:
-    """Return an exchange of tensors like this one; the same kind on every rank.
-
-    Args:
-        deal: who holds what.
-        like: a flat tensor of the size, type and device of what is exchanged.
-        group: the process group; None for a group of one.
-        is_bitwise: add in the order of the tree.
-    """
-    if is_packed(deal, like, group):
-        return PackedExchange(deal, like, group)
-    return (TreeExchange if is_bitwise else SumExchange)(deal, like, group)
+        number = divisor if isinstance(divisor, float) else divisor(self._told)
+        for exchange in exchanges:
+            exchange.finish(number)
+        return self._told

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.core.policy.exchange_plan import BUCKET_BYTES
 from elastic.errors import UsageError
+from elastic.worker.shared_memory import OwnMemory
 
-BUCKET_BYTES = 4 << 20
-"""Size from which a bucket is sent off while backward goes on."""
 FIRST_BUCKET_BYTES = 1 << 20
 """Of the first one: communication should begin early."""
 
@@ -65,6 +65,7 @@ class Bucket:
         used: which got a gradient in this micro-batch.
         pool: buffers that nobody uses.
         seen: the last tensor that `view` was asked for.
+        memory: where buffers lie that others read in place, None for memory of our own.
     """
 
     number: int
@@ -76,6 +77,7 @@ class Bucket:
     used: list[bool] = field(default_factory=list)
     pool: list[Flat] = field(default_factory=list)
     seen: Flat | None = None
+    memory: OwnMemory | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,7 +108,13 @@ class Bucket:
         """Return a buffer that nobody uses."""
         if self.pool:
             return self.pool.pop()
-        return Flat(self, torch.empty(self.numel, dtype=self.dtype, device=self.device))
+        if self.memory is not None:
+            return Flat(self, self.memory.empty(self.numel, self.dtype))
+        return Flat(self, self.empty_like_total())
+
+    def empty_like_total(self) -> torch.Tensor:
+        """Return a tensor of its length, of our own."""
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def view(self, total: torch.Tensor) -> Flat:
         """Return the parameters' places in a tensor of this bucket's size, made once."""

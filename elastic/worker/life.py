@@ -225,8 +225,9 @@ class Life:
         return True
 
     def received_bytes(self) -> int:
-        """Return what has come from the other members through gloo."""
-        return sum(received_bytes(known.sockets) for known in list(self._backends))
+        """Return what has come from the other members."""
+        ours = mesh.received_bytes()
+        return ours + sum(received_bytes(known.sockets) for known in list(self._backends))
 
     def join_nccl(self, timeout_s: float) -> bool:
         """Wait until NCCL's aborts are done; return whether they are."""

@@ -379,7 +379,7 @@ def _own_address() -> str:
             sock.connect(where)  # Sends nothing, but finds a way.
             return str(sock.getsockname()[0])
     except OSError:
-        return ""
+        return "127.0.0.1"
 
 
 def _retention(run: LocalRun, job_id: JobId) -> JobSpec:

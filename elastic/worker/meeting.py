@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from elastic.core.policy.cursor import Cursor, derive
 from elastic.core.policy.recovery import Standing, next_places, plan_transfers
 from elastic.core.policy.streams import Data, Streams
 from elastic.errors import UsageError
+from elastic.worker.links import Entry, join_links, open_links
 from elastic.worker.logbook import Logbook
-from elastic.worker.mesh import Door, Reach, join_mesh, leave_mesh, mesh_of, open_mesh, use_mesh
+from elastic.worker.mesh import Reach
 from elastic.worker.reduce import Unit
 from elastic.worker.rows import tell_rows
 from elastic.worker.stream_book import StreamBook
@@ -80,18 +82,20 @@ def meet(
         UsageError: members cannot train together; all of them raise it.
     """
     threads = torch.get_num_threads()
-    door = open_mesh(group, reach)
+    entry = open_links(group, reach).entry if group.size() > 1 else Entry()
     data = _data_print(epochs)
-    mine = Told(standing, _model_print(units), data, threads, door, len(shared), memory)
+    mine = Told(standing, _model_print(units), data, threads, entry, len(shared), memory)
     told = tell_all(group, mine)
     check_alike(told)
-    _connect(group, [one.door for one in told])
+    if group.size() > 1:
+        join_links(group, [one.entry for one in told])
     standings = [one.standing for one in told]
     memories = tuple(one.memory for one in told)
     if not begins and not any(one.has_state for one in standings):
         return Met(None, (), (), 0, nobody=True, memories=memories)
     plan = plan_transfers(standings).value
-    state, num_bytes = transfer(group, plan, take)
+    with record_function("elastic::transfer"):
+        state, num_bytes = transfer(group, plan, take)
     source = plan.source_of(group.rank())
     if source is not None and told[source].threads != threads:
         torch.set_num_threads(told[source].threads)
@@ -160,21 +164,6 @@ def _share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ..
     return tuple(part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True))
 
 
-def _connect(group: Any, doors: Sequence[Door]) -> None:
-    """Have direct connections to all members, if everyone can; all decide alike."""
-    if mesh_of(group) is not None:
-        return
-    if not all(door.port for door in doors):
-        leave_mesh(group)
-        return
-    is_joined = join_mesh(group, doors)
-    # By gloo: who has no connections hears of it, too.
-    if all(row[0] > 0 for row in tell_rows(group, [float(is_joined)])):
-        use_mesh(group)
-    else:
-        leave_mesh(group)
-
-
 def share_latest(group: Any, cursors: Sequence[Cursor], logbook: Logbook) -> None:
     """Let those hear of an epoch's last values who have not passed its gate, as others have.
 
@@ -202,7 +191,7 @@ class Told:
         model: fingerprint of what it prepared, 0 <= it < 2**63.
         data: fingerprint of its data and batch, 0 if it does not know them yet.
         threads: CPU threads of one operation; their number can change the last bit of a sum.
-        door: where it lets the others in.
+        entry: where it lets the others in.
         num_shared: bytes of what it knows of streams of data.
         memory: which memory of its node it has for snapshots, 0 for none.
     """
@@ -211,7 +200,7 @@ class Told:
     model: int
     data: int
     threads: int
-    door: Door
+    entry: Entry
     num_shared: int = 0
     memory: int = 0
 
@@ -229,7 +218,7 @@ def tell_all(group: Any, mine: Told) -> list[Told]:
         [
             int(standing.has_state), standing.cursor.epoch, standing.cursor.step, standing.steps,
             int(standing.is_inside), mine.model, mine.data, mine.threads, mine.num_shared,
-            mine.memory, *mine.door.numbers(),
+            mine.memory, *mine.entry.numbers(),
         ],
         dtype=torch.int64,
     )  # fmt: skip
@@ -238,9 +227,9 @@ def tell_all(group: Any, mine: Told) -> list[Told]:
     told = []
     for one in rows:
         has_state, epoch, step, steps, inside, *one_by_one = one.tolist()
-        model, data, threads, num_shared, memory, *door = one_by_one
+        model, data, threads, num_shared, memory, *entry = one_by_one
         standing = Standing(bool(has_state), Cursor(epoch, step), steps, bool(inside))
-        told.append(Told(standing, model, data, threads, Door.of(door), num_shared, memory))
+        told.append(Told(standing, model, data, threads, Entry.of(entry), num_shared, memory))
     return told
 
 

@@ -1,21 +1,20 @@
-"""Direct connections between all members of a group, for messages too small for gloo.
+"""Direct connections between the members of a group, for all that the engine itself sends.
 
-gloo's own thread carries each message, after the receiver has said that it waits for it: four
-changes of thread where one system call and one wake-up do. With a model of 16,000 parameters that
-was most of a step. A mesh is made when a group meets; members who cannot reach each other agree to
-go without one.
+Not gloo's, because gloo's own thread carries each message, after the receiver has said that it
+waits for it, and forgets some of those who wait when a connection ends. These are cut in
+microseconds, by any thread, and whoever waits in one raises. A mesh is made when a group meets.
 
-Rule: the main thread sends and receives, and only while it waits for something; while it waits, be
-it for a message or for room, it reads from everybody, so that no ring of members can wait for room
-at each other. Any thread may cut a mesh, after which nothing waits in it. A message is taken in the
-order of its tag and sender, whether or not somebody waits for it already.
+Rule: the main thread sends and receives, while it waits for something and whenever it asks
+(`poll`). While it waits, be it for a message or for room, it reads from everybody, so that no ring
+of members can wait for room at each other. A message is taken in the order of its tag and sender,
+whether or not somebody waits for it already.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import logging
+import itertools
 import os
 import secrets
 import select
@@ -24,28 +23,25 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
-from typing import Any
-from weakref import WeakKeyDictionary
-
-log = logging.getLogger(__name__)
+from weakref import WeakSet
 
 HEADER = struct.Struct("<qq")
 """Before each message: its tag, its bytes."""
 HELLO = struct.Struct("<16sq")
 """First words on a connection: the token of whom it goes to, the rank of whom it comes from."""
 DOOR = struct.Struct("<16sq16s")
-JOIN_S = 2.0
+JOIN_S = 30.0
 """How long members may take to connect to each other, once all have told of their doors."""
 HELLO_S = 0.5
 POLL_S_MAX = 3600.0
 """The kernel counts milliseconds in 32 bits."""
-FAILURES_MAX = 2
-"""After so many a process tries no more: whatever stands between the members, it stays."""
-BYTES_MAX = 64 << 20
+BYTES_MAX = 4 << 30
 """No message is longer."""
+BUFFERS_MAX = 512
+"""Of one system call; the kernel takes 1,024."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +76,24 @@ class Reach:
     """How a member is reached by others.
 
     Attributes:
-        host: address of this machine that they reach, "" for none: small messages go by gloo.
+        host: address of this machine that they reach.
         timeout_s: how long a message is waited for.
+        node: name of our node; members of one share memory. "" for one whose machine is its node.
     """
 
-    host: str = ""
+    host: str = "127.0.0.1"
     timeout_s: float = 1800.0
+    node: str = ""
 
 
 def _in_sixteen_bytes(address: str) -> bytes:
     ip = ip_address(address)
     return ip.packed if ip.version == 6 else b"\0" * 10 + b"\xff\xff" + ip.packed
+
+
+Buffers = Sequence[memoryview]
+"""Bytes of one message, one after the other."""
+Wanted = tuple[Buffers, Callable[[], None] | None]
 
 
 @dataclass
@@ -99,11 +102,13 @@ class _Peer:
 
     Attributes:
         unsent: what the kernel has not taken yet.
-        head, taken: the header being read; bytes read of it, or of the message behind it.
-        tag, target: of the message being read, None between messages.
-        wanted: where messages of a tag go.
-        arrived: tags whose wanted message is there.
+        head, taken: the header being read, and bytes read of it.
+        tag: of the message being read.
+        into: what is left to fill of the message being read, None between messages.
+        wanted: where messages of a tag go, and who is told.
+        arrived: tags whose wanted message is there, and nobody was told.
         early: messages that nobody wanted yet.
+        early_into: the one being read.
         broken: why nothing comes any more; an error for who waits for this member, nobody else.
     """
 
@@ -113,16 +118,22 @@ class _Peer:
     head: memoryview = field(default_factory=lambda: memoryview(bytearray(HEADER.size)))
     taken: int = 0
     tag: int = 0
-    target: memoryview | None = None
-    wanted: dict[int, memoryview] = field(default_factory=dict)
+    into: list[memoryview] | None = None
+    wanted: dict[int, Wanted] = field(default_factory=dict)
+    then: Callable[[], None] | None = None
     arrived: set[int] = field(default_factory=set)
     early: dict[int, deque[bytearray]] = field(default_factory=dict)
-    early_target: bytearray | None = None
+    early_into: bytearray | None = None
     broken: RuntimeError | None = None
 
 
 class Mesh:
-    """This rank's connections to all others of one group."""
+    """This rank's connections to others of one group.
+
+    Attributes:
+        door: where we let them in.
+        received_bytes: what has come from them.
+    """
 
     def __init__(self, reach: Reach) -> None:
         """Open a door.
@@ -134,43 +145,61 @@ class Mesh:
         self._listener = socket.create_server(where[:2], family=family, backlog=128)
         address, port = self._listener.getsockname()[:2]
         self.door = Door(str(address).partition("%")[0], port, secrets.token_bytes(16))
+        self.received_bytes = 0
         self._timeout_s = reach.timeout_s
         self._peers: dict[int, _Peer] = {}
+        self._by_number: dict[int, _Peer] = {}
+        self._poll = select.poll()
         # All that is to be cut, be it connected or still on its way.
         self._socks = [self._listener]
         self._lock = threading.Lock()
         self._is_cut = False
+        with _all_lock:
+            _all.add(self)
 
     # ------------------------------------------------------------------------------ connecting
 
-    def join(self, rank: int, doors: Sequence[Door], limit_s: float = JOIN_S) -> None:
-        """Connect to all others, who do the same.
+    def join(
+        self,
+        rank: int,
+        doors: Sequence[Door],
+        limit_s: float = JOIN_S,
+        partners: Iterable[int] | None = None,
+    ) -> None:
+        """Connect to others, who do the same.
 
         Args:
             rank: ours.
             doors: of all members, by rank.
             limit_s: how long it may take.
+            partners: to whom; None for all.
 
         Raises:
             OSError: somebody could not be reached, or has not come in time.
         """
         deadline = time.monotonic() + limit_s
-        for other in range(rank):
+        others = {*(range(len(doors)) if partners is None else partners)} - {rank}
+        for other in sorted(one for one in others if one < rank):
             sock = self._connected(doors[other], deadline)
             sock.sendall(HELLO.pack(doors[other].token, rank))
-            self._peers[other] = _Peer(other, sock)
-        while len(self._peers) < len(doors) - 1:
+            self._add(other, sock)
+        while len(self._peers) < len(others):
             self._listener.settimeout(_left_s(deadline))
             sock = self._tracked(self._listener.accept()[0])
             other = self._rank_of(sock, deadline)
-            if rank < other < len(doors) and other not in self._peers:
-                self._peers[other] = _Peer(other, sock)
+            if other > rank and other in others and other not in self._peers:
+                self._add(other, sock)
             else:
                 self._drop(sock)
         self._drop(self._listener)
         for peer in self._peers.values():
-            peer.sock.setblocking(False)
             peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _add(self, rank: int, sock: socket.socket) -> None:
+        """Take a connection into use."""
+        sock.setblocking(False)
+        peer = self._peers[rank] = self._by_number[sock.fileno()] = _Peer(rank, sock)
+        self._poll.register(peer.sock, select.POLLIN)
 
     def _connected(self, door: Door, deadline: float) -> socket.socket:
         """Return a connection that `cut` ends at any moment, also while it comes about.
@@ -227,30 +256,39 @@ class Mesh:
 
     # -------------------------------------------------------------------------------- messages
 
-    def send(self, rank: int, tag: int, data: memoryview) -> None:
+    def send(self, rank: int, tag: int, data: Buffers) -> None:
         """Send bytes, which must stay as they are until `flush` has returned.
+
+        Args:
+            rank: to whom.
+            tag: keeps messages apart that are under way between the same two.
+            data: views of bytes, sent one after the other.
 
         Raises:
             RuntimeError: the group broke.
         """
         peer = self._peers[rank]
-        header = HEADER.pack(tag, len(data))
-        sent = 0
-        if not peer.unsent:
-            try:
-                sent = peer.sock.sendmsg([header, data], [], socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                sent = 0
-            except OSError as error:
-                raise _broken(peer, error) from error
-        if sent < HEADER.size:
-            peer.unsent.append(memoryview(header)[sent:])
-        rest = data[max(0, sent - HEADER.size) :]
-        if len(rest):
-            peer.unsent.append(rest)
+        if peer.broken is not None:
+            raise peer.broken
+        header = memoryview(HEADER.pack(tag, sum(map(len, data))))
+        if peer.unsent:
+            peer.unsent += (header, *data)
+            return
+        peer.unsent = deque((header, *data))
+        _send_rest(peer)
+        if peer.unsent:
+            self._poll.modify(peer.sock, select.POLLIN | select.POLLOUT)
 
-    def expect(self, rank: int, tag: int, data: memoryview) -> None:
-        """Let the next message of this tag be written here; `wait` tells when it is there.
+    def expect(
+        self, rank: int, tag: int, data: Buffers, then: Callable[[], None] | None = None
+    ) -> None:
+        """Let the next message of this tag be written here.
+
+        Args:
+            rank: of whom.
+            tag: its tag.
+            data: views of bytes, filled one after the other; of the message's length together.
+            then: called once it is there; None: `wait` tells.
 
         Raises:
             RuntimeError: it has come already, with another length.
@@ -258,25 +296,47 @@ class Mesh:
         peer = self._peers[rank]
         early = peer.early.get(tag)
         if not early:
-            peer.wanted[tag] = data
+            peer.wanted[tag] = data, then
             return
-        _take(peer, tag, early.popleft(), data)
+        _take(peer, tag, early.popleft(), (data, then))
 
-    def wait(self, rank: int, tag: int) -> None:
-        """Wait for a message that is expected.
+    def wait(self, rank: int, tag: int, meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait for a message that is expected; see `wait_until`.
 
         Raises:
             RuntimeError: the group broke, or nothing came in time.
         """
         peer = self._peers[rank]
-        deadline = time.monotonic() + self._timeout_s
-        while tag not in peer.arrived:
-            if self._read(peer):
-                continue
-            if peer.broken is not None:
-                raise peer.broken
-            self._wait_for(f"rank {rank}", deadline)
+        self.wait_until(lambda: tag in peer.arrived, [rank], meanwhile)
         peer.arrived.discard(tag)
+
+    def wait_until(
+        self,
+        is_there: Callable[[], bool],
+        ranks: Sequence[int] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Receive and send until something is there.
+
+        Args:
+            is_there: asked again whenever something has come.
+            ranks: from whom it comes; None for all.
+            meanwhile: called whenever something has come.
+
+        Raises:
+            RuntimeError: the group broke, or nothing came in time.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            if meanwhile is not None:
+                meanwhile()
+            if is_there():
+                return
+            for rank in self._peers if ranks is None else ranks:
+                broken = self._peers[rank].broken
+                if broken is not None:
+                    raise broken
+            self._poll_once(deadline, lambda: f"rank {', '.join(map(str, ranks or self._peers))}")
 
     def flush(self) -> None:
         """Wait until the kernel has taken everything that was sent.
@@ -286,75 +346,96 @@ class Mesh:
         """
         deadline = time.monotonic() + self._timeout_s
         while any(peer.unsent for peer in self._peers.values()):
-            self._wait_for("others to read", deadline)
+            self._poll_once(deadline, lambda: "others to read")
 
-    def _read(self, peer: _Peer) -> bool:
-        """Read a part of a message; return whether there was anything."""
-        if peer.broken is not None:
-            return False
-        target = peer.head if peer.target is None else peer.target
-        try:
-            count = peer.sock.recv_into(target[peer.taken :])
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            peer.broken = _broken(peer, error)
-            return False
-        if not count:
-            peer.broken = _broken(peer, None)
-            return False
-        peer.taken += count
-        if peer.taken == len(target):
-            peer.taken = 0
-            if peer.target is None:
-                self._begin(peer)
+    def poll(self) -> None:
+        """Receive what has come, and send what there is room for; returns at once.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
+        while self._poll_once(0.0, None):
+            pass
+
+    def _poll_once(self, deadline: float, what: Callable[[], str] | None) -> bool:
+        """Sleep until anybody has sent something or takes what we could not send, and do that.
+
+        Args:
+            deadline: until when.
+            what: is waited for; None to do what there is to do, and return whether there was any.
+        """
+        left_s = deadline - time.monotonic() if what is not None else 0.0
+        ready = self._poll.poll(min(max(0.0, left_s), POLL_S_MAX) * 1e3)
+        if not ready and what is not None and time.monotonic() >= deadline:
+            raise RuntimeError(
+                f"mesh: timed out after {self._timeout_s:.0f} s waiting for {what()}"
+            )
+        for number, event in ready:
+            peer = self._by_number[number]
+            if peer.unsent and event & ~select.POLLIN:
+                _send_rest(peer)
+                if not peer.unsent and peer.broken is None:
+                    self._poll.modify(peer.sock, select.POLLIN)
+            if event & ~select.POLLOUT:
+                self._read(peer)
+        return bool(ready)
+
+    def _read(self, peer: _Peer) -> None:
+        """Read what there is of a message, and what follows it while there is more."""
+        while peer.broken is None:
+            into = [peer.head[peer.taken :]] if peer.into is None else peer.into
+            try:
+                count = peer.sock.recvmsg_into(into[:BUFFERS_MAX])[0]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._break(peer, error)
+                return
+            if not count:
+                self._break(peer, None)
+                return
+            self.received_bytes += count
+            if peer.into is None:
+                peer.taken += count
+                if peer.taken == HEADER.size:
+                    peer.taken = 0
+                    self._begin(peer)
             else:
-                self._end(peer)
-        return True
+                _advance(peer.into, count)
+                if not peer.into:
+                    self._end(peer)
+
+    def _break(self, peer: _Peer, error: OSError | None) -> None:
+        peer.broken = _broken(peer, error)
+        self._poll.unregister(peer.sock)
+        peer.unsent.clear()
 
     def _begin(self, peer: _Peer) -> None:
         """A header is read: find the place for its message."""
         peer.tag, size = HEADER.unpack(peer.head)
         wanted = peer.wanted.pop(peer.tag, None)
         if wanted is not None:
-            _check_length(peer, peer.tag, size, len(wanted))
-            peer.target = wanted
+            data, peer.then = wanted
+            _check_length(peer, peer.tag, size, sum(map(len, data)))
+            peer.into = [*data]
             return
         if not 0 < size <= BYTES_MAX:
             raise RuntimeError(f"mesh: rank {peer.rank} announces a message of {size} bytes")
-        peer.early_target = bytearray(size)
-        peer.target = memoryview(peer.early_target)
+        peer.early_into = bytearray(size)
+        peer.into = [memoryview(peer.early_into)]
 
     def _end(self, peer: _Peer) -> None:
         """A message is there."""
-        peer.target = None
-        message, peer.early_target = peer.early_target, None
+        peer.into = None
+        message, peer.early_into = peer.early_into, None
         if message is None:
-            peer.arrived.add(peer.tag)
+            then, peer.then = peer.then, None
+            _arrived(peer, peer.tag, then)
         elif (wanted := peer.wanted.pop(peer.tag, None)) is not None:
             # Expected since its header was read.
             _take(peer, peer.tag, message, wanted)
         else:
             peer.early.setdefault(peer.tag, deque()).append(message)
-
-    def _wait_for(self, what: str, deadline: float) -> None:
-        """Sleep until anybody has sent something or takes what we could not send, and do that."""
-        poll = select.poll()
-        peers = {}
-        for peer in self._peers.values():
-            events = (0 if peer.broken else select.POLLIN) | (select.POLLOUT if peer.unsent else 0)
-            if events:
-                peers[peer.sock.fileno()] = peer
-                poll.register(peer.sock, events)
-        ready = poll.poll(min(max(0.0, deadline - time.monotonic()), POLL_S_MAX) * 1e3)
-        if not ready and time.monotonic() >= deadline:
-            raise RuntimeError(f"mesh: timed out after {self._timeout_s:.0f} s waiting for {what}")
-        for number, event in ready:
-            peer = peers[number]
-            if peer.unsent and event & ~select.POLLIN:
-                _send_rest(peer)
-            if event & ~select.POLLOUT:
-                self._read(peer)
 
     # ------------------------------------------------------------------------------ the end
 
@@ -382,22 +463,44 @@ class Mesh:
 def _send_rest(peer: _Peer) -> None:
     try:
         while peer.unsent:
-            data = peer.unsent[0]
-            sent = peer.sock.send(data, socket.MSG_NOSIGNAL)
-            if sent < len(data):
-                peer.unsent[0] = data[sent:]
-                return
-            peer.unsent.popleft()
+            some = list(itertools.islice(peer.unsent, BUFFERS_MAX))
+            count = peer.sock.sendmsg(some, [], socket.MSG_NOSIGNAL)
+            while peer.unsent and count >= len(peer.unsent[0]):
+                count -= len(peer.unsent.popleft())
+            if count:
+                peer.unsent[0] = peer.unsent[0][count:]
     except BlockingIOError:
         return
     except OSError as error:
         raise _broken(peer, error) from error
 
 
-def _take(peer: _Peer, tag: int, message: bytearray, into: memoryview) -> None:
-    _check_length(peer, tag, len(message), len(into))
-    into[:] = message
-    peer.arrived.add(tag)
+def _advance(into: list[memoryview], count: int) -> None:
+    """Leave only what is still to be filled."""
+    done = 0
+    while done < len(into) and count >= len(into[done]):
+        count -= len(into[done])
+        done += 1
+    del into[:done]
+    if count:
+        into[0] = into[0][count:]
+
+
+def _take(peer: _Peer, tag: int, message: bytearray, wanted: Wanted) -> None:
+    data, then = wanted
+    _check_length(peer, tag, len(message), sum(map(len, data)))
+    start = 0
+    for into in data:
+        into[:] = message[start : start + len(into)]
+        start += len(into)
+    _arrived(peer, tag, then)
+
+
+def _arrived(peer: _Peer, tag: int, then: Callable[[], None] | None) -> None:
+    if then is None:
+        peer.arrived.add(tag)
+    else:
+        then()
 
 
 def _check_length(peer: _Peer, tag: int, size: int, expected: int) -> None:
@@ -416,83 +519,23 @@ def _left_s(deadline: float) -> float:
     return max(0.01, deadline - time.monotonic())
 
 
-# ----------------------------------------------------------------------- the meshes of groups
+# ---------------------------------------------------------------------------- all of this process
 
-_meshes: WeakKeyDictionary[Any, Mesh] = WeakKeyDictionary()
-_ready: WeakKeyDictionary[Any, Mesh] = WeakKeyDictionary()
-_lock = threading.Lock()
-_failures = 0
-
-
-def mesh_of(group: Any) -> Mesh | None:
-    """Return the mesh of a group, None if it has none."""
-    return _ready.get(group)
-
-
-def open_mesh(group: Any, reach: Reach) -> Door:
-    """Open our door for this group, unless it has been opened before.
-
-    Returns:
-        Where the others find us; a door without a port if there is to be no mesh.
-    """
-    with _lock:
-        known = _meshes.get(group)
-    if known is not None:
-        return known.door
-    if group.size() < 2 or not reach.host or _failures >= FAILURES_MAX:
-        return Door()
-    try:
-        mesh = Mesh(reach)
-    except OSError as error:
-        log.info("mesh_without_door host=%s error=%r", reach.host, str(error))
-        return Door()
-    with _lock:
-        _meshes[group] = mesh
-    return mesh.door
-
-
-def join_mesh(group: Any, doors: Sequence[Door]) -> bool:
-    """Connect to the others of this group; they all must have told of their doors.
-
-    Returns:
-        Whether we have connections to all of them; what counts is that everyone says so.
-    """
-    try:
-        _meshes[group].join(group.rank(), doors)
-    except OSError as error:
-        log.info("mesh_not_joined error=%r", str(error))
-        return False
-    return True
-
-
-def use_mesh(group: Any) -> None:
-    """Take the mesh into use: all members have said that they are connected."""
-    global _failures
-    _ready[group] = _meshes[group]
-    _failures = 0
-
-
-def leave_mesh(group: Any) -> None:
-    """Let go of a mesh that not everyone could join or wanted; the group itself stands."""
-    global _failures
-    with _lock:
-        mesh = _meshes.pop(group, None)
-    if mesh is None:
-        return
-    # A death among us does not get here: it breaks the group, and says nothing of the network.
-    _failures += 1
-    log.warning(
-        "mesh_left host=%s: not all members reach each other at the addresses that they announce; "
-        "small messages go by gloo, which is slower",
-        mesh.door.address,
-    )
-    mesh.cut()
-    mesh.close()
+_all: WeakSet[Mesh] = WeakSet()
+_all_lock = threading.Lock()
 
 
 def cut_all() -> None:
     """Cut every mesh of this process; for any thread, when the group is over."""
-    with _lock:
-        meshes = list(_meshes.values())
-    for mesh in meshes:
+    for mesh in _every():
         mesh.cut()
+
+
+def received_bytes() -> int:
+    """Return what has come through the meshes of this process; for any thread."""
+    return sum(mesh.received_bytes for mesh in _every())
+
+
+def _every() -> list[Mesh]:
+    with _all_lock:
+        return list(_all)

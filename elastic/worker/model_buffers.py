@@ -22,8 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from elastic.core.policy.microbatch import Span, additions_in
 from elastic.errors import UsageError
-from elastic.worker.bucket_exchanges import Exchange, make_exchange
-from elastic.worker.tree_exchange import Deal
+from elastic.worker.tree_exchange import Deal, Exchange, make_exchange
 
 COUNTER = "num_batches_tracked"
 """Of torch's batch normalization."""
@@ -215,9 +214,8 @@ class ModelBuffers:
                 )
             sums = {part: self._sum(part) for part in deal.mine}
             exchange = self._exchange(deal, names, next(iter(sums.values())))
-            exchange.start(sums)
-            exchange.add(sums, divisor=1.0)
-            exchange.finish()
+            exchange.start(sums, divisor=1.0)
+            exchange.finish(1.0)
             self._put(exchange.total, samples)
 
     def _exchange(self, deal: Deal, names: tuple[str, ...], like: torch.Tensor) -> Exchange:

@@ -16,15 +16,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.profiler import record_function
 
+from elastic.core.policy.exchange_plan import bucket_bytes_for
 from elastic.errors import InvariantViolation, UsageError, check
 from elastic.worker.activity import Activity
 from elastic.worker.backward import around_backward
 from elastic.worker.bucket_exchanges import Exchanges
 from elastic.worker.buckets import BUCKET_BYTES, Bucket, Flat, Unit, lay_out
+from elastic.worker.links import links_of
 from elastic.worker.model_buffers import ModelBuffers
 from elastic.worker.rows import ROW, Divisor
 from elastic.worker.share import TOLD, Share, ToldShare
+from elastic.worker.shared_memory import OwnMemory
 from elastic.worker.shown import hide, is_shown, show_so_far, show_zeros
 from elastic.worker.tree_exchange import Deal
 
@@ -67,22 +71,15 @@ class Reducer:
         self._activity = activity or Activity()
         self._buffers = ModelBuffers(modules)
         self._number_of = {id(unit): number for number, unit in enumerate(units)}
-        self._buckets = lay_out(units, bucket_bytes)
-        self._of_unit = [
-            [b for b in self._buckets if b.unit == number] for number in range(len(units))
-        ]
-        self._place_of = {
-            id(parameter): (bucket, place)
-            for bucket in self._buckets
-            for place, parameter in enumerate(bucket.parameters)
-        }
+        self._units, self._bucket_bytes = units, bucket_bytes
         self._group: Any = None
         self._share: Share | ToldShare | None = None
         self._control: Sequence[float] = ()
         # Of this group, by how the micro-batches are dealt.
         self._made: dict[Deal, Exchanges] = {}
         self._exchanges: Exchanges | None = None
-        self._leaves: list[Flat | None] = [None] * len(self._buckets)
+        self._hooks: list[Any] = []
+        self._lay_out(bucket_bytes)
         self._waiting: list[Bucket] = []
         self._graveyard: list[Any] = []
         # How many backward calls reach a unit in one micro-batch is learned in the first step.
@@ -94,13 +91,29 @@ class Reducer:
         self._stepped = [False] * len(units)
         self._stepped_by_others: set[int] = set()
         self._reduced = [False] * len(units)
+        self._undo = around_backward(self._around_backward)
+
+    def _lay_out(self, bucket_bytes: int) -> None:
+        """Cut the parameters into buckets of this size, and put hooks on them."""
+        self._laid_out = bucket_bytes
+        self._buckets = lay_out(self._units, bucket_bytes)
+        self._of_unit = [
+            [b for b in self._buckets if b.unit == number] for number in range(len(self._units))
+        ]
+        self._place_of = {
+            id(parameter): (bucket, place)
+            for bucket in self._buckets
+            for place, parameter in enumerate(bucket.parameters)
+        }
+        self._leaves: list[Flat | None] = [None] * len(self._buckets)
         self._sent = [False] * len(self._buckets)
+        for hook in self._hooks:
+            hook.remove()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket, place))
             for bucket in self._buckets
             for place, parameter in enumerate(bucket.parameters)
         ]
-        self._undo = around_backward(self._around_backward)
 
     # ------------------------------------------------------------------------- life
 
@@ -117,10 +130,26 @@ class Reducer:
             self._leaves = [None] * len(self._buckets)
         self._made, self._exchanges, self._share = {}, None, None
         self._group = group if group is not None and group.size() > 1 else None
+        wanted = bucket_bytes_for(self._group.size() if self._group is not None else 1)
+        bucket_bytes = wanted if wanted > BUCKET_BYTES else self._bucket_bytes
+        if bucket_bytes != self._laid_out:
+            self._lay_out(bucket_bytes)
+        self._take_memory()
         self._buffers.attach(self._group)
         self._keeps_leaves = True
         self.rest()
         self.broken = None
+
+    def _take_memory(self) -> None:
+        """Let others of our node read what we add up, if there are any."""
+        is_read = self._group is not None and bool(links_of(self._group).memory)
+        for bucket in self._buckets:
+            if is_read or bucket.memory is not None:
+                bucket.pool = []
+                self._leaves[bucket.number] = None
+        memory = OwnMemory() if is_read else None
+        for bucket in self._buckets:
+            bucket.memory = memory if bucket.device.type == "cpu" else None
 
     def rest(self) -> None:
         """No step is under way: leave all gradients alone."""
@@ -370,7 +399,9 @@ class Reducer:
         # By now forward is through, and we know which buffers it changes.
         own = [self._buffers.look(), float(self._calls_several)]
         row = [*own, *self._the_share().told(), *self._control]
-        self._the_exchanges().start(bucket.number, row)
+        share = self._the_share()
+        divisor = share.divisor if isinstance(share, Share) else None
+        self._the_exchanges().start(bucket.number, row, divisor)
 
     def _reduce(self, numbers: list[int]) -> None:
         """Exchange what these units still have to, and put the totals into `p.grad`."""
@@ -378,7 +409,8 @@ class Reducer:
         for bucket in buckets:
             if self._reduced[bucket.unit] or not self._sent[bucket.number]:
                 self._start(bucket)
-        self._guarded(lambda: self._finish(buckets))
+        with record_function("elastic::exchange"):
+            self._guarded(lambda: self._finish(buckets))
         if self.broken is not None:
             return
         for number in numbers:

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.exchange_plan import RowsRound, rows_plan
+from elastic.core.policy.microbatch import Span
 from elastic.errors import UsageError, check
-from elastic.worker.wires import Message, make_small_wires
+from elastic.worker.links import Links, links_of
 
 ROW = 44
 """Numbers in a row as it is sent."""
-TAG = 1_000_000
-"""Above the tags of transfers; those of buckets are above it."""
+TAG = 1
+"""Those of buckets are above it."""
 STEP_BITS = 32
 HEAD = 6
 """Numbers before the logged ones."""
@@ -148,7 +150,7 @@ def fill_row(row: Any, values: Sequence[float]) -> None:
 
 
 class RowExchange:
-    """Rows of numbers, the newest of each rank."""
+    """Rows of numbers, the newest of each rank; handed on over the edges that buckets take."""
 
     def __init__(self, rank: int, world_size: int, group: Any, size: int = ROW) -> None:
         """Allocate the rows.
@@ -156,21 +158,23 @@ class RowExchange:
         Args:
             rank: ours.
             world_size: W.
-            group: the process group, None for a group of one.
+            group: the process group, whose members have met; None for a group of one.
             size: numbers of a row, the same on all ranks.
         """
-        self._rank = rank
         self._rows = torch.zeros(world_size, size, dtype=torch.float64)
-        self._mine = self._rows[rank].numpy()
-        self._wires = make_small_wires(group)
+        self._all = self._rows.numpy()
+        self._mine = self._all[rank]
+        self._links = links_of(group) if group is not None else None
+        self._rounds = rows_plan(rank, self._links.small_shape) if self._links else ()
 
     def start(self, values: Sequence[float]) -> None:
         """Send ours; returns at once."""
         fill_row(self._mine, values)
-        mine = self._rows[self._rank]
-        others = [rank for rank in range(len(self._rows)) if rank != self._rank]
-        self._wires.post([Message(False, self._rows[rank], rank, TAG) for rank in others])
-        self._wires.post([Message(True, mine, rank, TAG) for rank in others])
+        if self._links is not None:
+            for one in self._rounds:
+                for source, ranks in one.receives:
+                    self._links.mesh.expect(source, TAG, [self._bytes(ranks)])
+            self._send(self._links, self._rounds[0])
 
     def finish(self) -> list[Row]:
         """Return everyone's, by rank.
@@ -178,15 +182,28 @@ class RowExchange:
         Raises:
             RuntimeError: the group broke.
         """
-        self._wires.wait_all()
+        if self._links is not None:
+            for number, one in enumerate(self._rounds):
+                if number:
+                    self._send(self._links, one)
+                for source, _ in one.receives:
+                    self._links.wait(source, TAG)
+            self._links.mesh.flush()
         return [tuple(row) for row in self._rows.tolist()]
+
+    def _send(self, links: Links, one: RowsRound) -> None:
+        for other in one.sends:
+            links.mesh.send(other, TAG, [self._bytes(one.held)])
+
+    def _bytes(self, ranks: Span) -> memoryview:
+        return self._all[slice(*ranks)].reshape(-1).view("uint8").data
 
 
 def tell_rows(group: Any, values: Sequence[float]) -> list[Row]:
     """Exchange a few numbers at once, and return everyone's by rank.
 
     Args:
-        group: the process group that stands.
+        group: the process group that stands, whose members have met.
         values: at most `ROW`; the rest is zeros.
 
     Raises:

@@ -521,7 +521,9 @@ class Runner:
             num_nodes=place.num_nodes,
             devices=self._its_devices().names(),
             max_workers=spec.max_workers,
-            reach=Reach(assign.host, spec.collective_timeout_s),
+            reach=Reach(
+                assign.host, spec.collective_timeout_s, assign.worker_id.rpartition("/")[0]
+            ),
             config=call.config,
             options=call.options,
             copies=place.copies,

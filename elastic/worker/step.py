@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 from elastic.core.policy.cursor import Cursor, micro_batch_seed
 from elastic.core.policy.microbatch import deal
@@ -491,7 +492,7 @@ class StepEngine(Preparing):
         if self._phase is not Phase.SETTLED and self._ranks_differ():
             return
         # Half a step must not be left behind; what leaves it all the same is nobody's state.
-        with self._context.shielded():
+        with self._context.shielded(), record_function("elastic::commit"):
             if self._phase is not Phase.SETTLED and not self._settle_buffers():
                 return
             self._stepped = self._due.bits(self.state.optimizers)

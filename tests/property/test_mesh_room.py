@@ -6,6 +6,7 @@ and flushing can make members wait for each other.
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.worker.mesh import Mesh, Reach, _Peer
+from elastic.worker.mesh import Mesh, Reach
 from tests.patience import DEADLINE_S
 
 ROUNDS = 4
@@ -62,11 +63,17 @@ def _joined(size: int) -> list[Mesh]:
             for end, mesh, other in zip(
                 pair, (meshes[low], meshes[high]), (high, low), strict=True
             ):
-                end.setblocking(False)
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
-                mesh._peers[other] = _Peer(other, mesh._tracked(end))
+                mesh._add(other, mesh._tracked(end))
     return meshes
+
+
+def _cut(data: bytes | bytearray, draw: random.Random) -> list[memoryview]:
+    """The same bytes as views of some parts of them."""
+    places = sorted({0, len(data), *(draw.randrange(len(data)) for _ in range(draw.randrange(3)))})
+    view = memoryview(data)
+    return [view[first:last] for first, last in itertools.pairwise(places)]
 
 
 def _take_part(mesh: Mesh, rank: int, messages: Sent, seed: int) -> None:
@@ -80,14 +87,16 @@ def _take_part(mesh: Mesh, rank: int, messages: Sent, seed: int) -> None:
         late = {key for key in got if draw.random() < 0.3}
         for key in keys:
             if key in got and key not in late:
-                mesh.expect(key[1], key[3], memoryview(got[key]))
+                mesh.expect(key[1], key[3], _cut(got[key], draw))
             elif key not in got:
-                mesh.send(key[2], key[3], memoryview(mine[key]))
+                mesh.send(key[2], key[3], _cut(mine[key], draw))
             if draw.random() < 0.1:
                 mesh.flush()
+            if draw.random() < 0.1:
+                mesh.poll()
         for key in draw.sample([*got], len(got)):
             if key in late:
-                mesh.expect(key[1], key[3], memoryview(got[key]))
+                mesh.expect(key[1], key[3], _cut(got[key], draw))
             mesh.wait(key[1], key[3])
             if draw.random() < 0.3:
                 mesh.flush()

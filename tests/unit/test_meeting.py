@@ -7,13 +7,13 @@ import pytest
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import Standing
 from elastic.errors import UsageError
+from elastic.worker.links import Entry
 from elastic.worker.meeting import Told, check_alike
-from elastic.worker.mesh import Door
 
 
 def told(model: int = 7, data: int = 0, epoch: int = 0, step: int = 0) -> Told:
     standing = Standing(has_state=True, cursor=Cursor(epoch, step), is_inside=True)
-    return Told(standing, model, data, 1, Door())
+    return Told(standing, model, data, 1, Entry())
 
 
 def test_other_parameters_are_refused_by_the_rank_that_has_them() -> None:

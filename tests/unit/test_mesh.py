@@ -45,13 +45,13 @@ def at_once(calls: list[Callable[[], object]]) -> None:
 def take(mesh: Mesh, rank: int, tag: int, size: int) -> bytes:
     """Wait for a message."""
     data = bytearray(size)
-    mesh.expect(rank, tag, memoryview(data))
+    mesh.expect(rank, tag, [memoryview(data)])
     mesh.wait(rank, tag)
     return bytes(data)
 
 
 def give(mesh: Mesh, rank: int, tag: int, data: bytes) -> None:
-    mesh.send(rank, tag, memoryview(data))
+    mesh.send(rank, tag, [memoryview(data)])
 
 
 def give_for_ever(mesh: Mesh, rank: int) -> None:
@@ -93,7 +93,7 @@ def test_what_is_expected_beforehand_goes_where_it_belongs() -> None:
     with members(2) as (one, other):
         places = [bytearray(3), bytearray(3)]
         for tag, place in enumerate(places):
-            other.expect(0, tag, memoryview(place))
+            other.expect(0, tag, [memoryview(place)])
         give(one, 1, 1, b"two")
         give(one, 1, 0, b"one")
         other.wait(0, 0)
@@ -264,40 +264,3 @@ def test_a_door_travels_as_five_numbers(address: str, port: int, token: bytes) -
     assert all(-(2**63) <= number < 2**63 for number in numbers)
     if not address.lower().startswith("::ffff:"):
         assert Door.of(numbers) == door
-
-
-class Group:
-    """As much of a process group as a mesh asks for."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = (lambda: rank), (lambda: size)
-
-
-def test_only_groups_that_stand_without_a_mesh_count_against_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(mesh_module, "_failures", 0)
-    for _ in range(5):  # A peer dies before it connects: nobody gets to say so in this group.
-        group = Group(0, 2)
-        door = mesh_module.open_mesh(group, REACH)
-        mesh_module.cut_all()
-        assert not mesh_module.join_mesh(group, [door, Door("127.0.0.1", 1)])
-    assert mesh_module.open_mesh(Group(0, 2), REACH).port
-    for _ in range(mesh_module.FAILURES_MAX):
-        group = Group(0, 2)
-        assert mesh_module.open_mesh(group, REACH).port
-        mesh_module.leave_mesh(group)
-        assert mesh_module.mesh_of(group) is None
-    assert mesh_module.open_mesh(Group(0, 2), REACH) == Door()
-
-
-def test_one_that_works_makes_good_for_those_that_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_module, "_failures", mesh_module.FAILURES_MAX - 1)
-    group = Group(0, 2)
-    assert mesh_module.open_mesh(group, REACH).port
-    mesh_module.use_mesh(group)
-    assert mesh_module.mesh_of(group) is not None
-    group = Group(0, 2)
-    assert mesh_module.open_mesh(group, REACH).port
-    mesh_module.leave_mesh(group)
-    assert mesh_module.open_mesh(Group(0, 2), REACH).port

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import UsageError
+from elastic.worker import reduce as reduce_module
 from elastic.worker.bucket_exchanges import Exchanges
 from tests.unit.reduce_under_test import (
     SIZE,
@@ -175,6 +176,20 @@ def test_shared_parameters_go_once(make: Make) -> None:
         return which[1](torch.tanh(which[0](batch(number)))).square().mean()  # type: ignore[no-any-return]
 
     assert same(one_step(make([unit]), unit, model, loss), written_out(model, loss, (SIZE,) * 5))
+
+
+def test_buckets_that_grow_with_the_world_give_the_same(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+    unit = unit_of(model)
+    reducer, right = make([unit], bucket_bytes=1), written_out(model, mean_square, (SIZE,) * 5)
+    for size in (1 << 30, 0):
+        monkeypatch.setattr(reduce_module, "bucket_bytes_for", lambda _, size=size: size)
+        reducer.attach(None)
+        assert len(reducer._buckets) == (1 if size else 6)
+        assert same(one_step(reducer, unit, model, mean_square), right)
+        model.zero_grad()
 
 
 # ---------------------------------------------------------------- backward calls

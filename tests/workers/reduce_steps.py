@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic.core.policy.cursor import Cursor, Epochs, micro_batch_seed
+from elastic.worker.links import connect
+from elastic.worker.mesh import Reach
 from elastic.worker.reduce import Reducer, Share, Unit
 from elastic.worker.seeding import seed_everything
 
@@ -49,6 +51,7 @@ class Steps:
 
     def attach(self) -> None:
         """Go on in the group that stands."""
+        connect(dist.group.WORLD, Reach())
         self.reducer.attach(dist.group.WORLD)
         left = [p.grad for unit in self.units for _, p in unit.parameters]
         assert all(one is None for one in left), "a void step has left gradients"

@@ -11,7 +11,7 @@ what they hold first, and any number of ranks gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from elastic.errors import ConfigError, check
@@ -104,12 +104,12 @@ def additions_in(tree: Span) -> tuple[Addition, ...]:
     return (*additions_in(left), *additions_in(right), Addition(left, right))
 
 
-def additions_over(parts: tuple[Span, ...], num_micro_batches: int) -> tuple[Addition, ...]:
-    """Return the additions that make the sum of all V micro-batches out of these subtrees.
+def additions_to(trees: Iterable[Span], parts: Iterable[Span]) -> tuple[Addition, ...]:
+    """Return the additions that make the sums of some subtrees out of those of others.
 
     Args:
-        parts: the subtrees of all ranks, from left to right; together they are all of the tree.
-        num_micro_batches: V, of the run.
+        trees: whose sums are wanted, from left to right.
+        parts: whose sums are there; together they are all of `trees`.
     """
     known = set(parts)
 
@@ -122,7 +122,17 @@ def additions_over(parts: tuple[Span, ...], num_micro_batches: int) -> tuple[Add
         yield from add((middle, tree[1]))
         yield Addition((tree[0], middle), (middle, tree[1]))
 
-    return tuple(add((0, num_micro_batches)))
+    return tuple(one for tree in trees for one in add(tree))
+
+
+def additions_over(parts: tuple[Span, ...], num_micro_batches: int) -> tuple[Addition, ...]:
+    """Return the additions that make the sum of all V micro-batches out of these subtrees.
+
+    Args:
+        parts: the subtrees of all ranks, from left to right; together they are all of the tree.
+        num_micro_batches: V, of the run.
+    """
+    return additions_to([(0, num_micro_batches)], parts)
 
 
 def all_parts(world_size: int, num_micro_batches: int) -> tuple[tuple[Span, ...], ...]:

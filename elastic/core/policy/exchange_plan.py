@@ -1,0 +1,406 @@
+"""The route of an exchange: which rank sends which slices of which subtree sums to whom.
+
+The order of addition is the tree's over the V micro-batches (see `microbatch`), and nothing says
+that one rank must add all of a slice. Ranks hold contiguous micro-batches. Groups of ranks are
+joined again and again, the ranks of a node first: before a join each group holds the sums of its
+own subtrees, cut into a slice for each of its ranks; the join cuts them into the slices of the
+larger group, and adds siblings as they meet. At the top each rank holds 1/W of the total; the way
+back, over the same edges, hands it round. With two groups in each join this is recursive halving,
+for any W and in the tree's order; with all ranks in one join it is an all-to-all.
+
+Rule: a plan is a function of (V, the node of each rank, size), the same on all ranks. Neither the
+shape nor the slices are part of the result: every plan gives the plain tree's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+
+from elastic.core.policy.microbatch import Span, additions_to, deal, subtrees
+from elastic.errors import check
+
+AT_ONCE = 4
+"""So many nodes are joined in one round: bytes are those of halving, and rounds fewer."""
+MESSAGE_BYTES = 64 << 10
+"""Below it a message costs more by its number than by its bytes."""
+BUCKET_BYTES = 4 << 20
+"""Size of a bucket, in worlds whose slices of it are no shorter than a message should be."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """A group of ranks, and the groups that it is joined of; compared by identity, as it is large.
+
+    Attributes:
+        ranks: its first rank, and the one after its last.
+        groups: two or more, in order; none for a single rank.
+        is_local: all of its ranks are on one node.
+    """
+
+    ranks: Span
+    groups: tuple[Shape, ...] = ()
+    is_local: bool = True
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.ranks[1] - self.ranks[0]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A message, from or to one other rank.
+
+    Attributes:
+        rank: the other one.
+        first, last: elements of the bucket.
+        parts: subtrees whose sums of these elements are sent, one after the other.
+    """
+
+    rank: int
+    first: int
+    last: int
+    parts: tuple[Span, ...]
+
+    @property
+    def elements(self) -> int:
+        """Return how many are sent."""
+        return (self.last - self.first) * len(self.parts)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Messages that go at the same time, and what is added when they are there.
+
+    Attributes:
+        sends, receives: at most one to, and from, each rank.
+        additions: (left, right, total) of the subtrees, in order; none if we keep no elements.
+        first, last: elements that we hold the sums of afterwards.
+        is_local: all of it is among the ranks of one node.
+        depth: how many larger groups the joined one lies in; tells messages of two ranks apart.
+    """
+
+    sends: tuple[Move, ...]
+    receives: tuple[Move, ...]
+    additions: tuple[tuple[Span, Span, Span], ...]
+    first: int
+    last: int
+    is_local: bool
+    depth: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that one rank does for one bucket.
+
+    Attributes:
+        reduce: rounds after which we hold the total of a slice.
+        gather: rounds after which we hold all of it.
+        first, last: elements whose total we have in between.
+    """
+
+    reduce: tuple[Round, ...]
+    gather: tuple[Round, ...]
+    first: int
+    last: int
+
+    @property
+    def elements_sent(self) -> int:
+        """Return how many elements we send to others."""
+        return sum(move.elements for one in (*self.reduce, *self.gather) for move in one.sends)
+
+
+@dataclass(frozen=True)
+class RowsRound:
+    """A round in which a few numbers of each rank are handed on.
+
+    Attributes:
+        held: ranks whose numbers we have before, ours among them.
+        sends: to whom we send all of those.
+        receives: (from whom, of which ranks).
+    """
+
+    held: Span
+    sends: tuple[int, ...]
+    receives: tuple[tuple[int, Span], ...]
+
+
+def bucket_bytes_for(world_size: int) -> int:
+    """Return the size of buckets of which a rank's slice is no shorter than a message should be.
+
+    It doubles, so that few changes of the group change it.
+    """
+    size = BUCKET_BYTES
+    while size < world_size * MESSAGE_BYTES:
+        size *= 2
+    return size
+
+
+def shape_of(
+    nodes: Sequence[int], num_slots: int | None = None, *, at_once: int = AT_ONCE
+) -> Shape:
+    """Return how a group is joined: the ranks of each node at once, nodes by halves.
+
+    Halves are those of the slots and not of the nodes that are there: a node that is lost leaves a
+    hole, and moves no middle.
+
+    Args:
+        nodes: the slot of each rank's node, ascending by rank.
+        num_slots: how many slots there are, holes at the end included; None for no such holes.
+        at_once: nodes that are joined in one round.
+    """
+    check(
+        len(nodes) > 0 and nodes[0] >= 0 and all(a <= b for a, b in pairwise(nodes)),
+        f"slots of nodes by rank, expected in ascending order: {list(nodes)[:20]}",
+    )
+    return _shape_of(tuple(nodes), num_slots or nodes[-1] + 1, at_once)
+
+
+@lru_cache(maxsize=64)
+def flat_shape(world_size: int) -> Shape:
+    """Return the shape of a group whose ranks are all joined at once, wherever they are."""
+    if world_size == 1:
+        return Shape((0, 1))
+    ranks = tuple(Shape((rank, rank + 1)) for rank in range(world_size))
+    return Shape((0, world_size), ranks, is_local=False)
+
+
+@lru_cache(maxsize=8)
+def _shape_of(nodes: tuple[int, ...], num_slots: int, at_once: int) -> Shape:
+    starts = [rank for rank, node in enumerate(nodes) if not rank or node != nodes[rank - 1]]
+    ends = [*starts[1:], len(nodes)]
+    locals_ = [_node_shape((first, last)) for first, last in zip(starts, ends, strict=True)]
+    slots = [nodes[first] for first in starts]
+
+    def join(low: int, high: int, a: int, b: int) -> Shape:
+        """Return the shape of nodes low to high, which have slots a to b."""
+        ranks = locals_[low].ranks[0], locals_[high - 1].ranks[1]
+        if high - low == 1:
+            return locals_[low]
+        if b - a <= at_once or high - low == 2:
+            return Shape(ranks, tuple(locals_[low:high]), is_local=False)
+        slot = (a + b) // 2
+        middle = next((n for n in range(low, high) if slots[n] >= slot), high)
+        if not low < middle < high:  # A half of which nobody is there.
+            return join(low, high, *((slot, b) if middle == low else (a, slot)))
+        if 3 * min(middle - low, high - middle) < high - low:
+            # Mostly holes on one side: whoever is there would have to talk to all others.
+            middle = (low + high) // 2
+            slot = slots[middle]
+        return Shape(ranks, (join(low, middle, a, slot), join(middle, high, slot, b)), False)
+
+    return join(0, len(locals_), 0, num_slots)
+
+
+def _node_shape(ranks: Span) -> Shape:
+    if ranks[1] - ranks[0] == 1:
+        return Shape(ranks)
+    return Shape(ranks, tuple(Shape((rank, rank + 1)) for rank in range(*ranks)))
+
+
+@lru_cache(maxsize=4096)
+def _owners(shape: Shape) -> tuple[int, ...]:
+    """Return the ranks of a group in the order of their slices.
+
+    Ranks whose slices lie at the same place in their groups come beside each other, so that each
+    keeps as much as it can of what it holds.
+    """
+    if not shape.groups:
+        return (shape.ranks[0],)
+    placed = [
+        (Fraction(2 * place + 1, group.world_size), rank)
+        for group in shape.groups
+        for place, rank in enumerate(_owners(group))
+    ]
+    return tuple(rank for _, rank in sorted(placed))
+
+
+@lru_cache(maxsize=4096)
+def _places(shape: Shape) -> dict[int, int]:
+    """Return which slice of a group each of its ranks owns."""
+    return {rank: place for place, rank in enumerate(_owners(shape))}
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """Where slices begin: at whole blocks, so that two ways to cut leave no splinters."""
+
+    size: int
+    blocks: int
+
+    def slice(self, place: int, slices: int) -> Span:
+        first = self.blocks * place // slices
+        last = self.blocks * (place + 1) // slices
+        return self.size * first // self.blocks, self.size * last // self.blocks
+
+
+@lru_cache(maxsize=1024)
+def tree_plan(rank: int, num_micro_batches: int, shape: Shape, size: int, grain: int) -> Plan:
+    """Return what a rank does in an exchange by slices.
+
+    Args:
+        rank: ours.
+        num_micro_batches: V, at least the ranks of the group.
+        shape: of the whole group.
+        size: elements of the bucket.
+        grain: elements of which no message should have fewer.
+    """
+    world = shape.world_size
+    cuts = _Cuts(size, max(world, size // grain))
+    held, reduce = (0, size), []
+    joins = list(_joins_of(rank, shape))
+    for index, group in enumerate(joins):
+        depth = len(joins) - 1 - index
+        reduce.append(_join(rank, num_micro_batches, world, group, cuts, depth))
+        held = reduce[-1].first, reduce[-1].last
+    whole = ((0, num_micro_batches),)
+    gather, before = [], [(0, size), *((one.first, one.last) for one in reduce)]
+    for one, (first, last) in zip(reversed(reduce), reversed(before[:-1]), strict=True):
+        gather.append(
+            Round(
+                sends=tuple(Move(m.rank, m.first, m.last, whole) for m in one.receives),
+                receives=tuple(Move(m.rank, m.first, m.last, whole) for m in one.sends),
+                additions=(),
+                first=first,
+                last=last,
+                is_local=one.is_local,
+                depth=one.depth,
+            )
+        )
+    return Plan(tuple(reduce), tuple(gather), *held)
+
+
+@lru_cache(maxsize=1024)
+def whole_plan(rank: int, world_size: int, num_micro_batches: int, size: int) -> Plan:
+    """Return what a rank does in an exchange of something small: all send all to all.
+
+    Args:
+        rank: ours.
+        world_size: W.
+        num_micro_batches: V.
+        size: elements of the bucket.
+    """
+    if world_size == 1:
+        return Plan((), (), 0, size)
+    parts = [_parts((one, one + 1), num_micro_batches, world_size) for one in range(world_size)]
+    others = [one for one in range(world_size) if one != rank]
+    once = Round(
+        sends=tuple(Move(one, 0, size, parts[rank]) for one in others),
+        receives=tuple(Move(one, 0, size, parts[one]) for one in others),
+        additions=_additions(((0, num_micro_batches),), [p for some in parts for p in some]),
+        first=0,
+        last=size,
+        is_local=False,
+        depth=0,
+    )
+    return Plan((once,), (), 0, size)
+
+
+def rows_plan(rank: int, shape: Shape) -> tuple[RowsRound, ...]:
+    """Return how everyone comes to have a few numbers of everyone's, over the same edges.
+
+    Args:
+        rank: ours.
+        shape: of the whole group.
+    """
+    rounds = []
+    for group in _joins_of(rank, shape):
+        mine = _group_with(rank, group)
+        place, size = _places(mine)[rank], mine.world_size
+        others = [one for one in group.groups if one is not mine]
+        rounds.append(
+            RowsRound(
+                held=mine.ranks,
+                sends=tuple(
+                    other
+                    for one in others
+                    for index, other in enumerate(_owners(one))
+                    if index * size // one.world_size == place
+                ),
+                receives=tuple(
+                    (_owners(one)[place * one.world_size // size], one.ranks) for one in others
+                ),
+            )
+        )
+    return tuple(rounds)
+
+
+def partners(plan: Plan) -> frozenset[int]:
+    """Return the ranks that we send to or receive from."""
+    rounds = (*plan.reduce, *plan.gather)
+    return frozenset(move.rank for one in rounds for move in (*one.sends, *one.receives))
+
+
+def _joins_of(rank: int, shape: Shape) -> Iterator[Shape]:
+    """Yield the groups that a rank comes to be in, smallest first."""
+    if shape.groups:
+        yield from _joins_of(rank, _group_with(rank, shape))
+        yield shape
+
+
+def _group_with(rank: int, shape: Shape) -> Shape:
+    return next(one for one in shape.groups if one.ranks[0] <= rank < one.ranks[1])
+
+
+def _join(
+    rank: int, num_micro_batches: int, world: int, group: Shape, cuts: _Cuts, depth: int
+) -> Round:
+    mine, slices = _group_with(rank, group), group.world_size
+    held = cuts.slice(_places(mine)[rank], mine.world_size)
+    kept = cuts.slice(_places(group)[rank], slices)
+    parts = {one.ranks: _parts(one.ranks, num_micro_batches, world) for one in group.groups}
+    sends = [
+        Move(_owners(group)[place], first, last, parts[mine.ranks])
+        for place, first, last in _overlaps(
+            held, _places(mine)[rank], mine.world_size, slices, cuts
+        )
+    ]
+    receives = [
+        Move(_owners(one)[place], first, last, parts[one.ranks])
+        for one in group.groups
+        for place, first, last in _overlaps(
+            kept, _places(group)[rank], slices, one.world_size, cuts
+        )
+    ]
+    known = [part for one in group.groups for part in parts[one.ranks]]
+    return Round(
+        sends=tuple(move for move in sends if move.rank != rank),
+        receives=tuple(move for move in receives if move.rank != rank),
+        additions=(
+            _additions(_parts(group.ranks, num_micro_batches, world), known)
+            if kept[0] < kept[1]
+            else ()
+        ),
+        first=kept[0],
+        last=kept[1],
+        is_local=group.is_local,
+        depth=depth,
+    )
+
+
+def _overlaps(
+    held: Span, place: int, slices: int, others: int, cuts: _Cuts
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (place, first, last) of those of `others` slices that have a part of `held`."""
+    low, high = place * others // slices - 1, -(-(place + 1) * others // slices) + 1
+    for other in range(max(0, low), min(others, high)):
+        first, last = cuts.slice(other, others)
+        first, last = max(first, held[0]), min(last, held[1])
+        if first < last:
+            yield other, first, last
+
+
+@lru_cache(maxsize=8192)
+def _parts(ranks: Span, num_micro_batches: int, world_size: int) -> tuple[Span, ...]:
+    """Return the subtrees whose sums these ranks can make of their micro-batches."""
+    first = deal(ranks[0], world_size, num_micro_batches)[0]
+    last = deal(ranks[1] - 1, world_size, num_micro_batches)[1]
+    return subtrees((first, last), num_micro_batches)
+
+
+def _additions(trees: Sequence[Span], parts: Sequence[Span]) -> tuple[tuple[Span, Span, Span], ...]:
+    return tuple((one.left, one.right, one.total) for one in additions_to(trees, parts))
