@@ -30,7 +30,7 @@ from elastic.core.world import Begun
 from elastic.worker import c10d, waits
 
 LATE_NS = 300_000_000
-"""Looks further apart are not one sight: nobody knows what was between them."""
+"""What is between looks further apart does not count: nobody knows what was then."""
 
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 DISTRIBUTED = "distributed/"
@@ -157,10 +157,9 @@ class CollectiveWatch:
         stack, self._where = seen_stack(threading.main_thread())
         place = (beats, *c10d.issued(), *stack)
         self._has_moved = False
-        is_late = now_ns - self._looked_ns > LATE_NS
-        self._looked_ns = now_ns
-        if is_late:
-            self._since_ns = 0
+        late_ns, self._looked_ns = now_ns - self._looked_ns, now_ns
+        if late_ns > LATE_NS and self._since_ns:
+            self._since_ns += late_ns
         if place != self._place or works:
             self._place = place
             self._move()

@@ -15,8 +15,9 @@ from elastic.core.events.worker import Looked
 from elastic.core.machine.worker_pulse import LOOK_NS, PulseWatch, Seen
 from elastic.core.policy.hang import FIRST_TIMES, LONGEST_TIMES, Hang, Sight, Watched, judge
 from elastic.core.world import Generation, WorkerId
+from elastic.worker import collective_watch
 from elastic.worker.activity import Activity
-from elastic.worker.collective_watch import CollectiveWatch
+from elastic.worker.collective_watch import CollectiveWatch, Stance
 from tests.patience import DEADLINE_S
 
 TIMEOUT_NS = 30 * NS_PER_S
@@ -108,6 +109,20 @@ def test_named_work_counts_however_still_it_looks() -> None:
     watch = CollectiveWatch()
     looks = {watch.look(1, number * LOOK_NS, work="evaluation")[0] for number in range(5)}
     assert len(looks) == 5
+
+
+def test_a_wait_is_seen_also_where_looks_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine some always do: what was between them is left out, and no more."""
+    monkeypatch.setattr(collective_watch, "seen_stack", lambda _: ((1,), ""))
+    monkeypatch.setattr(collective_watch, "stance_of", lambda _: Stance.CALLED)
+    monkeypatch.setattr(collective_watch.c10d, "issued", lambda: (7,))
+    watch, now_ns, waited_ns = CollectiveWatch(), NS_PER_S, 0
+    for _ in range(3):
+        for _ in range(20):
+            now_ns += LOOK_NS
+            waited_ns = watch.look(1, now_ns)[1]
+        now_ns += 10 * LOOK_NS
+    assert 50 * LOOK_NS <= waited_ns < 60 * LOOK_NS
 
 
 def test_work_inside_an_exchange_is_not_waiting() -> None:
