@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from elastic.client.attempts import TRAINER_FILE, Plan, note_end
+from elastic.client.attempts import TRAINER_FILE, Plan, attempt, note_end
 from elastic.client.output import Lines
 from elastic.client.submission import NAME_CHARS_MAX, run_path_of
 from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
@@ -424,17 +424,20 @@ class DataParallelTrainer:
             UsageError: the run cannot work like this.
             StorageError: the run directory cannot be made.
         """
-        return self._begin(client, cluster, spec, b"")
+        return self._begin(client, cluster, spec, b"", says=False)
 
     def job_spec(self, env: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
         """Return the job that it would submit; see `_spec`."""
         return self._spec(next(self._names()), env)
 
-    def _begin(self, client: Client, cluster: Cluster, spec: JobSpec, trainer: bytes) -> JobSpec:
+    def _begin(
+        self, client: Client, cluster: Cluster, spec: JobSpec, trainer: bytes, *, says: bool = True
+    ) -> JobSpec:
         """Take the run's directory and submit its job; what is submitted is returned."""
         owner = Owner.this_process() if cluster.is_embedded else None
         plan = self._plan(spec.name, spec.job_id, owner=owner, trainer=trainer)
-        with announced(plan, phase_of=client.phase_of) as begun:
+        take = announced if says else attempt
+        with take(plan, phase_of=client.phase_of) as begun:
             spec = replace(spec, resume_from=begun.resume_from, resumes=begun.resumes)
             if self.datasets:
                 spec = self._with_tables(spec)

@@ -149,6 +149,19 @@ class ResultGrid:
             )
         return pandas.DataFrame(rows)
 
+    def as_optuna_study(self) -> Any:
+        """Return an Optuna study of these trials, for `optuna.visualization` and its dashboard.
+
+        Bounds are those of what was tried; values that are no numbers are categories.
+
+        Raises:
+            UsageError: Optuna is not installed, or the study has no metric.
+        """
+        from elastic.tune.search.optuna import study_of
+
+        metric, mode = self._objective("as_optuna_study", None, None)
+        return study_of(self._study.trials, metric, mode, [_config(t) for t in self._study.trials])
+
     def _objective(self, what: str, metric: str | None, mode: str | None) -> tuple[str, str]:
         metric = metric or self._study.metric
         mode = mode or str(self._study.settings.get("mode") or "")

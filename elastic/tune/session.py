@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -176,7 +175,7 @@ def parameters_of(trainable: Trainable) -> bytes:
         UsageError: they cannot be pickled.
     """
     try:
-        return bytes(cloudpickle.dumps(copy.copy(dict(trainable.parameters))))
+        return bytes(cloudpickle.dumps(dict(trainable.parameters)))
     except Exception as error:
         raise UsageError(
             f"tune.with_parameters: {', '.join(trainable.parameters)} cannot be sent to workers "

@@ -71,6 +71,8 @@ class Tuner:
             UsageError: the trainable is none, or the space has what cannot be drawn from.
         """
         self._path = ""
+        # Of `restore`: what becomes of trials that have not ended, and of those that have failed.
+        self._again = (True, False, False)
         self._trainable = _trainable(trainable)
         self._space = param_space if param_space is not None else {}
         self._tune_config = tune_config or TuneConfig()
@@ -131,8 +133,6 @@ class Tuner:
         tuner._path = where
         tuner._again = (resume_unfinished, resume_errored, restart_errored)
         return tuner
-
-    _again = (True, False, False)
 
     @classmethod
     def can_restore(cls, path: str | Path, storage_filesystem: Any = None) -> bool:

@@ -13,6 +13,7 @@ from elastic.storage.files import Files
 from elastic.storage.marker import MARKER, Marker
 from elastic.storage.metrics import MetricsLog, read_metrics
 from elastic.storage.run_directory import RunDirectory
+from elastic.storage.study_log import StudyLog
 from elastic.train.result import read_history
 from tests.integration.s3_server import BUCKET, Trouble, s3
 from tests.patience import DEADLINE_S
@@ -49,6 +50,17 @@ def test_a_run_lives_in_a_bucket(s3: Trouble, tmp_path: Path) -> None:
     assert [name for name, _ in run.markers()] == ["c2"]
     run.discard("c2")
     assert names() == []
+
+
+def test_a_studys_log_has_one_writer(s3: Trouble) -> None:
+    path = f"s3://{BUCKET}/studies/one"
+    first = StudyLog(path)
+    first.add({"e": "study", "settings": {"name": "one"}})
+    second = StudyLog(path)
+    first.add({"e": "proposed", "trial": 0, "name": "one_00000", "config": {"lr": 1}})
+    with pytest.raises(StorageError, match="was written by another driver"):
+        second.add({"e": "proposed", "trial": 0, "name": "one_00000", "config": {"lr": 2}})
+    assert [trial.config for trial in StudyLog(path).study.trials] == [{"lr": 1}]
 
 
 def test_a_large_object_that_breaks_off_does_not_exist(s3: Trouble) -> None:

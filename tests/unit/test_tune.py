@@ -366,6 +366,13 @@ def test_results_are_what_the_log_says(study: StudyLog) -> None:
         grid.get_best_result("los", "min")
 
 
+def test_optuna_plots_what_was_tried(study: StudyLog) -> None:
+    theirs = ResultGrid(study).as_optuna_study()
+    assert [trial.params["lr"] for trial in theirs.trials] == [0, 1, 2]
+    assert theirs.best_value == 2.0
+    assert theirs.trials[0].intermediate_values == {1: 3.0, 2: 1.0, 3: 2.0}
+
+
 def test_the_commands_read_the_log(study: StudyLog) -> None:
     path = study.files.path
     said = CliRunner().invoke(main, ["tune", "status", path])

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic.core.study import number_of
+from elastic.core.study import Trial, number_of
 from elastic.errors import ConfigError, UsageError
 from elastic.tune import space as spaces
 from elastic.tune.search import Searcher
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PLAIN = (bool, int, float, str, type(None))
+"""What may be a category of Optuna's."""
 Space = Mapping[str, Any] | Callable[[Any], Mapping[str, Any] | None]
 
 
@@ -162,6 +164,61 @@ class OptunaSearch(Searcher):
             self._study.tell(trial, finite)
 
 
+def study_of(
+    trials: Sequence[Trial], metric: str, mode: str, configs: Sequence[Mapping[str, Any]]
+) -> Any:
+    """Return an Optuna study of trials that there were.
+
+    Args:
+        trials: with their reports.
+        metric: their value.
+        mode: "min" or "max".
+        configs: of each.
+
+    Raises:
+        UsageError: Optuna is not installed.
+    """
+    optuna = _optuna()
+    states = optuna.trial.TrialState
+    rows = [spaces.flat(config) for config in configs]
+    tried: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, value in row.items():
+            tried.setdefault(name, []).append(value)
+    known = {name: _tried(values) for name, values in tried.items()}
+    study = optuna.create_study(direction="minimize" if mode == "min" else "maximize")
+    for trial, row in zip(trials, rows, strict=True):
+        values = {r.number: number_of(r.metrics.get(metric)) for r in trial.reports}
+        numbers = {n: value for n, value in values.items() if value is not None}
+        value = trial.value(metric)
+        is_good = trial.is_over and value is not None and math.isfinite(value)
+        params = {
+            name: value if isinstance(value, PLAIN) else str(value) for name, value in row.items()
+        }
+        study.add_trial(
+            optuna.trial.create_trial(
+                params=params,
+                distributions={name: known[name] for name in params},
+                intermediate_values=numbers,
+                value=value if is_good else None,
+                state=states.COMPLETE if is_good else states.FAIL,
+            )
+        )
+    return study
+
+
+def _tried(values: Sequence[Any]) -> Any:
+    """Return the smallest distribution that has all of these."""
+    distributions = _optuna().distributions
+    kinds = {type(value) for value in values}
+    if kinds == {int}:
+        return distributions.IntDistribution(min(values), max(values))
+    if kinds <= {int, float}:
+        return distributions.FloatDistribution(min(values), max(values))
+    plain = [value if isinstance(value, PLAIN) else str(value) for value in values]
+    return distributions.CategoricalDistribution(tuple(dict.fromkeys(plain)))
+
+
 def _optuna() -> Any:
     try:
         import optuna
@@ -223,7 +280,7 @@ def _suggested(space: Any, trial: Any, path: spaces.Path) -> Any:
 def _asked(domain: spaces.Domain, trial: Any, path: spaces.Path) -> Any:
     name = "/".join(map(str, path))
     if domain.kind == "choice":
-        if all(one is None or type(one) in (bool, int, float, str) for one in domain.options):
+        if all(type(one) in PLAIN for one in domain.options):
             return trial.suggest_categorical(name, domain.options)
         index = trial.suggest_categorical(name, tuple(range(len(domain.options))))
         return _suggested(domain.options[index], trial, (*path, index))
