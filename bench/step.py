@@ -33,14 +33,16 @@ from torch.utils.data.distributed import DistributedSampler
 from elastic import train
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
 from elastic.worker import context as worker_context
-from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
+from elastic.worker.group import GroupSpec, ProcessGroups
 from elastic.worker.local import LocalRun, local_context
+from elastic.worker.store_server import StoreServer
 
 VARIANTS = ("ddp", "bitwise", "samples")
 SIZES = {"tiny": (64, 16), "10 M": (1580, 32)}
 """Name: (width of each of four layers, samples of a micro-batch)."""
 WARM_UP = 5
 HOST = "127.0.0.1"
+KEY = "a secret of the generation"
 
 
 def model_of(width: int) -> nn.Module:
@@ -108,7 +110,9 @@ def rank_main(
     """Be one rank."""
     torch.set_num_threads(1)
     groups = ProcessGroups()
-    groups.form(GroupSpec(1, rank, world, leader, "gloo", HOST, timeout_s=600.0, job_id="bench"))
+    groups.form(
+        GroupSpec(1, rank, world, leader, "gloo", HOST, timeout_s=600.0, job_id="bench", key=KEY)
+    )
     found: dict[tuple[str, str], list[tuple[float, int]]] = {}
     for size, (width, batch) in SIZES.items():
         steps = 200 if size == "tiny" else 12
@@ -126,6 +130,7 @@ def measure(world: int, rounds: int) -> dict[tuple[str, str], list[tuple[float, 
     """Return what rank 0 measured, by size and variant."""
     results = mp.get_context("spawn").SimpleQueue()
     server = StoreServer(HOST)
+    server.admit(1, KEY)
     context = mp.spawn(
         rank_main, (world, server.address, rounds, results), nprocs=world, join=False
     )
