@@ -36,7 +36,7 @@ GRACE_S = 5.0
 
 _known_to_torch: deque[GroupStore] = deque(maxlen=256)
 """torch's own objects, such as a PrefixStore, do not keep what Python adds to a store: who still
-asks one of a group that is over must hear that its connection is, and not that it has no methods."""
+asks one of a group that is over must hear so, and not that it has no methods."""
 
 
 class Where(NamedTuple):
