@@ -38,11 +38,12 @@ from elastic.train.torch import prepare_data_loader, prepare_model, prepare_opti
 from elastic.worker import context as worker_context
 from elastic.worker.buckets import BUCKET_BYTES
 from elastic.worker.c10d import default_group
-from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
+from elastic.worker.group import GroupSpec, ProcessGroups
 from elastic.worker.links import connect, links_of
 from elastic.worker.local import LocalRun, local_context
 from elastic.worker.mesh import Reach
 from elastic.worker.shared_memory import OwnMemory
+from elastic.worker.store_server import StoreServer
 from elastic.worker.tree_exchange import Deal, make_exchange
 
 VARIANTS = ("ddp", "bitwise", "samples")
@@ -52,6 +53,7 @@ EXCHANGED = (17_000, 1_000_000, 10_000_000, 100_000_000)
 """Name: (width of each of four layers, samples of a micro-batch)."""
 WARM_UP = 5
 HOST = "127.0.0.1"
+KEY = "a secret of the generation"
 
 
 def model_of(width: int) -> nn.Module:
@@ -119,7 +121,9 @@ def rank_main(
     """Be one rank."""
     torch.set_num_threads(1)
     groups = ProcessGroups()
-    groups.form(GroupSpec(1, rank, world, leader, "gloo", HOST, timeout_s=600.0, job_id="bench"))
+    groups.form(
+        GroupSpec(1, rank, world, leader, "gloo", HOST, timeout_s=600.0, job_id="bench", key=KEY)
+    )
     found: dict[tuple[str, str], list[tuple[float, int]]] = {}
     for size, (width, batch) in SIZES.items():
         steps = {"tiny": 200, "10 M": 12}.get(size, 4)
@@ -213,6 +217,7 @@ def measure(world: int, rounds: int) -> dict[tuple[str, str], list[tuple[float, 
     """Return what rank 0 measured, by size and variant."""
     results = mp.get_context("spawn").SimpleQueue()
     server = StoreServer(HOST)
+    server.admit(1, KEY)
     context = mp.spawn(
         rank_main, (world, server.address, rounds, results), nprocs=world, join=False
     )

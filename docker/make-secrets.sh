@@ -18,7 +18,7 @@ authority() {  # FOLDER --host HOST...: make an authority, or renew its servers'
     set -- --host localhost --host 127.0.0.1 "$@"
     if [ -e "$folder/ca.crt" ]; then
         is_new "$folder/coordinator" ||
-            elastic-coord certs issue "$folder" --name coordinator --role all "$@" >/dev/null
+            elastic-coord certs issue "$folder" --name coordinator --role admin "$@" >/dev/null
     else  # Whole, or not at all.
         rm -rf "$folder.new"
         # What it prints names the folder as it is until the next line.

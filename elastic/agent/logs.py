@@ -116,7 +116,7 @@ class LogFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         for _ in range(OPENED_MAX):
-            fd = os.open(self.path, flags, 0o644)
+            fd = os.open(self.path, flags, 0o600)
             try:
                 hold(fd)
             except FileNotFoundError:

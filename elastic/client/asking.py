@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 
 import click
 
 from elastic import __version__
 from elastic.client.jobs import Client
 from elastic.client.output import Lines
+from elastic.client.plain import plain_output
 from elastic.client.printer import Printer
 from elastic.client.show import (
     failure_text,
@@ -144,6 +146,7 @@ def _print_logs(
     output: str,
 ) -> None:
     lines = Lines(shows_prefix=len(ranks) != 1, holds_tracebacks=False)
+    shown = plain_output if sys.stdout.isatty() else str
     job_id = view.record.spec.job_id
     with client.logs(job_id, ranks=ranks, tail=tail, follow=follow) as chunks:
         for chunk in chunks:
@@ -157,8 +160,8 @@ def _print_logs(
                 }
                 click.echo(json.dumps(fields))
             else:
-                click.echo(lines.take(chunk, _clock.monotonic_ns()), nl=False)
-    click.echo(lines.rest(""), nl=False)
+                click.echo(shown(lines.take(chunk, _clock.monotonic_ns())), nl=False)
+    click.echo(shown(lines.rest("")), nl=False)
 
 
 @click.command()

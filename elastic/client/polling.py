@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rich.console import Console
-
 from elastic.client.jobs import OUTAGE_LIMIT_S, Client
+from elastic.client.plain import PlainConsole
 from elastic.client.printer import REPEAT_S, Printer
 from elastic.core.config import NS_PER_S, CoordinatorConfig
 from elastic.errors import CoordinatorUntrusted, Unavailable
@@ -41,7 +40,7 @@ def wait_until(
         Unavailable: no coordinator has answered for five minutes.
         ElasticError: as `look` raises.
     """
-    printer = Printer(Console(stderr=True), ranks=None)
+    printer = Printer(PlainConsole(stderr=True), ranks=None)
     started = said_at = time.monotonic()
     away_since: float | None = None
     said = text = ""

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from elastic.client.losses import SOON_S, Losses
 from elastic.client.output import Lines
+from elastic.client.plain import PlainConsole, plain, plain_output
 from elastic.client.voices import Voices
 from elastic.client.wording import (
     duration,
@@ -82,7 +83,7 @@ class Printer:
             voices: who is shown how, and written where; without it, as `ranks` says.
         """
         self.ranks = ranks
-        self._console = console or Console(stderr=True)
+        self._console = console or PlainConsole(stderr=True)
         self._stdout = stdout or sys.stdout
         self._clock = clock or SystemClock()
         self._voices = voices
@@ -216,7 +217,7 @@ class Printer:
     def say(self, text: str, *, style: str = "") -> None:
         """Print one line about the job."""
         line = Text(f"[elastic {time.strftime('%H:%M:%S')}] ", style="dim").append(
-            text, style=style or "default"
+            plain(text), style=style or "default"
         )
         self._console.print(line, soft_wrap=True)
 
@@ -276,7 +277,7 @@ class Printer:
             away = duration(now_ns - self._outage_since_ns)
             text.append(f"  coordinator unreachable since {away}, training goes on", "yellow")
         else:
-            text.append(f"  {waiting_line(view, now_ns)}", style="yellow")
+            text.append(f"  {plain(waiting_line(view, now_ns))}", style="yellow")
         text.truncate(max(20, self._console.width - 3), overflow="ellipsis")
         self._spinner.update(text=text)
         return self._spinner
@@ -285,6 +286,8 @@ class Printer:
         """Write output of workers; above the moving line, if both share a terminal."""
         if not text:
             return
+        if self._stdout.isatty():
+            text = plain_output(text)
         if self._live is not None and self._stdout.isatty():
             for line in text.removesuffix("\n").split("\n"):
                 # Of a line that was drawn over itself, as tqdm does, only the end stays.

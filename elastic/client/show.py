@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from elastic.client.plain import plain
 from elastic.client.wording import (
     duration,
     ending_line,
@@ -281,7 +282,7 @@ def failure_text(view: JobView) -> str:
     where = f"first failure in worker {record.failed_worker}" if record.failed_worker else ""
     story = record.failure.traceback.rstrip()
     said = story or f"{record.failure.error_type}: {record.failure.message}"
-    return f"{where}:\n{said}" if where else said
+    return plain(f"{where}:\n{said}" if where else said)
 
 
 def _preempted(view: JobView) -> str:

@@ -20,6 +20,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from elastic.client.jobs import Client
+from elastic.client.plain import PlainConsole, plain
 from elastic.core.view import JobView
 from elastic.core.world import JobPhase
 from elastic.errors import (
@@ -143,7 +144,7 @@ def ending_code(view: JobView) -> int:
 
 def fail(text: str, code: int) -> NoReturn:
     """End with one text on stderr."""
-    click.echo(f"elastic: {text}", err=True)
+    click.echo(f"elastic: {plain(text)}", err=True)
     sys.exit(code)
 
 
@@ -170,7 +171,7 @@ def reporting_errors(command: Command) -> Command:
 
 def stdout_console() -> Console:
     """Return where tables go: coloured on a terminal, plain and wide in a pipe."""
-    return Console(
+    return PlainConsole(
         width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, soft_wrap=True
     )
 

@@ -24,6 +24,7 @@ from elastic.store.interface import Compare, Delete
 from elastic.store.open import etcd_address, sqlite_path
 from elastic.store.sqlite import sqlite_store
 from elastic.store.sqlite_file import APPLICATION_ID, FileLock, own_errors
+from elastic.store.sqlite_mark import Mark, Salvaged, check_mark, read_mark, set_aside
 
 ETCD_ADVICE = (
     "etcd keeps copies on its members and has tools of its own: 'etcdctl snapshot save FILE' and "
@@ -89,10 +90,53 @@ async def restore(source: Path, store: str, prefix: str) -> Copied:
         with _draft_for(target) as draft:
             _copy(source, draft)
             copied = await _checked(draft, prefix, begin_history=True)
+            mark = Mark(target)  # Of the store that was lost, maybe.
+            mark.write(copied.revision)
+            mark.close()
             _put(draft, target)
     finally:
         lock.release()
     return copied
+
+
+async def check(store: str, prefix: str) -> tuple[Copied, int]:
+    """Read all of a store, also while a coordinator writes to it, and change nothing.
+
+    Returns:
+        What it holds, and the newest revision that was acknowledged before, 0 if none is noted.
+
+    Raises:
+        CorruptRecord: something is damaged, or lacks that was acknowledged.
+        As `back_up` does.
+    """
+    source = _file_of(store, prefix)
+    acknowledged = read_mark(source)
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / "draft"
+        _copy(source, draft)
+        copied = await _checked(draft, prefix)
+    if copied.revision < acknowledged:
+        check_mark(source)
+    return copied, acknowledged
+
+
+async def salvage(store: str, prefix: str) -> tuple[Copied, Salvaged]:
+    """Let a store be opened that lacks something, with what is left of it.
+
+    Raises:
+        UsageError: a coordinator uses it, or nothing is left.
+        CorruptRecord: what is left cannot be read either.
+    """
+    source = _file_of(store, prefix)
+    lock = FileLock(source)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            draft = Path(folder) / "draft"
+            _copy(source, draft)
+            copied = await _checked(draft, prefix)
+        return copied, set_aside(source)
+    finally:
+        lock.release()
 
 
 def _file_of(store: str, prefix: str) -> Path:

@@ -46,7 +46,7 @@ CLOCKS_DIFFER = datetime.timedelta(minutes=10)
 """A certificate holds this long before it was made: other hosts' clocks may be behind."""
 CLIENT = (ExtendedKeyUsageOID.CLIENT_AUTH,)
 SERVER = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
-SERVING = (Role.ALL, Role.NODE)
+SERVING = (Role.ADMIN, Role.NODE)
 """Agents take copies from each other."""
 KeyUsages = tuple[x509.ObjectIdentifier, ...]
 
@@ -84,9 +84,9 @@ def init_authority(
             raise UsageError(
                 f"{folder / file} exists: a new authority would lock out all that was issued; "
                 f"choose another folder, or renew the coordinator's certificate with "
-                f"'elastic-coord certs issue {folder} --name {COORDINATOR} --role all --host ...'"
+                f"'elastic-coord certs issue {folder} --name {COORDINATOR} --role admin --host ...'"
             )
-    wanted = Wanted(name=COORDINATOR, role=Role.ALL, hosts=hosts, days=days)
+    wanted = Wanted(name=COORDINATOR, role=Role.ADMIN, hosts=hosts, days=days)
     sans = _sans(wanted)  # Refused before anything is written.
     _check_days(wanted, now, now + datetime.timedelta(days=CA_DAYS))
     key = ec.generate_private_key(ec.SECP256R1())
@@ -214,12 +214,12 @@ def _sans(wanted: Wanted) -> list[x509.GeneralName]:
     check_name("certificate", wanted.name)
     if wanted.name == ISSUED:
         raise UsageError(f"--name {ISSUED} is the folder of all certificates; choose another one")
-    if wanted.hosts and wanted.role is not Role.ALL:
+    if wanted.hosts and wanted.role is not Role.ADMIN:
         raise UsageError(
             f"--host {wanted.hosts[0]} for role {wanted.role.value}: only a coordinator (role "
-            f"{Role.ALL.value}) is connected to by name"
+            f"{Role.ADMIN.value}) is connected to by name"
         )
-    if not wanted.hosts and wanted.role is Role.ALL:
+    if not wanted.hosts and wanted.role is Role.ADMIN:
         raise UsageError(
             "a coordinator's certificate without --host: name every host name and address under "
             "which agents and users reach it"

@@ -22,7 +22,7 @@ import click
 from elastic import __version__
 from elastic.client.show import print_cluster, status_as_dict
 from elastic.client.terminal import stdout_console
-from elastic.coord.backup import Copied, back_up, restore
+from elastic.coord.backup import Copied, back_up, check, restore, salvage
 from elastic.coord.cli_locks import certs, tokens
 from elastic.coord.collector import stop_collector
 from elastic.coord.serve import PREFIX, ServeOptions, parse_listen, serve
@@ -388,6 +388,40 @@ def restore_command(file: Path, store: str | None) -> None:
     except ElasticError as error:
         fail(error)
     click.echo(f"{target} holds {_copied(copied)}")
+
+
+@main.group(name="store")
+def store_group() -> None:
+    """Look into an embedded store, and go on with one that was damaged."""
+
+
+@store_group.command(name="check")
+@store_option
+def check_store(store: str | None) -> None:
+    """Read all of it, also while its coordinator runs; exit 0 if nothing is damaged or lacking."""
+    try:
+        copied, acknowledged = anyio.run(check, store or default_store(), PREFIX)
+    except ElasticError as error:
+        fail(error)
+    click.echo(f"sound: {_copied(copied)}; acknowledged up to revision {acknowledged or 'unknown'}")
+
+
+@store_group.command(name="salvage")
+@store_option
+def salvage_store(store: str | None) -> None:
+    """Let a store be opened that lacks something that was acknowledged, with what is left.
+
+    Its files are copied first, as they are. What is lost, is lost: a backup has maybe more.
+    """
+    try:
+        copied, found = anyio.run(salvage, store or default_store(), PREFIX)
+    except ElasticError as error:
+        fail(error)
+    lost = max(0, found.acknowledged - found.found)
+    click.echo(
+        f"what is left: {_copied(copied)}; {lost} revisions that were acknowledged are lost; the "
+        f"files as they were: {', '.join(map(str, found.copies))}"
+    )
 
 
 def _copied(copied: Copied) -> str:

@@ -99,14 +99,14 @@ def certs_issue(folder: Path, name: str, role: str, days: float, hosts: tuple[st
     from elastic.coord.certs import Wanted, issue
 
     kind = Role(role)
-    serves_at = _with_local(hosts) if kind is Role.ALL and hosts else hosts
+    serves_at = _with_local(hosts) if kind is Role.ADMIN and hosts else hosts
     wanted = Wanted(name=name, role=kind, hosts=serves_at, days=days)
     try:
         made = issue(folder, wanted, _now())
     except ElasticError as error:
         fail(error)
     until = _now() + datetime.timedelta(days=days)
-    uses = {"node": f"elastic-agent --node-id {name}", "all": "elastic-coord serve"}
+    uses = {"node": f"elastic-agent --node-id {name}", "admin": "elastic-coord serve"}
     click.echo(f"made   {made}: ca.crt, tls.crt, tls.key, until {until:%Y-%m-%d %H:%M} UTC")
     click.echo(f"use    {uses.get(role, 'elastic')} --tls-dir {made} (a copy of it, over there)")
 

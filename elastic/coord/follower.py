@@ -20,7 +20,7 @@ from elastic.core.view import ClusterView, JobView
 from elastic.errors import ElasticError
 from elastic.runtime.clock import Clock
 from elastic.store.interface import Store
-from elastic.wire.codec_jobs import without_payload
+from elastic.wire.codec_jobs import without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Follower:
 
     def remember(self, view: ClusterView) -> None:
         """This coordinator led until now, and showed this last."""
-        records = tuple(without_payload(job).record for job in view.jobs)
+        records = tuple(without_secrets(job).record for job in view.jobs)
         self._last = Glimpse(records, view.cordons, view.now_ns)
 
     async def refresh(self) -> None:

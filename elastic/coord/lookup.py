@@ -14,6 +14,8 @@ from elastic.errors import NotFound
 
 PREFIX_CHARS_MIN = 3
 SHOWN_MAX = 10
+NAME_CHARS = 100
+"""Of a name that nobody has: names have no more."""
 
 
 def find_job(view: ClusterView, wanted: str) -> JobView:
@@ -36,7 +38,7 @@ def find_job(view: ClusterView, wanted: str) -> JobView:
         if begin:
             raise NotFound(f"{wanted!r} begins several job ids: {_shown(begin)}; give more of it")
     known = _shown(view.jobs) if view.jobs else "none"
-    raise NotFound(f"no job has the id or name {wanted!r}; known jobs: {known}")
+    raise NotFound(f"no job has the id or name {wanted[:NAME_CHARS]!r}; known jobs: {known}")
 
 
 def has_ended(job: JobView) -> bool:

@@ -22,11 +22,11 @@ class Role(Enum):
     NODE = "node"
     """Be an agent: take workers, report about them."""
     SUBMIT = "submit"
-    """Run code on all nodes, stop jobs, drain nodes; and all that READ may."""
+    """Run code on all nodes, steer and stop one's own jobs; and all that READ may."""
     READ = "read"
-    """Look."""
-    ALL = "all"
-    """Everything: the single token, the coordinator's own certificate."""
+    """Look, at jobs and their output too."""
+    ADMIN = "admin"
+    """Everything, also with jobs of others: the single token, the coordinator's certificate."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class Rule:
     general: bool = False
 
 
-_NODES = Rule(frozenset({Role.NODE, Role.ALL}))
-_CHANGES = Rule(frozenset({Role.SUBMIT, Role.ALL}), audited=True)
-_READS = Rule(frozenset({Role.READ, Role.SUBMIT, Role.ALL}))
+_NODES = Rule(frozenset({Role.NODE, Role.ADMIN}))
+_CHANGES = Rule(frozenset({Role.SUBMIT, Role.ADMIN}), audited=True)
+_GOVERNS = Rule(frozenset({Role.ADMIN}), audited=True)
+_READS = Rule(frozenset({Role.READ, Role.SUBMIT, Role.ADMIN}))
 _PROBES = Rule(None, general=True)
 _DESCRIBES = Rule(frozenset(Role), general=True)
 
@@ -64,8 +65,8 @@ RULES: dict[str, Rule] = {
     "/elastic.v1.Jobs/Watch": _READS,
     "/elastic.v1.Jobs/Logs": _READS,
     "/elastic.v1.Cluster/Status": _READS,
-    "/elastic.v1.Cluster/Drain": _CHANGES,
-    "/elastic.v1.Cluster/Cordon": _CHANGES,
+    "/elastic.v1.Cluster/Drain": _GOVERNS,
+    "/elastic.v1.Cluster/Cordon": _GOVERNS,
     # A probe holds no secret: it learns whether this coordinator answers, and nothing else.
     "/grpc.health.v1.Health/Check": _PROBES,
     "/grpc.health.v1.Health/List": _PROBES,
@@ -118,6 +119,23 @@ class Caller:
             f"('elastic-coord certs issue --role ...') of that role"
         )
 
+    def check_may_change(self, job: str, submitter: str) -> None:
+        """Let a call pass that changes a job, or refuse it.
+
+        Args:
+            job: its name, for the text.
+            submitter: by whose token or certificate it was submitted, "" if that had no name.
+
+        Raises:
+            NotPermitted: it is somebody else's.
+        """
+        if self.role is Role.ADMIN or self.name == submitter:
+            return
+        raise NotPermitted(
+            f"job {job} was submitted by {submitter or 'a token without a name'}, {self} may look "
+            f"at it and change nothing: ask its owner, or somebody of the role {Role.ADMIN.value}"
+        )
+
     def check_may_attach(self, node_id: str) -> None:
         """Let an agent in under its own name only.
 
@@ -132,7 +150,7 @@ class Caller:
         )
 
 
-ANYONE = Caller(Role.ALL)
+ANYONE = Caller(Role.ADMIN)
 
 CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
 """Who makes the call that this task serves; set by the guard."""

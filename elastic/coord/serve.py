@@ -150,6 +150,7 @@ def _check_appendable(path: Path) -> None:
     """Raise the OSError that an append would meet; a pipe's other end sees nothing of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() or path.is_dir() or not path.exists():
+        path.touch(0o600)
         path.open("ab").close()
     elif not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

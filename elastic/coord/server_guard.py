@@ -24,6 +24,7 @@ import anyio
 import anyio.to_thread
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from elastic.coord.audit import OK, Audit, host_of
 from elastic.coord.office import Office
@@ -56,6 +57,11 @@ ANEW = (
     "have it issued anew ('elastic-coord certs issue ... --name {name} --role {role}') and put "
     "into the --tls-dir: it is used from the next connection on"
 )
+LARGE = (ATTACH, SUBMIT)
+"""Methods whose messages may be as large as gRPC takes them: they carry code."""
+REQUEST_BYTES_MAX = 64 << 10
+PROBE_BYTES_MAX = 4 << 10
+"""Of methods for which nobody shows anything; what is asked of them are names."""
 READS = ("/elastic.v1.Jobs/Get", "/elastic.v1.Jobs/List", "/elastic.v1.Cluster/Status")
 """What a standby answers from the store."""
 NAMING_FIELDS = ("job", "node", "name")
@@ -106,7 +112,7 @@ class Locks:
                 f"(or ELASTIC_TOKEN_FILE) with a token of this cluster"
             )
         if self.token and hmac.compare_digest(token.encode(), self.token.encode()):
-            return Caller(Role.ALL, "", "token")
+            return Caller(Role.ADMIN, "", "token")
         caller = self.tokens.caller(token) if self.tokens is not None else None
         if caller is None:
             raise NotAuthorized(
@@ -229,7 +235,7 @@ class Guard(grpc.aio.ServerInterceptor):
             await self._serve(method, handler, messages, context)
 
         return grpc.stream_stream_rpc_method_handler(
-            serve, handler.request_deserializer, handler.response_serializer
+            serve, _limited(method, handler.request_deserializer), handler.response_serializer
         )
 
     # -------------------------------------------------------------------------- one call
@@ -256,6 +262,16 @@ class Guard(grpc.aio.ServerInterceptor):
             if not isinstance(error, NotLeading):
                 self._audit.refused(method, peer=context.peer(), kind=kind, reason=str(error))
             await context.abort(*status_of(error))
+        except grpc.aio.AbortError as error:
+            # Its frames keep what was asked for, in a circle that nobody looks at for long.
+            error.__traceback__ = error.__context__ = None
+            raise
+        except DecodeError as error:
+            # Reflection reads inside of what it was sent.
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no such request: {error}")
+        except NotImplementedError:
+            name = method.rpartition("/")[2]
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{name} is not served here")
 
     def _admit(self, method: str, context: Context) -> Caller:
         """Return who calls, if they may.
@@ -351,7 +367,9 @@ class Guard(grpc.aio.ServerInterceptor):
             try:
                 request = await context.read()
             except Exception as error:  # Whatever protobuf or gRPC make of strange bytes.
-                problem = f"sent what is no request of it ({type(error).__name__})"
+                why = str(error) if isinstance(error, ValueError) else type(error).__name__
+                problem = f"sent what is no request of it ({why[:100]})"
+                error.__traceback__ = None  # Its frames keep the bytes.
         if request is grpc.aio.EOF:
             raise PeerError(f"{context.peer()} called {method} and {problem}")
         return request
@@ -373,6 +391,21 @@ class Guard(grpc.aio.ServerInterceptor):
             f"{context.peer()} took nothing for {self._limits.stall_s_max:g} s; read faster, or "
             f"open the stream anew"
         )
+
+
+def _limited(method: str, read: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Return what reads a method's requests, and refuses longer ones than it can have."""
+    if read is None or method in LARGE:
+        return read
+    rule = RULES.get(method)
+    limit = REQUEST_BYTES_MAX if rule is not None and not rule.general else PROBE_BYTES_MAX
+
+    def read_short(data: bytes) -> Any:
+        if len(data) > limit:
+            raise ValueError(f"{len(data)} bytes, at most {limit} are taken")
+        return read(data)
+
+    return read_short
 
 
 def _object_of(request: Any, response: Any) -> str:

@@ -18,7 +18,7 @@ from elastic.coord.follows import Merged
 from elastic.coord.lookup import Origin, find_job, has_ended, origins_of
 from elastic.coord.roles import CALLER
 from elastic.coord.server_desk import Desk, answering, streaming
-from elastic.core.config import DRAIN_TIMEOUT_S_MAX, NS_PER_S, check_name, ns
+from elastic.core.config import DRAIN_TIMEOUT_S_MAX, NS_PER_S, check_name, check_text, ns
 from elastic.core.events.coordinator import (
     CheckpointRequested,
     NodeCordonRequested,
@@ -74,6 +74,7 @@ class JobsService:
     async def Submit(self, request: jobs_pb2.SubmitRequest) -> jobs_pb2.SubmitResponse:
         """Submit a job; it gets its id here unless the request names one."""
         spec = spec_of(request)
+        check_text("project", spec.project)
         del request  # It holds the function once more.
         if spec.job_id:
             check_name("job id", spec.job_id)
@@ -85,8 +86,8 @@ class JobsService:
     @answering
     async def Stop(self, request: jobs_pb2.StopJobRequest) -> jobs_pb2.StopJobResponse:
         """Stop a job."""
-        job_id = self._find(request.job)
-        reason = request.reason or "stopped by a user"
+        job_id = self._own(request.job)
+        reason = check_text("reason", request.reason) or "stopped by a user"
         now = request.now
         await self._desk.ask(lambda request_id: StopRequested(request_id, job_id, reason, now))
         return jobs_pb2.StopJobResponse()
@@ -94,28 +95,28 @@ class JobsService:
     @answering
     async def Checkpoint(self, request: jobs_pb2.CheckpointRequest) -> jobs_pb2.CheckpointResponse:
         """Have a job take a checkpoint now."""
-        job_id = self._find(request.job)
+        job_id = self._own(request.job)
         number = await self._desk.ask(lambda request_id: CheckpointRequested(request_id, job_id))
         return jobs_pb2.CheckpointResponse(request=int(number))
 
     @answering
     async def Pause(self, request: jobs_pb2.PauseRequest) -> jobs_pb2.PauseResponse:
         """Have a job give its workers back."""
-        job_id = self._find(request.job)
+        job_id = self._own(request.job)
         await self._desk.ask(lambda request_id: PauseRequested(request_id, job_id))
         return jobs_pb2.PauseResponse()
 
     @answering
     async def Resume(self, request: jobs_pb2.ResumeRequest) -> jobs_pb2.ResumeResponse:
         """Let a paused job go on."""
-        job_id = self._find(request.job)
+        job_id = self._own(request.job)
         await self._desk.ask(lambda request_id: ResumeRequested(request_id, job_id))
         return jobs_pb2.ResumeResponse()
 
     @answering
     async def Scale(self, request: jobs_pb2.ScaleRequest) -> jobs_pb2.ScaleResponse:
         """Set other bounds for a job's group."""
-        job_id, low, high = self._find(request.job), request.min_workers, request.max_workers
+        job_id, low, high = self._own(request.job), request.min_workers, request.max_workers
         if low < 0 or high < 0 or not (low or high):
             raise UsageError(
                 f"scale {request.job}: min={low}, max={high}: expected numbers of workers, at "
@@ -183,6 +184,17 @@ class JobsService:
 
     def _find(self, wanted: str) -> JobId:
         return find_job(self._desk.view(), wanted).record.spec.job_id
+
+    def _own(self, wanted: str) -> JobId:
+        """Return the id of a job that the caller may change.
+
+        Raises:
+            NotFound: there is none.
+            NotPermitted: it is somebody else's.
+        """
+        record = find_job(self._desk.view(), wanted).record
+        CALLER.get().check_may_change(record.spec.name, record.submitter)
+        return record.spec.job_id
 
 
 def job_of(view: ClusterView, job_id: JobId) -> JobView | None:
@@ -290,7 +302,8 @@ class ClusterService:
             raise UsageError(
                 f"drain timeout {timeout_s} s: expected 0 to {DRAIN_TIMEOUT_S_MAX:g} seconds"
             )
-        node_id, reason = NodeId(request.node), request.reason or "drained by an operator"
+        node_id = NodeId(request.node)
+        reason = check_text("reason", request.reason) or "drained by an operator"
         left_ns = await self._desk.ask(
             lambda request_id: NodeDrainRequested(request_id, node_id, ns(timeout_s), reason)
         )
@@ -299,7 +312,8 @@ class ClusterService:
     @answering
     async def Cordon(self, request: jobs_pb2.CordonRequest) -> jobs_pb2.CordonResponse:
         """Let no new workers start on a node, or let them again."""
-        node_id, reason = NodeId(request.node), request.reason or "by an operator"
+        node_id = NodeId(request.node)
+        reason = check_text("reason", request.reason) or "by an operator"
         await self._desk.ask(
             lambda request_id: NodeCordonRequested(request_id, node_id, request.cordoned, reason)
         )

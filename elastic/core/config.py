@@ -39,6 +39,9 @@ def ns(seconds: float) -> int:
     return round(seconds * NS_PER_S)
 
 
+TEXT_CHARS_MAX = 1000
+"""Of a reason or a label that a user gives."""
+
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """What has a worker write the stacks of its threads: one that no script and no scheduler uses."""
 
@@ -54,6 +57,20 @@ def check_name(what: str, name: str) -> None:
             f"{what} name {name!r}: expected 1 to 100 letters, digits, '.', '_' or '-', "
             f"beginning with a letter or digit"
         )
+
+
+def check_text(what: str, text: str) -> str:
+    """Return a line for people, if it is one.
+
+    Raises:
+        ConfigError: it is too long, or holds what a terminal would obey.
+    """
+    if len(text) > TEXT_CHARS_MAX or any(not c.isprintable() for c in text):
+        raise ConfigError(
+            f"{what} {text[:100]!r}: expected one line of at most {TEXT_CHARS_MAX} characters, "
+            f"without control characters"
+        )
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)

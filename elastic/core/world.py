@@ -261,11 +261,14 @@ class Group:
         generation: >= 1.
         members: sorted by rank; rank 0 leads the rendezvous.
         reason: what made this group necessary.
+        key: by which its members know each other; a secret. Durable with the group, since another
+            coordinator may go on telling members of it.
     """
 
     generation: Generation
     members: tuple[Member, ...]
     reason: str = ""
+    key: str = field(default="", repr=False)
 
     def worker_ids(self) -> tuple[WorkerId, ...]:
         """Return the members' ids by rank."""
@@ -312,6 +315,7 @@ class Assignment:
             of `copies`, "" for one that shows none such; () if all do.
         node_devices: accelerators that the job's workers of this node have, in the order of the
             workers; the agent adds them.
+        group_key: by which the members of the group know each other; a secret.
     """
 
     job_id: JobId
@@ -331,6 +335,7 @@ class Assignment:
     copies_dealt: bool = False
     copies_fingerprints: tuple[str, ...] = ()
     node_devices: tuple[str, ...] = ()
+    group_key: str = field(default="", repr=False)
 
 
 class Strategy(Enum):

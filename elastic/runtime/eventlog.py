@@ -166,10 +166,18 @@ class EventLog:
     def _open(self) -> IO[bytes]:
         self._file = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (kept open)
+        # What users do, and print, is not for all who have an account here.
+        self._file = open(  # noqa: SIM115 (kept open)
+            self._path, "ab", buffering=0, opener=for_owner
+        )
         about = os.fstat(self._file.fileno())
         self._size, self._rotates = about.st_size, stat.S_ISREG(about.st_mode)
         return self._file
+
+
+def for_owner(path: str, flags: int) -> int:
+    """Open a file that is made for its owner alone; an `opener` of Python's `open`."""
+    return os.open(path, flags, 0o600)
 
 
 def write_all(file: IO[bytes], payload: bytes) -> None:

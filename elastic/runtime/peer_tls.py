@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
 """For all of it."""
-NODE_URIS = ("elastic://node/", "elastic://all/")
+NODE_URIS = ("elastic://node/", "elastic://admin/")
 """Copies are between agents and their workers; a user's certificate opens nothing here."""
 
 

@@ -13,6 +13,7 @@ import fnmatch
 import functools
 import glob
 import logging
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -24,12 +25,15 @@ from elastic.errors import StorageError
 from elastic.storage import outputs
 from elastic.storage.faults import is_about_credentials, reason_of
 from elastic.storage.marker import StoredFile
+from elastic.storage.names import check_inside
 from elastic.storage.outputs import CHUNK_BYTES, Output
 from elastic.storage.patience import PATIENCE_S, with_patience
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+READ_BYTES_MAX = 64 << 20
+"""Of a file that is read as a whole: markers, manifests, records of a run."""
 Names = list[str]
 
 OBJECT_STORES = frozenset({
@@ -82,8 +86,12 @@ class Files:
         self._is_ours = filesystem is None and not self.is_local
 
     def folder(self, name: str) -> Files:
-        """Return the files of a folder in this directory, with the same patience."""
-        return Files(f"{self.path}/{name}", patience_s=self.patience_s)
+        """Return the files of a folder in this directory, with the same patience.
+
+        Raises:
+            StorageError: the name leads out of this directory.
+        """
+        return Files(f"{self.path}/{check_inside(name)}", patience_s=self.patience_s)
 
     @property
     def is_local(self) -> bool:
@@ -98,8 +106,12 @@ class Files:
         return not OBJECT_STORES.isdisjoint(names)
 
     def at(self, name: str) -> str:
-        """Return the path of a file or folder as the file system knows it."""
-        return f"{self.root}/{name}" if name else str(self.root)
+        """Return the path of a file or folder as the file system knows it, "" for all.
+
+        Raises:
+            StorageError: the name leads out of this directory.
+        """
+        return f"{self.root}/{check_inside(name)}" if name else str(self.root)
 
     # ---------------------------------------------------------------------------------- reading
 
@@ -121,15 +133,26 @@ class Files:
 
         return self._do(f"cannot read {self.path}/{name}", look)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, limit: int = READ_BYTES_MAX) -> bytes:
         """Return the content of a file.
+
+        Args:
+            name: of the file.
+            limit: bytes; on this machine a longer file is refused before it fills the memory.
 
         Raises:
             StorageError: it cannot be read; `FileNotFoundError` is its cause if it is not there.
         """
-        return self._do(
-            f"cannot read {self.path}/{name}", lambda: bytes(self.fs.cat_file(self.at(name)))
-        )
+
+        def read() -> bytes:
+            if not self.is_local:
+                return bytes(self.fs.cat_file(self.at(name)))
+            with outputs.open_regular(self.at(name)) as file:
+                if os.fstat(file.fileno()).st_size > limit:
+                    raise ValueError(f"it has more than {limit} bytes")
+                return file.read()
+
+        return self._do(f"cannot read {self.path}/{name}", read)
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Any]:
@@ -139,9 +162,14 @@ class Files:
             StorageError: it cannot be opened or read.
         """
         what = f"cannot read {self.path}/{name}"
-        opened = self._do(what, lambda: self.fs.open(self.at(name), "rb"))
+        opened = self._do(what, lambda: self._open(name))
         with self._told(what), opened as file:
             yield file
+
+    def _open(self, name: str) -> Any:
+        """Open a file to read; on this machine it must be one, and no pipe that nobody writes."""
+        path = self.at(name)
+        return outputs.open_regular(path) if self.is_local else self.fs.open(path, "rb")
 
     def tree(self) -> list[StoredFile]:
         """Return all files below the directory, by name, without their checksums.
@@ -183,7 +211,7 @@ class Files:
 
         def sum_up() -> StoredFile:
             size, crc32 = 0, 0
-            with self.fs.open(self.at(name), "rb") as file:
+            with self._open(name) as file:
                 while chunk := file.read(CHUNK_BYTES):
                     size, crc32 = size + len(chunk), zlib.crc32(chunk, crc32)
             return StoredFile(name, size, crc32)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from elastic.core.world import CheckpointStatus, is_automatic
+from elastic.errors import StorageError
+from elastic.storage.names import check_inside
 from elastic.storage.summed import from_summed_json, to_summed_json
 
 MARKER = "_COMMITTED"
@@ -119,9 +121,12 @@ class Marker:
         """
         body = from_summed_json(text, FORMAT)
         try:
-            files = tuple(StoredFile(path, *rest[:2]) for path, rest in body.pop("files").items())
+            files = tuple(
+                StoredFile(check_inside(path), *rest[:2])
+                for path, rest in body.pop("files").items()
+            )
             # What a later version added is passed over, as in `run.json`.
             known = {key: body[key] for key in cls.__dataclass_fields__ if key in body}
             return cls(**{**known, "metrics": json.dumps(body["metrics"])}, files=files)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, StorageError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None

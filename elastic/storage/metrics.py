@@ -188,6 +188,9 @@ class MetricsReader:
         return _rows_in(whole)
 
 
+METRICS_BYTES_MAX = 1 << 40
+
+
 def has_metrics(files: Files) -> bool:
     """Return whether rank 0 has reported anything.
 
@@ -199,7 +202,7 @@ def has_metrics(files: Files) -> bool:
 
 def _rows(files: Files, name: str) -> list[dict[str, Any]]:
     try:
-        data = files.read(name)
+        data = files.read(name, METRICS_BYTES_MAX)
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return []

@@ -9,9 +9,10 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from elastic.storage.local_file import LocalFile
 
@@ -131,6 +132,22 @@ def create_object(fs: Any, final: str, data: bytes) -> bool:
         else:
             return False
     return True
+
+
+def open_regular(path: str) -> BinaryIO:
+    """Open a local file to read, if it is one.
+
+    Raises:
+        OSError: it is not there, or a pipe or a device, which could be read from without end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise OSError(errno.EINVAL, "it is no regular file", path)
 
 
 def append_local(path: str, data: bytes) -> None:

@@ -39,6 +39,7 @@ from elastic.storage.marker import (
     StoredFile,
 )
 from elastic.storage.metrics import MetricsLog, read_metrics
+from elastic.storage.names import check_one
 from elastic.storage.outputs import CHUNK_BYTES, Output
 from elastic.storage.patience import PATIENCE_S
 from elastic.storage.run_record import read_run
@@ -72,8 +73,12 @@ class RunDirectory:
         return f"{self.path}/{CHECKPOINTS}/{name}"
 
     def checkpoint(self, name: str) -> Files:
-        """Return the files of a checkpoint."""
-        return self.files.folder(f"{CHECKPOINTS}/{name}")
+        """Return the files of a checkpoint.
+
+        Raises:
+            StorageError: the name leads elsewhere.
+        """
+        return self.files.folder(_folder(name))
 
     def append_metrics(self, rank: int, record: dict[str, Any]) -> None:
         """Add a line to this rank's metrics; on an object store it may be seen a little later.
@@ -232,7 +237,7 @@ class RunDirectory:
         """Remove what there is of a checkpoint that will not be committed, if that is possible."""
         # Without a marker it does not exist for anyone; it only takes up room.
         with contextlib.suppress(StorageError):
-            self.files.delete(f"{CHECKPOINTS}/{name}")
+            self.files.delete(_folder(name))
 
     def remove(self, name: str) -> None:
         """Delete a committed checkpoint; it ceases to exist before its first file goes.
@@ -241,8 +246,8 @@ class RunDirectory:
             StorageError: something cannot be deleted.
         """
         if self.is_committed(name):
-            self.files.delete(f"{CHECKPOINTS}/{name}/{MARKER}")
-        self.files.delete(f"{CHECKPOINTS}/{name}")
+            self.files.delete(f"{_folder(name)}/{MARKER}")
+        self.files.delete(_folder(name))
 
     def mark_recorded(self, name: str) -> None:
         """Remember beside a committed checkpoint that the coordinator has recorded it.
@@ -464,6 +469,10 @@ class RunDirectory:
             if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
                 return None  # Not committed, or pruned by another member since we listed it.
             raise
+
+
+def _folder(name: str) -> str:
+    return f"{CHECKPOINTS}/{check_one('checkpoint', name)}"
 
 
 def _reached(

@@ -7,19 +7,18 @@ ended".
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from elastic.errors import StorageError
 from elastic.storage.files import Files
+from elastic.storage.summed import from_summed_json, to_summed_json
 
 RUN_FILE = "run.json"
-RUN_FORMAT = 1
+RUN_FORMAT = 2
 
 
 class RunPhase(Enum):
@@ -93,19 +92,16 @@ class RunRecord:
 
     def to_json(self) -> str:
         """Return the text of the file."""
-        body = {"format": RUN_FORMAT, **asdict(self), "phase": self.phase.value}
-        return json.dumps(body, indent=1)
+        return to_summed_json({**asdict(self), "phase": self.phase.value}, RUN_FORMAT)
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
         """Read the text of the file; what a later version added is passed over.
 
         Raises:
-            ValueError: it is no such text, or of another format.
+            ValueError: it is no such text, was changed, or is of another format.
         """
-        body: Any = json.loads(text)
-        if not isinstance(body, dict) or body.get("format") != RUN_FORMAT:
-            raise ValueError(f"expected an object with format {RUN_FORMAT}")
+        body = from_summed_json(text, RUN_FORMAT)
         try:
             known = {key: body[key] for key in cls.__dataclass_fields__ if key in body}
             owner = known.pop("owner", None)

@@ -30,6 +30,7 @@ from elastic.store.interface import (
 from elastic.store.local import LocalStore, Page
 from elastic.store.rules import deletion, encode_prefix, end_of_prefix, plan_commit
 from elastic.store.sqlite_file import ADVICE, FileLock, open_database, own_errors
+from elastic.store.sqlite_mark import Mark, check_mark
 
 PAGE_CHANGES = 500
 """Changes that a watch takes from the history at once; a revision is never cut in two."""
@@ -44,12 +45,13 @@ async def sqlite_store(path: Path, clock: Callable[[], float] = time.monotonic) 
     """Open the store in a file, making it if it is not there.
 
     Args:
-        path: the file; beside it SQLite keeps PATH-wal and PATH-shm, and we PATH.lock.
+        path: the file; beside it SQLite keeps PATH-wal and PATH-shm, and we PATH.lock and
+            PATH.revision.
         clock: monotonic seconds, for leases.
 
     Raises:
         UsageError: another process uses the file, or it cannot be opened.
-        CorruptRecord: the file is damaged.
+        CorruptRecord: the file is damaged, or lacks what was acknowledged.
         StoreError: the file belongs to another program, or to a newer version of this one.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-store")
@@ -69,9 +71,12 @@ class SqliteEngine:
         self._path = path
         self._lock = FileLock(path)
         try:
+            check_mark(path)
             self._database = open_database(path)
             with self._errors_undone():
                 self.revision = self._number("revision")
+            self._mark = Mark(path)
+            self._mark.write(self.revision)
         except BaseException:
             self._lock.release()
             raise
@@ -159,6 +164,7 @@ class SqliteEngine:
     def close(self) -> None:
         """Close the file and let others have it."""
         try:
+            self._mark.close()
             with own_errors(self._path):
                 self._database.close()
         finally:
@@ -178,6 +184,7 @@ class SqliteEngine:
             )
         # Only now: before, others could act on what a power cut takes back.
         self.revision = revision
+        self._mark.write(revision)
 
     def _write(self, change: Change, position: int) -> None:
         row = _row(change.entry)

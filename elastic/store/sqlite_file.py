@@ -49,7 +49,7 @@ CREATE TABLE leases (lease INTEGER PRIMARY KEY AUTOINCREMENT, ttl_s REAL NOT NUL
 """
 
 DAMAGED = ("not a database", "malformed")
-ADVICE = "move the file away to begin with an empty store, or put a copy of it back"
+ADVICE = "move the file away (and those beside it) for an empty store, or put a copy of it back"
 
 
 class FileLock:
@@ -162,6 +162,8 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
     if owner != APPLICATION_ID:
         _create(database)
         return
+    # What is in the file itself no damage of the log takes back.
+    database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     verdict = str(database.execute("PRAGMA quick_check(1)").fetchone()[0])
     if verdict != "ok":
         raise CorruptRecord(f"store {path} is damaged ({verdict.splitlines()[-1]}); {ADVICE}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 import tempfile
 import weakref
@@ -23,10 +24,12 @@ from fsspec.implementations.local import LocalFileSystem
 from elastic.core.world import CheckpointStatus
 from elastic.errors import StorageError, UsageError
 from elastic.storage.files import Files
-from elastic.storage.marker import METADATA, OURS
+from elastic.storage.marker import METADATA, OURS, Marker
 from elastic.storage.soundness import read_marker, verify
 from elastic.train.dict_checkpoint import read_dict, write_dict
 from elastic.train.filesystems import as_fsspec
+
+log = logging.getLogger(__name__)
 
 ReportedCheckpointStatus = CheckpointStatus
 """Ray Train's name for it."""
@@ -125,7 +128,7 @@ class Checkpoint:
         try:
             if not self.filesystem.isdir(self.path):
                 raise FileNotFoundError("no such directory")
-            marker = read_marker(source)
+            marker = _marker_of(source)
             if target is None:
                 target = Path(tempfile.mkdtemp(prefix="checkpoint_"))
             target.mkdir(parents=True, exist_ok=True)
@@ -175,7 +178,7 @@ class Checkpoint:
             if not Path(self.path).is_dir():
                 raise StorageError(f"checkpoint {self.path} is not there: no such directory")
             files = Files(self.path)
-            marker = read_marker(files)
+            marker = _marker_of(files)
             if marker is not None:
                 verify(files, marker)
             yield self.path
@@ -266,3 +269,19 @@ class ReportedCheckpoint:
     checkpoint: Checkpoint
     metrics: dict[str, Any]
     status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED
+
+
+def _marker_of(files: Files) -> Marker | None:
+    """Return what a checkpoint is held against, None if it was never committed.
+
+    Said in the log where every checkpoint that counts has one: without it nothing is verified.
+    """
+    marker = read_marker(files)
+    folder, _, name = files.path.rstrip("/").rpartition("/")
+    if marker is None and name and folder.endswith("/checkpoints"):
+        log.warning(
+            "checkpoint_unverified path=%s reason='it lies in a run directory and was never "
+            "committed, or its marker is gone: nothing tells whether its files are whole'",
+            files.path,
+        )
+    return marker

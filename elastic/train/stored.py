@@ -7,6 +7,8 @@ runs code: whoever can write the file can run code in the process that restores.
 from __future__ import annotations
 
 import logging
+import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +20,10 @@ from elastic.errors import StorageError, UsageError
 from elastic.storage.files import Files
 
 log = logging.getLogger(__name__)
+
+MAGIC = b"ELTRNR1\n"
+HEADER = struct.Struct(">8sI")
+"""Before the pickle: what it is, and its CRC-32."""
 
 
 def pack_trainer(parts: Mapping[str, Any]) -> bytes:
@@ -31,7 +37,8 @@ def pack_trainer(parts: Mapping[str, Any]) -> bytes:
     bare = {**parts, "run_config": replace(parts["run_config"], callbacks=())}
     for attempt in (parts, bare):
         try:
-            return bytes(cloudpickle.dumps(dict(attempt)))
+            pickled = bytes(cloudpickle.dumps(dict(attempt)))
+            return HEADER.pack(MAGIC, zlib.crc32(pickled)) + pickled
         except Exception as error:
             problem = error
     # A run in this process needs no pickle, so this is no reason to refuse it.
@@ -43,7 +50,8 @@ def read_trainer(files: Files) -> dict[str, Any]:
     """Return the arguments of a stored trainer by name; runs what the pickle says.
 
     Raises:
-        UsageError: none is stored, or what it refers to cannot be imported here.
+        UsageError: none is stored, it is not what was written, or what it refers to cannot be
+            imported here.
         StorageError: it cannot be read.
     """
     where = f"TorchTrainer.restore({files.path!r})"
@@ -57,8 +65,11 @@ def read_trainer(files: Files) -> dict[str, Any]:
             f"{where}: no trainer is stored there (it was submitted by 'elastic submit', or could "
             f"not be pickled); {pass_it}"
         ) from None
+    magic, crc32 = HEADER.unpack(data[: HEADER.size].ljust(HEADER.size, b"\0"))
+    if magic != MAGIC or crc32 != zlib.crc32(data[HEADER.size :]):
+        raise UsageError(f"{where}: {TRAINER_FILE} is damaged, and was not read; {pass_it}")
     try:
-        return dict(cloudpickle.loads(data))
+        return dict(cloudpickle.loads(data[HEADER.size :]))
     except Exception as error:
         raise UsageError(
             f"{where}: {TRAINER_FILE} cannot be unpickled here ({type(error).__name__}: {error}); "

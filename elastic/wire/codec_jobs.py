@@ -86,6 +86,9 @@ class _Status:
 
 JobEvent = JobView | TimedNote
 
+HIDDEN = "***"
+"""Stands for the value of a variable of a job's environment, which may be a password."""
+
 _RENAMED = {"JobView": "Job", "_Status": "ClusterStatus", "since_ns": "age_ns"}
 _SPEC = Codec(JobSpec, facts_pb2.JobSpec.DESCRIPTOR)
 _JOB = Codec(JobView, jobs_pb2.Job.DESCRIPTOR, _RENAMED)
@@ -122,7 +125,7 @@ def spec_of(request: jobs_pb2.SubmitRequest) -> JobSpec:
 def job_to_proto(job: JobView, now_ns: int) -> jobs_pb2.Job:
     """Return a job as it is shown at `now_ns`, on the clock that its moments are from."""
     proto = jobs_pb2.Job()
-    _JOB.fill(_turned(without_payload(job), now_ns), proto)
+    _JOB.fill(_turned(without_secrets(job), now_ns), proto)
     return proto
 
 
@@ -138,7 +141,7 @@ def job_from_proto(proto: jobs_pb2.Job, now_ns: int) -> JobView:
 def job_event_to_proto(event: JobEvent, now_ns: int) -> jobs_pb2.JobEvent:
     """Return a snapshot of a job, or what happened to it, for those who watch."""
     if isinstance(event, JobView):
-        return _EVENT.to_proto(_turned(without_payload(event), now_ns))
+        return _EVENT.to_proto(_turned(without_secrets(event), now_ns))
     return _EVENT.to_proto(event)
 
 
@@ -175,7 +178,7 @@ def status_to_proto(status: ClusterStatus) -> jobs_pb2.ClusterStatus:
         store=status.store,
         uptime_ns=status.uptime_ns,
         nodes=tuple(replace(node, since_ns=view.now_ns - node.since_ns) for node in view.nodes),
-        jobs=tuple(_turned(without_payload(job), view.now_ns) for job in view.jobs),
+        jobs=tuple(_turned(without_secrets(job), view.now_ns) for job in view.jobs),
         standby=status.standby,
         cordons=view.cordons,
         coordinators=status.coordinators,
@@ -205,13 +208,17 @@ def status_from_proto(proto: jobs_pb2.ClusterStatus, now_ns: int) -> ClusterStat
     )
 
 
-def without_payload(job: JobView) -> JobView:
-    """Return a job as it is shown: without the pickled train function."""
-    spec = job.record.spec
-    if not spec.entry.payload:
-        return job
-    bare = replace(spec, entry=replace(spec.entry, payload=b""))
-    return replace(job, record=replace(job.record, spec=bare))
+def without_secrets(job: JobView) -> JobView:
+    """Return a job as it is shown: without its code, the values of its environment, its key."""
+    record = job.record
+    entry, group = record.spec.entry, record.group
+    if entry.payload or entry.env:
+        shown = tuple((name, HIDDEN) for name, _ in entry.env)
+        bare = replace(entry, payload=b"", env=shown)
+        record = replace(record, spec=replace(record.spec, entry=bare))
+    if group is not None and group.key:
+        record = replace(record, group=replace(group, key=""))
+    return job if record is job.record else replace(job, record=record)
 
 
 def _turned(job: JobView, now_ns: int) -> JobView:

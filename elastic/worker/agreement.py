@@ -188,13 +188,23 @@ class Agreement:
         self._watch = both
 
     def parts(self, index: Index) -> tuple[Part, ...]:
-        """Return all parts by rank; complete once the report is closed."""
-        lines = bytes(self._store.get(_key(index, "parts"))).decode().splitlines()
-        parts = []
-        for line in lines:
-            rank, name, files, error = json.loads(line)
-            parts.append(Part(rank, name, tuple(StoredFile(*file) for file in files), error))
-        return tuple(sorted(parts, key=lambda part: part.rank))
+        """Return all parts by rank; complete once the report is closed.
+
+        Raises:
+            GroupError: what stands there no members have written.
+        """
+        text = bytes(self._store.get(_key(index, "parts"))).decode(errors="replace")
+        try:
+            parts = sorted(map(_part, text.splitlines()), key=lambda part: part.rank)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise GroupError(f"report {index}: its parts cannot be read ({error})") from error
+        ranks = [part.rank for part in parts]
+        if not set(ranks) <= set(range(self._world_size)) or len(set(ranks)) < len(ranks):
+            raise GroupError(
+                f"report {index}: parts of ranks {ranks[:20]}, expected each once, of "
+                f"{self._world_size} members"
+            )
+        return tuple(parts)
 
     def vote(self, index: Index, vote: Vote, *, voters: int | None = None) -> None:
         """Vote on a report; every member does so once for 0, 1, 2 and so on, or by name.
@@ -272,8 +282,11 @@ class Agreement:
     def wait_outcome(self, index: Index) -> Outcome:
         """Wait for what the lead tells."""
         text = self._await(index, "outcome", None)
-        path, error, leaves = json.loads(text or b'["", "", false]')
-        return Outcome(path, error, leaves)
+        try:
+            path, why, leaves = json.loads(text or b'["", "", false]')
+        except (ValueError, TypeError) as error:
+            raise GroupError(f"report {index}: its outcome cannot be read ({error})") from error
+        return Outcome(str(path), str(why), bool(leaves))
 
     def _await(self, index: Index, what: str, patience_s: float | None) -> bytes | None:
         """Look for a key until it is there; None if patience ends first.
@@ -347,6 +360,18 @@ def peers_watch(hung_up: Callable[[], bool]) -> Callable[[], None]:
                 raise GroupError("a member left the group while others wait in train.report")
 
     return look
+
+
+def _part(line: str) -> Part:
+    """Read a member's share.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    rank, name, files, error = json.loads(line)
+    if type(rank) is not int or not isinstance(name, str) or not isinstance(error, str):
+        raise ValueError(f"a part of {line[:100]!r}")
+    return Part(rank, name, tuple(StoredFile(*file) for file in files), error)
 
 
 def _by(rank: int) -> str:

@@ -489,6 +489,6 @@ def read_checked(files: Files, stored: StoredFile) -> bytes:
         StorageError: it cannot be read.
         ValueError: it is not.
     """
-    content = files.read(stored.path)
+    content = files.read(stored.path, stored.size + 1)
     stored.check(content)
     return content

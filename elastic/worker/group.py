@@ -12,27 +12,33 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from elastic.core.messages import PROTOCOL_MINOR
 from elastic.core.policy.dialects import dialect_of
 from elastic.errors import ConfigError, GroupError
 from elastic.worker import c10d
 from elastic.worker.gloo_threads import numbers_of_gloo
+from elastic.worker.group_store import GroupStore, Where
 from elastic.worker.life import AT_WORK_S, Life, Undertaker
-from elastic.worker.resolver import forget_name_servers
-from elastic.worker.sockets import find_connections, find_event_loop, peer_address, socket_inodes
+from elastic.worker.sockets import (
+    Watched,
+    ends_print,
+    find_event_loop,
+    open_listener,
+    shut_listener,
+    socket_inodes,
+)
 from elastic.worker.waits import Waits
 
 log = logging.getLogger(__name__)
@@ -41,12 +47,6 @@ Made = TypeVar("Made")
 
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 NO_GENERATION = 0
-BACKLOG = 1024
-"""Members that may connect to a leader at the same moment."""
-PROBE_S = 2.0
-"""One attempt to reach the leader; an attempt that is lost on the way is made again."""
-PROBE_PAUSE_S = 0.005
-PROBE_PAUSE_S_MAX = 0.1
 NCCL_ABORT_S = 30.0
 """An abort of NCCL that takes longer will not end; the process has to."""
 HURRY_S = 1e-4
@@ -62,52 +62,6 @@ def _prefix(spec: GroupSpec) -> str:
     return f"{spec.job_id}/{spec.generation}/{dialect_of(PROTOCOL_MINOR)}"
 
 
-class StoreServer:
-    """This worker's own rendezvous store: it listens before anyone is told of it.
-
-    Every worker has one, so that any of them can lead a later generation. It answers on `host`
-    alone; torch by itself would listen on every interface.
-
-    Attributes:
-        address: "host:port".
-    """
-
-    def __init__(self, host: str) -> None:
-        """Listen on a free port of this address.
-
-        Raises:
-            GroupError: this machine does not have the address.
-        """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        except OSError as error:
-            raise GroupError(
-                f"the rendezvous store cannot listen on {host}: {error}; give the agent --host "
-                f"with an address of this machine that the other nodes can reach"
-            ) from error
-        port = listener.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-        def serve() -> TCPStore:
-            forget_name_servers()
-            return TCPStore(
-                host,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
-
-        served: Future[TCPStore] = Future()
-        threading.Thread(target=_fulfil, args=(served, serve), name="elastic-serve").start()
-        self._server: TCPStore | None = served.result()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server = None
-
-
 @dataclass(frozen=True)
 class GroupSpec:
     """One worker's place in one group.
@@ -121,6 +75,7 @@ class GroupSpec:
         host: address of this machine that gloo binds to.
         timeout_s: of each collective; the backstop, not the detector.
         job_id: part of every store key.
+        key: secret of the generation, by which members know each other.
         form_timeout_s: how long forming may take, at most `timeout_s`. Less than the coordinator's
             (60 s): who cannot form says so, and is not taken for one that hangs.
     """
@@ -133,6 +88,7 @@ class GroupSpec:
     host: str
     timeout_s: float
     job_id: str
+    key: str = field(repr=False)
     form_timeout_s: float = 45.0
 
     def __post_init__(self) -> None:
@@ -141,6 +97,11 @@ class GroupSpec:
             raise ConfigError(
                 f"generation={self.generation} rank={self.rank} world_size={self.world_size}: "
                 f"expected generation >= 1 and 0 <= rank < world_size"
+            )
+        if not self.key:
+            raise ConfigError(
+                f"{self}: expected a secret of the generation, without which anybody could be a "
+                f"member; the coordinator is older than this worker and gives none"
             )
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend={self.backend!r}: expected one of {', '.join(BACKENDS)}")
@@ -317,29 +278,19 @@ class ProcessGroups:
                 log.info("group_aborted generation=%d", life.generation)
 
     def _connect(self, life: Life, spec: GroupSpec) -> None:
-        """Connect to the leader's store; the leader does so too, like everyone else.
+        """Connect to the leader's store; the leader does so too, like everyone else."""
+        where = Where(spec.leader_address, spec.generation, spec.key)
 
-        A client of one's own server would be shared with whoever else uses the server, and its
-        connection could not be cut.
-        """
-        host, _, port = spec.leader_address.rpartition(":")
-        host = host.strip("[]")
-        life.known = socket_inodes()
-
-        def connect() -> TCPStore:
-            life.leader = _reach(host, int(port), life)
-            forget_name_servers()
-            return TCPStore(
-                *life.leader,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=life.left_s()),
-            )
+        def connect() -> GroupStore:
+            store = GroupStore.connect(where, life.left_s, lambda: life.aborted)
+            if life.aborted:
+                store.close()
+            return store
 
         life.store = self._left_behind_if_need_be(life, connect, life.left_s())
+        if life.aborted:
+            life.store.cut()
         life.store.set_timeout(timedelta(seconds=spec.timeout_s))
-        if life.leader is not None:
-            life.store_sockets = find_connections(life.known, life.leader)
 
     def _init(self, life: Life, spec: GroupSpec) -> None:
         if "nccl" in spec.backend:
@@ -375,14 +326,23 @@ class ProcessGroups:
         options._timeout = timedelta(seconds=limit_s)
         before = frozenset(life.loop.watched()) if life.loop else frozenset()
         threads = numbers_of_gloo()
+
+        def build() -> Any:
+            backend = real(store, rank, size, options)
+            if size > 1:
+                _check_ends(life, store, rank, size, before)
+            return backend
+
+        # Nobody but the members of a group that forms has a reason to connect.
+        open_listener(life.loop)
         try:
-            backend = self._left_behind_if_need_be(
-                life, lambda: real(store, rank, size, options), limit_s
-            )
+            backend = self._left_behind_if_need_be(life, build, limit_s)
         except GroupError as error:
             if not life.stands:
                 raise  # `form` says whose it is
             raise GroupError(f"{life.spec}: a subgroup was not formed: {error}") from error
+        finally:
+            shut_listener(life.loop)
         backend._set_default_timeout(timedelta(seconds=timeout_s))
         life.add_backend(backend, before, threads)
         return backend
@@ -432,23 +392,26 @@ def _hurry() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def _reach(host: str, port: int, life: Life) -> tuple[str, int]:
-    """Wait until the leader listens, and return its (IP, port).
+def _check_ends(life: Life, store: Any, rank: int, size: int, before: frozenset[Watched]) -> None:
+    """See that both ends of each of gloo's new connections are a member's.
 
-    torch's own client sleeps up to 5 s after a first attempt that came too early.
+    gloo takes whoever connects first for the member that it waits for. Each connection of two
+    members goes into the prints of both, so that all of them come to nothing together.
+
+    Raises:
+        GroupError: somebody else is connected to one of us.
     """
-    pause_s = PROBE_PAUSE_S
-    while True:
-        try:
-            with socket.create_connection(
-                (host, port), max(0.01, min(PROBE_S, life.left_s()))
-            ) as s:
-                return peer_address(s)
-        except OSError as error:
-            if life.aborted or life.left_s() <= pause_s:
-                raise GroupError(f"nobody answers at {host}:{port} ({error})") from error
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 2, PROBE_PAUSE_S_MAX)
+    now = life.loop.watched() if life.loop else ()
+    mine = ends_print((one for one in now if one not in before), life.spec.key.encode())
+    store.set(f"ends/{rank}", mine.hex())
+    total = 0
+    for one in store.multi_get([f"ends/{other}" for other in range(size)]):
+        total ^= int(bytes(one), 16)
+    if total:
+        raise GroupError(
+            "somebody who is no member has connected to a member while the group formed, or "
+            "addresses are translated between the nodes, which must not be"
+        )
 
 
 def _fulfil(

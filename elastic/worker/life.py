@@ -28,9 +28,7 @@ from elastic.worker.sockets import (
     EventLoop,
     Watched,
     any_hung_up,
-    end_both_ways,
     end_reading,
-    find_connections,
     received_bytes,
 )
 
@@ -68,10 +66,7 @@ class Life:
         generation: whose life this is.
         deadline: `time.monotonic()` by which the group must stand.
         spec: the `GroupSpec`, for messages.
-        known: inodes of the sockets that were there before this life began.
-        leader: (IP, port) of the leader's store, once it has answered.
-        store: this generation's client of it.
-        store_sockets: that client's connection, None while it is being made.
+        store: the group's store, once the leader has answered.
         device: gloo's device; all groups of a generation share one, and no two generations do.
         loop: the device's event loop.
         stands: the default group is formed.
@@ -82,10 +77,7 @@ class Life:
     generation: int
     deadline: float
     spec: Any
-    known: frozenset[int] = frozenset()
-    leader: tuple[str, int] | None = None
     store: Any = None
-    store_sockets: tuple[Watched, ...] | None = None
     device: Any = None
     loop: EventLoop | None = None
     stands: bool = False
@@ -253,17 +245,18 @@ class Life:
         while wait_for_peers(self.threads):
             time.sleep(FORGOTTEN_LOOK_S)
         self._backends.clear()
-        self.store = None
+        store, self.store = self.store, None
+        if store is not None:
+            store.close()
 
     def _cut(self) -> None:
         with self._lock:  # the event loop's descriptor is its own until `release`
             if self.loop is not None:
                 self._handles += end_reading(self.loop.watched())
                 self._quiet_at = time.monotonic() + KEEP_UP_S
-        store_sockets = self.store_sockets
-        if store_sockets is None and self.leader is not None:
-            store_sockets = find_connections(self.known, self.leader)
-        end_both_ways(store_sockets or ())
+        store = self.store
+        if store is not None:
+            store.cut()
         mesh.cut_all()
         self._cut_at = self._cut_at or time.monotonic()
 

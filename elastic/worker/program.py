@@ -15,23 +15,27 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from elastic.core.broken import broken_words_in
-from elastic.errors import ProgramFailed, UsageError
+from elastic.errors import GroupError, ProgramFailed, UsageError
 from elastic.worker.context import current
 from elastic.worker.error_file import VARIABLE as ERROR_FILE
-from elastic.worker.group import StoreServer
 from elastic.worker.main import die_with_parent
+from elastic.worker.resolver import forget_name_servers
 
 log = logging.getLogger("elastic.worker.program")
 
@@ -41,6 +45,9 @@ OTHERS_S = 1.0
 """A child that fails may do so because another one was lost: so long its group may turn out to be
 over before the failure is taken for its own."""
 POLL_S = 0.02
+PORT_KEY = "program/port"
+BACKLOG = 1024
+"""Programs that may connect at the same moment."""
 KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that come from outside: the worker is then lost, as if it had been sent to it."""
 
@@ -107,19 +114,44 @@ def _store_for_children(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Open a store at rank 0; yields what tells the children of all members where it is."""
     # The worker's own, which stands; who ends first waits for the others, however long they take.
     dist.init_process_group(timeout=timedelta(days=365))
-    server: StoreServer | None = None
-    told: list[str] = [""]
+    ours, host = _get_default_store(), environ["MASTER_ADDR"]
+    server: dist.TCPStore | None = None
+    if dist.get_rank() == 0:
+        server = _open_store(host)
+        ours.set(PORT_KEY, str(server.port))
+    yield {"MASTER_ADDR": host, "MASTER_PORT": bytes(ours.get(PORT_KEY)).decode()}
+    dist.barrier()  # The others may still be using it.
+    del server
+
+
+def _open_store(host: str) -> dist.TCPStore:
+    """Return torch's own store, on this address alone: what a program for torchrun connects to.
+
+    Raises:
+        GroupError: this machine does not have the address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        if dist.get_rank() == 0:
-            server = StoreServer(environ["MASTER_ADDR"])
-            told = [server.address]
-        dist.broadcast_object_list(told)
-        host, _, port = told[0].rpartition(":")
-        yield {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
-        dist.barrier()  # The others may still be using it.
-    finally:
-        if server is not None:
-            server.close()
+        listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise GroupError(f"a store for programs cannot listen on {host}: {error}") from error
+    port = listener.getsockname()[1]
+    made: Future[dist.TCPStore] = Future()
+
+    def serve() -> None:
+        forget_name_servers()
+        try:
+            store = dist.TCPStore(
+                host, port, is_master=True, wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
+        except BaseException as error:
+            made.set_exception(error)
+        else:
+            made.set_result(store)
+
+    threading.Thread(target=serve, name="elastic-serve", daemon=True).start()
+    return made.result()
 
 
 def _start(words: list[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -40,7 +40,7 @@ from elastic.core.events.worker import (
 )
 from elastic.core.messages import Assign
 from elastic.core.world import NO_GENERATION, Assignment, EntryKind
-from elastic.errors import GroupError, InvariantViolation, ProgramFailed, UsageError
+from elastic.errors import ConfigError, GroupError, InvariantViolation, ProgramFailed, UsageError
 from elastic.runtime.clock import Clock
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker import entry, environment, outcome
@@ -50,7 +50,7 @@ from elastic.worker.context import WorkerContext, current, set_current
 from elastic.worker.control import flush_output
 from elastic.worker.devices import Devices
 from elastic.worker.exchange import Exchange
-from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
+from elastic.worker.group import GroupSpec, ProcessGroups
 from elastic.worker.held import held_back
 from elastic.worker.interrupt import GroupChanged, Interrupter
 from elastic.worker.mesh import Reach
@@ -62,6 +62,7 @@ from elastic.worker.saving import Saver
 from elastic.worker.seeding import FIRST_SEED, seed_everything
 from elastic.worker.shared_storage import SharedStorage
 from elastic.worker.step import StepEngine
+from elastic.worker.store_server import StoreServer
 from elastic.worker.validating import Validator
 from elastic.worker.writing import Writer
 
@@ -199,21 +200,24 @@ class Runner:
         backend = assign.spec.backend
         if backend == "auto":
             backend = BOTH_BACKENDS if assign.devices else "gloo"
-        spec = GroupSpec(
-            generation=assignment.generation,
-            rank=assignment.rank,
-            world_size=assignment.world_size,
-            leader_address=assignment.leader_address,
-            backend=backend,
-            host=assign.host,
-            timeout_s=assign.spec.collective_timeout_s,
-            job_id=assign.spec.job_id,
-        )
         try:
+            spec = GroupSpec(
+                generation=assignment.generation,
+                rank=assignment.rank,
+                world_size=assignment.world_size,
+                leader_address=assignment.leader_address,
+                backend=backend,
+                host=assign.host,
+                timeout_s=assign.spec.collective_timeout_s,
+                job_id=assign.spec.job_id,
+                key=assignment.group_key,
+            )
+            if assignment.rank == 0 and self._server is not None:
+                self._server.admit(assignment.generation, assignment.group_key)
             self._groups.form(spec)
             if "nccl" in backend:
                 devices.started()
-        except GroupError as error:
+        except (ConfigError, GroupError) as error:
             return GroupFailed(assignment.generation, str(error))
         return GroupFormed(assignment.generation)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import platform
 import re
@@ -20,6 +21,7 @@ import stat
 import struct
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from typing import Any
 
 DESCRIPTORS = "/proc/self/fd"
 # "tfd:  12 events:  19 data: 5650  pos:0 ino:8b57 sdev:9", one line for each watched descriptor.
@@ -33,6 +35,11 @@ POLL_RDHUP = getattr(select, "POLLRDHUP", 0x2000)
 TCP_INFO_BYTES = 192
 BYTES_RECEIVED_AT = 128
 """In `struct tcp_info`: tcpi_bytes_received, since Linux 4.1."""
+PRINT_BYTES = 16
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
+_DROP = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0), 8)
+DROP_ALL = struct.pack("@HP", 1, ctypes.addressof(_DROP))
+"""A `struct sock_fprog` of one instruction: return 0, keep nothing of the packet."""
 GONE = POLL_RDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -107,18 +114,6 @@ def find_event_loop(known: frozenset[int]) -> EventLoop | None:
     return None
 
 
-def find_connections(known: frozenset[int], address: tuple[str, int]) -> tuple[Watched, ...]:
-    """Return sockets made since `known` was taken that are connected to this (IP, port)."""
-    found = []
-    for one in _sockets():
-        if one.inode in known:
-            continue
-        with _duplicate(one) as sock:
-            if sock is not None and _peer_of(sock) == address:
-                found.append(one)
-    return tuple(found)
-
-
 def end_reading(sockets: Iterable[Watched]) -> list[socket.socket]:
     """Let gloo read the end of these connections, at once; it then fails and closes them.
 
@@ -145,23 +140,6 @@ def end_reading(sockets: Iterable[Watched]) -> list[socket.socket]:
                 sock.shutdown(socket.SHUT_RD)
                 handles.append(sock.dup())
     return handles
-
-
-def end_both_ways(sockets: Iterable[Watched]) -> int:
-    """End these connections for both sides, at once; for the store's client.
-
-    Returns:
-        How many were still connected.
-    """
-    count = 0
-    for one in sockets:
-        with _duplicate(one) as sock:
-            if sock is None or _listens(sock):
-                continue
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count
 
 
 def any_hung_up(sockets: Iterable[Watched]) -> bool:
@@ -191,10 +169,52 @@ def received_bytes(sockets: Iterable[Watched]) -> int:
     return found
 
 
-def peer_address(sock: socket.socket) -> tuple[str, int]:
-    """Return (IP, port) of a connected socket's peer; IPv4 in IPv6 becomes plain IPv4."""
-    host, port = sock.getpeername()[:2]
-    return str(host).removeprefix("::ffff:"), int(port)
+def ends_print(sockets: Iterable[Watched], key: bytes) -> bytes:
+    """Return a print of connections that is the same at both of their ends.
+
+    The exclusive or of one print for each: those of all members of a group come to nothing.
+
+    Args:
+        sockets: what is no connection of two addresses is left out.
+        key: a secret, so that nobody can choose what his connection adds.
+    """
+    total = 0
+    for one in sockets:
+        with _duplicate(one) as sock, contextlib.suppress(OSError):
+            if sock is None or _listens(sock):
+                continue
+            ends = sorted([_plain(sock.getsockname()), _plain(sock.getpeername())])
+            text = " ".join(ends).encode()
+            digest = hashlib.blake2b(text, key=key[:64], digest_size=PRINT_BYTES).digest()
+            total ^= int.from_bytes(digest, "big")
+    return total.to_bytes(PRINT_BYTES, "big")
+
+
+def shut_listener(loop: EventLoop | None) -> None:
+    """Let nobody connect to a gloo device any more.
+
+    Its listener stays, since gloo would go round for ever without it: the kernel drops what comes
+    for it. Who has connected stays connected.
+    """
+    _set_filter(loop, SO_ATTACH_FILTER, DROP_ALL)
+
+
+def open_listener(loop: EventLoop | None) -> None:
+    """Let members of a group that forms connect to a gloo device again."""
+    _set_filter(loop, SO_DETACH_FILTER, bytes(4))
+
+
+def _set_filter(loop: EventLoop | None, option: int, value: bytes) -> None:
+    for one in loop.watched() if loop is not None else ():
+        with _duplicate(one) as sock, contextlib.suppress(OSError):
+            if sock is not None and _listens(sock):
+                sock.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def _plain(name: tuple[Any, ...]) -> str:
+    """Return a socket's name as text; IPv4 in IPv6 becomes plain IPv4."""
+    host = str(name[0]).partition("%")[0].removeprefix("::ffff:")
+    return f"{host} {name[1]}"
 
 
 def _descriptors() -> list[int]:
@@ -257,10 +277,3 @@ def _is_listener(one: Watched) -> bool:
 
 def _listens(sock: socket.socket) -> bool:
     return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _peer_of(sock: socket.socket) -> tuple[str, int] | None:
-    try:
-        return peer_address(sock)
-    except OSError:
-        return None  # a listener, or not connected (yet, or any more)

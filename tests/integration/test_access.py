@@ -51,8 +51,8 @@ class Tokens:
         self.path = folder / "tokens.json"
         self.audit = folder / "audit.jsonl"
         self.of = {role: token(self.path, role, f"the-{role.value}") for role in Role}
-        self.expired = token(self.path, Role.ALL, expires_ns=2)
-        self.revoked = token(self.path, Role.ALL, revoked_ns=2)
+        self.expired = token(self.path, Role.ADMIN, expires_ns=2)
+        self.revoked = token(self.path, Role.ADMIN, revoked_ns=2)
         args = ("--tokens", str(self.path), "--audit-log", str(self.audit))
         self.coordinator = Coordinator(folder / "c", args=args)
 
@@ -67,8 +67,8 @@ class Mutual:
             role: certificate(self.folder, f"the-{role.value}", role)
             for role in (Role.NODE, Role.SUBMIT, Role.READ)
         }
-        self.of[Role.ALL] = find_access(folder=str(self.folder / "coordinator"))
-        self.revoked = certificate(self.folder, "gone", Role.ALL, hosts=("127.0.0.1",))
+        self.of[Role.ADMIN] = find_access(folder=str(self.folder / "coordinator"))
+        self.revoked = certificate(self.folder, "gone", Role.ADMIN, hosts=("127.0.0.1",))
         revoke_issued(self.folder, "gone", NOW)
         self.coordinator = Coordinator(
             folder / "c", args=("--tls-dir", str(self.folder / "coordinator"))
@@ -98,7 +98,7 @@ async def test_without_a_good_token_no_method_is_answered(tokens: Tokens, method
     for shown, says in (
         ("", "came without a token"),
         ("guessed", "wrong token"),
-        (tokens.of[Role.ALL][:-1] + "~", "wrong token"),
+        (tokens.of[Role.ADMIN][:-1] + "~", "wrong token"),
         (tokens.expired, "has expired"),
         (tokens.revoked, "was revoked"),
     ):
@@ -205,7 +205,7 @@ async def test_a_revoked_token_ends_an_agents_stream_and_a_watch(tokens: Tokens)
     async with (
         ScriptedAgent(address, node("gone"), token=of_node) as agent,
         User(address, token=of_user) as user,
-        User(address, token=tokens.of[Role.ALL]) as owner,
+        User(address, token=tokens.of[Role.ADMIN]) as owner,
     ):
         await agent.join()
         job = await user.submit(spec("watched", workers=(50, 50)))
@@ -279,7 +279,7 @@ async def test_a_new_certificate_is_used_from_the_next_connection_on(tmp_path: P
         assert (await call(running.address, method, access=reader)).code == "OK"
         running.wait_logged("certificate_unusable")
         done = elastic_coord(
-            *("certs", "issue", str(folder), "--name", "coordinator", "--role", "all"),
+            *("certs", "issue", str(folder), "--name", "coordinator", "--role", "admin"),
             *("--host", "127.0.0.1"),
         )
         assert done.returncode == 0, done.stderr
@@ -306,7 +306,7 @@ async def served_serial(address: str, access: Access) -> int:
 async def test_a_coordinator_is_not_believed_under_another_host_name(tmp_path: Path) -> None:
     folder = authority(tmp_path / "ours")
     reader = certificate(folder, "r", Role.READ)
-    certificate(folder, "coordinator", Role.ALL, hosts=("coord.example",))
+    certificate(folder, "coordinator", Role.ADMIN, hosts=("coord.example",))
     args = ("--tls-dir", str(folder / "coordinator"))
     with Coordinator(tmp_path / "c", args=args) as running:
         outcome = await call(running.address, "/elastic.v1.Jobs/List", access=reader)

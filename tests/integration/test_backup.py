@@ -17,6 +17,7 @@ from elastic.core.messages import StopWorker, Welcome
 from elastic.core.world import JobPhase, WorkerPhase
 from elastic.errors import ElasticError
 from elastic.store.sqlite import sqlite_store
+from elastic.store.sqlite_mark import Mark
 from tests.integration.coordinator import (
     Coordinator,
     ScriptedAgent,
@@ -184,3 +185,27 @@ def test_a_copy_that_finds_no_room_says_so_and_leaves_nothing_behind(
     assert f"{files}/good could not be copied into {tmp_path}" in limited.stderr
     assert "see that there is free space" in limited.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_lacks_something_is_looked_into_and_salvaged_by_commands(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "s"
+    anyio.run(fill, tmp_path)
+    (tmp_path / "good").rename(path)
+    (tmp_path / "good.revision").rename(tmp_path / "s.revision")
+    store = ("--store", f"sqlite:{path}")
+    sound = elastic_coord("store", "check", *store)
+    assert (sound.returncode, "sound: " in sound.stdout) == (0, True), sound.stderr
+    mark = Mark(path)
+    mark.write(1000)
+    mark.close()
+    lacking = elastic_coord("store", "check", *store)
+    assert lacking.returncode == 78
+    assert "revision 1000 was acknowledged" in lacking.stderr
+    assert "store salvage" in lacking.stderr
+    salvaged = elastic_coord("store", "salvage", *store)
+    assert salvaged.returncode == 0, salvaged.stderr
+    assert "what is left: " in salvaged.stdout
+    assert (tmp_path / "s.damaged-1").exists()
+    assert elastic_coord("store", "check", *store).returncode == 0

@@ -40,7 +40,7 @@ class Besieged:
 
     def __init__(self, folder: Path) -> None:
         tokens = folder / "tokens.json"
-        self.all = token(tokens, Role.ALL)
+        self.all = token(tokens, Role.ADMIN)
         self.read = token(tokens, Role.READ, "reader")
         store = f"sqlite:{folder}/store"
         self.coordinator = Coordinator(folder / "c", store=store, args=("--tokens", str(tokens)))

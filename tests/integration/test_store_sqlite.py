@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import sqlite3
 import subprocess
@@ -216,7 +217,7 @@ async def test_the_file_is_for_its_owner_only(path: Path) -> None:
     async with opened(path) as store:
         await store.commit([Compare("k", 0)], [Put("k", b"secret")])
         modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
-    names = ("coord.db", "coord.db-wal", "coord.db-shm", "coord.db.lock")
+    names = ("coord.db", "coord.db-wal", "coord.db-shm", "coord.db.lock", "coord.db.revision")
     assert modes == dict.fromkeys(names, 0o600)
 
 
@@ -250,6 +251,57 @@ def overwritten(path: Path) -> None:
 def without_header(path: Path) -> None:
     with path.open("r+b") as file:
         file.write(b"\0" * 100)
+
+
+async def killed(path: Path, count: int) -> int:
+    """Leave a store as a SIGKILL of its process does; return how many commits it was told of."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        told = 0
+        while told < count:
+            told = int(writer.stdout.readline().split()[0])
+        writer.send_signal(signal.SIGKILL)
+        rest = writer.stdout.read().split("\n")[:-1]
+    return int(rest[-1].split()[0]) if rest else told
+
+
+async def test_no_damage_of_any_file_takes_back_in_silence_what_was_acknowledged(
+    path: Path, tmp_path: Path
+) -> None:
+    """One bit anywhere, a file cut, emptied or gone: noticed, or everything is there."""
+    told = await killed(path, 12)
+    whole = {f: f.read_bytes() for f in path.parent.iterdir() if f.suffix != ".db-shm"}
+    wal, mark = path.with_name("coord.db-wal"), path.with_name("coord.db.revision")
+    dice, harms = random.Random(3), []
+    for file in (wal, path, mark):
+        for _ in range(25):
+            content = bytearray(whole[file])
+            content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+            harms.append((file, bytes(content)))
+        harms += [(file, whole[file][: len(whole[file]) * part // 10]) for part in (0, 5, 9)]
+    harms += [(wal, None), (path, None)]
+    reasons = []
+    for file, content in harms:
+        for one in path.parent.iterdir():
+            one.unlink()
+        for one, was in whole.items():
+            one.write_bytes(was)
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        before = {f: f.read_bytes() for f in whole if f.exists()}
+        try:
+            async with opened(path) as store:
+                snapshot = await store.read("")
+                assert len(snapshot.entries) - 1 >= told, (file.name, len(content or b""))
+        except StoreError as error:
+            reasons.append(str(error))
+            after = {f: f.read_bytes() for f in before if f.suffix != ".lock"}
+            assert after == {f: b for f, b in before.items() if f.suffix != ".lock"}
+    assert len(reasons) > 40
+    assert all(str(path) in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("damage", [text, torn, overwritten, without_header])

@@ -27,7 +27,7 @@ from elastic.wire.codec_jobs import (
     status_from_proto,
     status_to_proto,
     submit_request,
-    without_payload,
+    without_secrets,
 )
 from elastic.wire.codec_records import decode_record, encode_record
 from elastic.wire.codec_stream import (
@@ -109,10 +109,14 @@ def test_a_submitted_specification_arrives_whole(spec: Any) -> None:
 
 @patient
 @given(JOB_VIEWS, MOMENTS)
-def test_a_shown_job_is_whole_but_for_its_payload(job: JobView, now_ns: int) -> None:
+def test_a_shown_job_is_whole_but_for_its_secrets(job: JobView, now_ns: int) -> None:
     shown = job_from_proto(job_to_proto(job, now_ns), now_ns)
-    assert shown == without_payload(job)
-    assert shown.record.spec.entry.payload == b""
+    assert shown == without_secrets(job)
+    entry, group = shown.record.spec.entry, shown.record.group
+    assert entry.payload == b""
+    assert {value for _, value in entry.env} <= {"***"}
+    assert [name for name, _ in entry.env] == [name for name, _ in job.record.spec.entry.env]
+    assert group is None or group.key == ""
 
 
 @patient
@@ -130,7 +134,7 @@ def test_ages_are_counted_back_from_the_readers_own_clock(
 @patient
 @given(st.one_of(JOB_VIEWS, st.builds(TimedNote, NOTES, MOMENTS)), MOMENTS)
 def test_a_watcher_reads_what_happened(event: JobView | TimedNote, now_ns: int) -> None:
-    expected = without_payload(event) if isinstance(event, JobView) else event
+    expected = without_secrets(event) if isinstance(event, JobView) else event
     assert job_event_from_proto(job_event_to_proto(event, now_ns), now_ns) == expected
 
 
@@ -148,7 +152,7 @@ def test_an_operator_sees_the_cluster_as_it_is(view: ClusterView, uptime_ns: int
     shown = status_from_proto(status_to_proto(status), view.now_ns)
     assert (shown.view.nodes, shown.view.cordons) == (view.nodes, view.cordons)
     assert shown.coordinators == there
-    assert shown.view.jobs == tuple(without_payload(job) for job in view.jobs)
+    assert shown.view.jobs == tuple(without_secrets(job) for job in view.jobs)
     assert (shown.coordinator, shown.version, shown.protocol) == ("coord-1", "0.1.0", "1.0")
     assert (shown.store, shown.uptime_ns, shown.view.now_ns) == ("memory:", uptime_ns, view.now_ns)
 

@@ -38,8 +38,11 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("issue", "{}/none", "--name", "n", "--role", "node"), "certs init"),
         (("issue", "{}/a", "--name", "../n", "--role", "node"), "letters, digits"),
         (("issue", "{}/a", "--name", "n", "--role", "node", "--host", "h"), "only a coordinator"),
-        (("issue", "{}/a", "--name", "n", "--role", "all"), "without --host"),
-        (("issue", "{}/a", "--name", "n", "--role", "all", "--host", "a b"), "host name or an IP"),
+        (("issue", "{}/a", "--name", "n", "--role", "admin"), "without --host"),
+        (
+            ("issue", "{}/a", "--name", "n", "--role", "admin", "--host", "a b"),
+            "host name or an IP",
+        ),
         (("issue", "{}/a", "--name", "n", "--role", "node", "--days", "9999"), "past the end"),
     ],
 )

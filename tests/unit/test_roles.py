@@ -60,7 +60,7 @@ def test_a_node_may_attach_and_nothing_else() -> None:
 
 def test_a_method_without_a_rule_is_refused_to_everybody() -> None:
     with pytest.raises(NotPermitted, match="no method"):
-        Caller(Role.ALL).check_may_call("/elastic.v1.Jobs/Forgotten")
+        Caller(Role.ADMIN).check_may_call("/elastic.v1.Jobs/Forgotten")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_certificate_for_something_else_names_nobody(uri: str) -> None:
         (Caller(Role.NODE, "n1", "certificate", is_bound=True), "n1", True),
         (Caller(Role.NODE, "n1", "certificate", is_bound=True), "n2", False),
         (Caller(Role.NODE, "ab12", "token"), "n2", True),
-        (Caller(Role.ALL, "coordinator", "certificate", is_bound=True), "n2", True),
+        (Caller(Role.ADMIN, "coordinator", "certificate", is_bound=True), "n2", True),
     ],
 )
 def test_a_node_attaches_as_itself_only(caller: Caller, node_id: str, may: bool) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from elastic import train
 from elastic.errors import StorageError, TrainingFailed, UsageError
+from elastic.storage.files import Files
+from elastic.storage.run_record import RunPhase, read_run, write_run
 from elastic.train.torch import TorchTrainer
 
 
@@ -338,9 +341,13 @@ def test_restoring_with_a_function_unpickles_nothing(tmp_path: Path) -> None:
         tmp_path / "r", count_on, train_loop_config=config, scaling_config=scaling
     )
     assert restored.fit().return_value == 3
-    (tmp_path / "r" / "run.json").write_text(
-        (tmp_path / "r" / "run.json").read_text().replace("succeeded", "failed")
-    )
+    files = Files(str(tmp_path / "r"))
+    record = read_run(files)
+    assert record is not None
+    write_run(files, replace(record, phase=RunPhase.FAILED))
+    (tmp_path / "r" / "trainer.pkl").write_bytes(b"cos\nsystem\n(S'touch /dev/full'\ntR.")
+    with pytest.raises(UsageError, match=r"is damaged, and was not read; pass the train function"):
+        TorchTrainer.restore(tmp_path / "r")
     (tmp_path / "r" / "trainer.pkl").unlink()
     with pytest.raises(UsageError, match=r"no trainer is stored there.*pass the train function"):
         TorchTrainer.restore(tmp_path / "r")

@@ -11,16 +11,16 @@ import pytest
 
 from elastic.errors import ConfigError, GroupError
 from elastic.worker import c10d
-from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
+from elastic.worker.group import GroupSpec, ProcessGroups
 from elastic.worker.sockets import (
     Watched,
     any_hung_up,
-    end_both_ways,
     end_reading,
     find_event_loop,
     received_bytes,
     socket_inodes,
 )
+from elastic.worker.store_server import StoreServer
 
 PLACE = {
     "generation": 1,
@@ -31,6 +31,7 @@ PLACE = {
     "host": "127.0.0.1",
     "timeout_s": 10.0,
     "job_id": "job",
+    "key": "a secret",
 }
 
 
@@ -53,6 +54,7 @@ def watched(sock: socket.socket) -> Watched:
         {"rank": -1},
         {"world_size": 0},
         {"backend": "mpi"},
+        {"key": ""},
         {"timeout_s": 0.0},
         {"form_timeout_s": -1.0},
         {"timeout_s": float("nan")},
@@ -80,6 +82,7 @@ def test_torch_gets_its_own_functions_back() -> None:
     hook = sys.excepthook
     groups = ProcessGroups()
     server = StoreServer("127.0.0.1")
+    server.admit(1, PLACE["key"])  # type: ignore[arg-type]
     assert dist.init_process_group is not before[0]
     groups.form(GroupSpec(**{**PLACE, "leader_address": server.address}))  # type: ignore[arg-type]
     assert dist.is_initialized()
@@ -126,14 +129,6 @@ def test_a_socket_that_we_closed_counts_as_hung_up() -> None:
     near.close()
     far.close()
     assert any_hung_up([one])
-
-
-def test_an_end_both_ways_wakes_the_peer_and_leaves_listeners_alone() -> None:
-    near, far = connected()
-    with near, far, socket.create_server(("127.0.0.1", 0)) as listener:
-        assert end_both_ways([watched(near), watched(listener)]) == 1
-        assert far.recv(1) == b""
-        socket.create_connection(listener.getsockname()).close()
 
 
 def test_an_end_of_reading_lets_the_owner_go_on_sending() -> None:

@@ -31,11 +31,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.worker import c10d
 from elastic.worker.forgotten import Forgotten
-from elastic.worker.group import GroupSpec, ProcessGroups, StoreServer
+from elastic.worker.group import GroupSpec, ProcessGroups
 from elastic.worker.interrupt import GroupChanged, Interrupter
+from elastic.worker.store_server import StoreServer
 from tests.workers.reduce_steps import Steps
 
 HOST = "127.0.0.1"
+KEY = "a secret of the generation"
 
 
 class Member:
@@ -81,6 +83,9 @@ class Member:
 
     def form(self, **fields: Any) -> None:
         spec = {"backend": "gloo", "host": HOST, "timeout_s": 60.0, "job_id": "job"} | fields
+        spec = {"key": KEY} | spec
+        if spec["rank"] == 0:
+            self.server.admit(spec["generation"], spec["key"])
         self.groups.form(GroupSpec(**spec))
 
     def drop(self) -> None:

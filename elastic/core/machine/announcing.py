@@ -104,6 +104,7 @@ def announcer(cluster: Cluster, job: JobState) -> Callable[[Place], Announce]:
             leader_address=leader_address,
             checkpoint=checkpoint,
             cause=group.reason,
+            group_key=group.key,
             copies=tuple(at for at, _ in ways),
             copies_dealt=is_dealt,
             copies_key=key,

@@ -6,6 +6,7 @@ asks policies, and turns their answers into effects. A group is persisted before
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
@@ -244,6 +245,7 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
             for p in places
         ),
         reason=plan.cause,
+        key=_key_of_group(cluster, job),
     )
     job.seated = job.group, places
     job.is_open, job.asked, job.told_to_save, job.stuck = True, False, False, ""
@@ -283,6 +285,12 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
         cause=plan.cause,
         reason=reason,
     )
+
+
+def _key_of_group(cluster: Cluster, job: JobState) -> str:
+    """Return the secret by which the members of the newest generation know each other."""
+    name = f"group\n{job.job_id}\n{job.generation}".encode()
+    return hashlib.blake2b(name, key=cluster.secret, digest_size=32).hexdigest()
 
 
 def ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:

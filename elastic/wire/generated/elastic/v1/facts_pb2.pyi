@@ -238,14 +238,16 @@ class Member(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., node_id: _Optional[str] = ..., rank: _Optional[int] = ..., store_address: _Optional[str] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("generation", "members", "reason")
+    __slots__ = ("generation", "members", "reason", "key")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     generation: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     reason: str
-    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
+    key: str
+    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
 
 class LeavingNode(_message.Message):
     __slots__ = ("node_id", "ranks")
@@ -256,7 +258,7 @@ class LeavingNode(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "checkpoint", "cause", "copies", "copies_key", "copies_dealt", "copies_fingerprints", "node_devices")
+    __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "checkpoint", "cause", "copies", "copies_key", "copies_dealt", "copies_fingerprints", "node_devices", "group_key")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +276,7 @@ class Assignment(_message.Message):
     COPIES_DEALT_FIELD_NUMBER: _ClassVar[int]
     COPIES_FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
     NODE_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    GROUP_KEY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     worker_id: str
     generation: int
@@ -291,7 +294,8 @@ class Assignment(_message.Message):
     copies_dealt: bool
     copies_fingerprints: _containers.RepeatedScalarFieldContainer[str]
     node_devices: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., cause: _Optional[str] = ..., copies: _Optional[_Iterable[str]] = ..., copies_key: _Optional[str] = ..., copies_dealt: bool = ..., copies_fingerprints: _Optional[_Iterable[str]] = ..., node_devices: _Optional[_Iterable[str]] = ...) -> None: ...
+    group_key: str
+    def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., cause: _Optional[str] = ..., copies: _Optional[_Iterable[str]] = ..., copies_key: _Optional[str] = ..., copies_dealt: bool = ..., copies_fingerprints: _Optional[_Iterable[str]] = ..., node_devices: _Optional[_Iterable[str]] = ..., group_key: _Optional[str] = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("kind", "target", "args", "payload", "working_dir", "python_path", "env")

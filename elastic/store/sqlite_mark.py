@@ -1,0 +1,182 @@
+"""The mark beside an embedded store: the newest revision that was acknowledged.
+
+SQLite takes what it finds: it ends the recovery of a write-ahead log at the first frame that is
+damaged, and a log or a file that is gone or empty is for it a store in which nothing happened.
+
+Rule: what was acknowledged is found again, or the store is not opened. The mark is written after
+each commit and before its answer. It is not forced to the disk: after a power cut it may be behind
+the store, never ahead of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.errors import CorruptRecord, StoreUnavailable, UsageError
+
+MARK = struct.Struct(">8sQI")
+MAGIC = b"ELSTREV1"
+
+
+class Mark:
+    """The mark of a store that is open."""
+
+    def __init__(self, path: Path) -> None:
+        """Open it, making it if it is not there.
+
+        Raises:
+            UsageError: it cannot be made.
+        """
+        self.path = mark_path(path)
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UsageError(
+                f"store {path}: {self.path} cannot be made: {error.strerror}"
+            ) from None
+
+    def write(self, revision: int) -> None:
+        """Remember a revision, before it is acknowledged.
+
+        Raises:
+            StoreUnavailable: it cannot be written now.
+        """
+        body = MARK.pack(MAGIC, revision, zlib.crc32(struct.pack(">8sQ", MAGIC, revision)))
+        try:
+            os.pwrite(self._file, body, 0)
+        except OSError as error:
+            raise StoreUnavailable(
+                f"store mark {self.path}: {error.strerror}; it goes on by itself once there is "
+                f"free space, and the disk works"
+            ) from error
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._file)
+
+
+def mark_path(path: Path) -> Path:
+    """Return where the mark of a store is."""
+    return path.with_name(path.name + ".revision")
+
+
+def read_mark(path: Path) -> int:
+    """Return the newest acknowledged revision of a store, 0 if nobody has noted one.
+
+    Raises:
+        CorruptRecord: the mark is damaged.
+    """
+    try:
+        body = mark_path(path).read_bytes()
+    except FileNotFoundError:
+        return 0
+    if not body:
+        return 0  # Made, and then the power went.
+    if len(body) == MARK.size:
+        magic, revision, crc32 = MARK.unpack(body)
+        if magic == MAGIC and crc32 == zlib.crc32(body[:-4]):
+            return int(revision)
+    raise CorruptRecord(
+        f"store {path}: {mark_path(path)} is damaged, so it cannot be told whether all that was "
+        f"acknowledged is there; {advice(path)}"
+    )
+
+
+def check_mark(path: Path) -> None:
+    """Refuse a store in which something is lacking that was acknowledged; changes nothing.
+
+    Raises:
+        CorruptRecord: with how much, and what to do.
+    """
+    acknowledged = read_mark(path)
+    if not acknowledged:
+        return
+    found, why = look(path)
+    if found < acknowledged:
+        raise CorruptRecord(
+            f"store {path} holds revision {found}, and revision {acknowledged} was acknowledged: "
+            f"{why or 'its write-ahead log is damaged, cut or gone'}; {advice(path)}"
+        )
+
+
+def advice(path: Path) -> str:
+    """Return what to do with a store that lacks something."""
+    return (
+        f"move the file away, with {path.name}-wal and {mark_path(path).name}, and put a backup in "
+        f"its place ('elastic-coord restore'), or go on with what is left ('elastic-coord store "
+        f"salvage --store sqlite:{path}')"
+    )
+
+
+def look(path: Path) -> tuple[int, str]:
+    """Return the newest revision that can be read, and why there is none; changes nothing."""
+    if not path.exists():
+        return 0, "the file is gone"
+    if not path.stat().st_size:
+        return 0, "the file is empty"
+    database: sqlite3.Connection | None = None
+    try:
+        # Read only: what closes a log last otherwise writes back what it can, and deletes it.
+        database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        row = database.execute("SELECT value FROM numbers WHERE name = 'revision'").fetchone()
+        return (int(row[0]), "") if row is not None else (0, "it has no revision")
+    except (sqlite3.DatabaseError, ValueError) as error:
+        return 0, f"it cannot be read ({error})"
+    finally:
+        if database is not None:
+            database.close()
+
+
+@dataclass(frozen=True)
+class Salvaged:
+    """What was found of a store.
+
+    Attributes:
+        acknowledged: the newest revision that anybody was told of, 0 if that is not known.
+        found: the newest one that is there.
+        copies: of the files as they were.
+    """
+
+    acknowledged: int
+    found: int
+    copies: tuple[Path, ...]
+
+
+def set_aside(path: Path) -> Salvaged:
+    """Copy the files of a store as they are, and let it be opened with what is left.
+
+    Raises:
+        UsageError: there is no store, or no copy can be made.
+    """
+    try:
+        acknowledged = read_mark(path)
+    except CorruptRecord:
+        acknowledged = 0
+    found, why = look(path)
+    if not found:
+        raise UsageError(f"nothing can be salvaged from store {path}: {why}")
+    copies = []
+    number = next(n for n in range(1, 1 << 20) if not _aside(path, n).exists())
+    for one in (path, path.with_name(path.name + "-wal"), mark_path(path)):
+        if one.exists():
+            target = _aside(one, number)
+            try:
+                file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with os.fdopen(file, "wb") as copy:
+                    copy.write(one.read_bytes())
+            except OSError as error:
+                raise UsageError(f"{target} cannot be written: {error.strerror}") from error
+            copies.append(target)
+    mark = Mark(path)
+    mark.write(found)
+    mark.close()
+    return Salvaged(acknowledged, found, tuple(copies))
+
+
+def _aside(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.damaged-{number}")
