@@ -147,7 +147,9 @@ def exchange_rank_main(
     """Be one rank that exchanges gradients of each size, and does nothing else."""
     torch.set_num_threads(1)
     groups = ProcessGroups()
-    groups.form(GroupSpec(1, rank, world, leader, "gloo", HOST, timeout_s=600.0, job_id="bench"))
+    groups.form(
+        GroupSpec(1, rank, world, leader, "gloo", HOST, timeout_s=600.0, job_id="bench", key=KEY)
+    )
     group = default_group()
     connect(group, Reach(HOST, 600.0, str(rank) if apart else ""))
     for numel in EXCHANGED:
@@ -192,6 +194,7 @@ def exchange_only(world: int, apart: bool) -> Iterator[tuple[int, dict[str, floa
     """Yield what rank 0 measured, as (elements, seconds by whose)."""
     results = mp.get_context("spawn").SimpleQueue()
     server = StoreServer(HOST)
+    server.admit(1, KEY)
     context = mp.spawn(
         exchange_rank_main, (world, server.address, apart, results), nprocs=world, join=False
     )
