@@ -23,7 +23,7 @@ FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(r"^\s*(?:[$#] )?(elastic(?:-agent|-coord)?)((?: +\S+)*)$")
 # Commands that have commands of their own.
-GROUPS = {("elastic-coord", "certs"), ("elastic-coord", "tokens")}
+GROUPS = {("elastic-coord", "certs"), ("elastic-coord", "store"), ("elastic-coord", "tokens")}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
