@@ -54,7 +54,13 @@ class Where(NamedTuple):
 
 
 class GroupStore(Store):
-    """A connection to the store of one group; each thread that waits in it needs its own."""
+    """A connection to the store of one group; each thread that waits in it needs its own.
+
+    Attributes:
+        timeout: how long it waits for keys; kept by torch, which sets it by `set_timeout`.
+    """
+
+    timeout: timedelta
 
     def __init__(self, where: Where, sock: socket.socket) -> None:
         """Use a connection on which both have proven what they are."""

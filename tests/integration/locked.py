@@ -50,14 +50,19 @@ class Outcome:
 
 
 async def call(
-    address: str, method: str, *, access: Access, metadata: Metadata | None = None
+    address: str,
+    method: str,
+    *,
+    access: Access,
+    metadata: Metadata | None = None,
+    message: bytes = b"",
 ) -> Outcome:
-    """Call a method with an empty message and return what came of it."""
+    """Call a method with a message and return what came of it."""
     if metadata is None:
         metadata = call_metadata(access.current_token())
     async with open_channel(address, access) as channel:
         # On the wire a method with one request is no different from one with many.
-        talk: Any = channel.unary_stream(method)(b"", metadata=metadata, timeout=DEADLINE_S)
+        talk: Any = channel.unary_stream(method)(message, metadata=metadata, timeout=DEADLINE_S)
         try:
             with anyio.fail_after(DEADLINE_S):
                 answer = await talk.read()

@@ -17,6 +17,7 @@ from elastic.coord.certs import revoke_issued
 from elastic.coord.roles import RULES, Role
 from elastic.core.messages import Welcome
 from elastic.runtime.access import Access, find_access
+from elastic.wire.generated.elastic.v1 import jobs_pb2
 from tests.integration.coordinator import (
     Coordinator,
     ScriptedAgent,
@@ -229,6 +230,28 @@ async def test_a_revoked_token_ends_an_agents_stream_and_a_watch(tokens: Tokens)
         await owner.stop(job)
     line = await wait_audited(tokens.audit, action="token revoked")
     assert "gone" in str(line) or "leaver" in str(line)
+
+
+async def test_what_is_longer_than_its_method_can_need_is_not_parsed_and_no_bug(
+    tokens: Tokens,
+) -> None:
+    address, admin = tokens.coordinator.address, Access(tokens.of[Role.ADMIN])
+    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    for method, message, access, told in (
+        ("/grpc.health.v1.Health/Check", named(1 << 15), Access(""), "at most 4096"),
+        ("/grpc.health.v1.Health/List", b"", Access(""), "UNIMPLEMENTED"),
+        ("/elastic.v1.Jobs/Get", named(1 << 17), admin, "at most 65536"),
+        ("/elastic.v1.Jobs/Get", named(1 << 15), admin, "NOT_FOUND"),
+        (reflection, b"\xff" * 9, admin, "INVALID_ARGUMENT"),
+    ):
+        outcome = await call(address, method, access=access, message=message)
+        assert told in f"{outcome.code} {outcome.details}", (method, str(outcome)[:300])
+        assert len(outcome.details) < 1000
+
+
+def named(length: int) -> bytes:
+    """Return a message whose first field is a long text."""
+    return jobs_pb2.GetJobRequest(job="a" * length).SerializeToString()
 
 
 # ------------------------------------------------------------------------------------ traces

@@ -29,7 +29,12 @@ SIDE_BY_SIDE = "migrate-from-"
 README_BYTES_MAX = 4096
 EXIT_CODES = ("elastic/client/terminal.py", "elastic/agent/cli.py", "elastic/coord/cli.py")
 # Commands that have commands of their own.
-GROUPS = {("elastic", "tune"), ("elastic-coord", "certs"), ("elastic-coord", "tokens")}
+GROUPS = {
+    ("elastic", "tune"),
+    ("elastic-coord", "certs"),
+    ("elastic-coord", "store"),
+    ("elastic-coord", "tokens"),
+}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 

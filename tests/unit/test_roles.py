@@ -90,3 +90,16 @@ def test_a_node_attaches_as_itself_only(caller: Caller, node_id: str, may: bool)
     else:
         with pytest.raises(NotPermitted, match="--node-id n1"):
             caller.check_may_attach(node_id)
+
+
+def test_who_submits_changes_jobs_of_his_own_name_only_and_an_admin_all() -> None:
+    alice, nameless = Caller(Role.SUBMIT, "alice", "token"), Caller(Role.SUBMIT, "", "token")
+    alice.check_may_change("digits", "alice")
+    nameless.check_may_change("digits", "")
+    Caller(Role.ADMIN).check_may_change("digits", "alice")
+    for caller, owner in ((alice, "bob"), (alice, ""), (nameless, "alice")):
+        with pytest.raises(NotPermitted, match="ask its owner"):
+            caller.check_may_change("digits", owner)
+    for method in ("Drain", "Cordon"):
+        with pytest.raises(NotPermitted, match="needs the role admin"):
+            alice.check_may_call(f"/elastic.v1.Cluster/{method}")

@@ -1,0 +1,245 @@
+"""A stranger with every address of a running job, and no secret, on the workers' own ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from elastic.core.view import JobView
+from elastic.testing.local_cluster import LocalCluster
+from elastic.worker import store_wire
+from elastic.worker.group_store import GroupStore, Where
+from tests.chaos.shared import end, job_of, train_with
+
+Address = tuple[str, int]
+CONNECT_S = 0.3
+"""What is shut does not even refuse."""
+CROWD = 400
+
+
+def listening(pids: list[int]) -> list[Address]:
+    """Return where processes listen: what any user of a machine may read of all others."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        host, _, port = fields[1].partition(":")
+        if fields[3] == "0A" and fields[9] in inodes:
+            packed = struct.pack("<I", int(host, 16))
+            found.append((socket.inet_ntoa(packed), int(port, 16)))
+    return sorted(found)
+
+
+def knocking(where: Address) -> socket.socket | None:
+    """Return a connection, None if there is none to be had."""
+    with contextlib.suppress(OSError):
+        return socket.create_connection(where, CONNECT_S)
+    return None
+
+
+def say(where: Address, *words: bytes) -> bytes:
+    """Say something on a connection; return what comes back."""
+    heard = b""
+    sock = knocking(where)
+    if sock is not None:
+        with sock, contextlib.suppress(OSError):
+            sock.settimeout(CONNECT_S)
+            for one in words:
+                sock.sendall(one)
+            while more := sock.recv(1 << 16):
+                heard += more
+    return heard
+
+
+class Stranger:
+    """The attacks; each returns what it has got hold of, b"" for nothing."""
+
+    def __init__(self, ports: list[Address], leader: Address, job_id: str, generation: int) -> None:
+        self.ports, self.leader = ports, leader
+        self.job_id, self.generation = job_id, generation
+        self.dice = random.Random(13)
+
+    def attacks(self) -> Iterator[Callable[[], bytes]]:
+        for name in sorted(vars(Stranger)):
+            if name.startswith("to_"):
+                yield getattr(self, name)
+
+    def everywhere(self, *words: bytes) -> bytes:
+        return b"".join(
+            heard
+            for port in self.ports
+            # The greeting of a store is for everybody: a number that was drawn for him.
+            if not (heard := say(port, *words)).startswith(store_wire.MAGIC)
+            or len(heard) > store_wire.GREETING_BYTES
+        )
+
+    def to_read_keys(self) -> bytes:
+        """Use torch's own client, as anybody can."""
+        with contextlib.suppress(Exception):
+            limit = timedelta(seconds=CONNECT_S)
+            store = dist.TCPStore(
+                *self.leader, is_master=False, wait_for_workers=False, timeout=limit
+            )
+            return str(store.num_keys()).encode()
+        return b""
+
+    def to_guess_the_secret(self) -> bytes:
+        heard = b""
+        for key in ("", "0", self.job_id, "a" * 64):
+            for generation in (self.generation, self.generation + 1, 0, (1 << 64) - 1):
+                where = Where(f"{self.leader[0]}:{self.leader[1]}", generation, key)
+                with contextlib.suppress(Exception):
+                    store = GroupStore.connect(where, lambda: CONNECT_S, lambda: True)
+                    heard += b"%d keys" % store.num_keys()
+        return heard
+
+    def to_write_votes_and_parts_without_a_proof(self) -> bytes:
+        key = f"{self.job_id}/{self.generation}/1/elastic/report/0/parts".encode()
+        part = b'[0, "../../../precious", [], "x"]\n'
+        frame = store_wire.packed(store_wire.Verb.APPEND, (key, part))
+        count = store_wire.packed(store_wire.Verb.COUNT, ())
+        return self.everywhere(bytes(store_wire.HELLO_BYTES), frame, count)
+
+    def to_write_before_the_hello(self) -> bytes:
+        frame = store_wire.packed(store_wire.Verb.SET, (b"closed", b"1"))
+        return self.everywhere(frame * 20, store_wire.packed(store_wire.Verb.COUNT, ()))
+
+    def to_poison_generations_to_come(self) -> bytes:
+        heard = b""
+        for later in range(1, 40):
+            key = f"{self.job_id}/{self.generation + later}/1/0//cpu//0/0".encode()
+            hello = bytes(16) + store_wire.GENERATION.pack(self.generation + later) + bytes(32)
+            frame = store_wire.packed(store_wire.Verb.SET, (key, self.dice.randbytes(64)))
+            heard += say(self.leader, hello, frame)[store_wire.GREETING_BYTES :]
+        return heard
+
+    def to_be_a_peer_of_gloo(self) -> bytes:
+        """Say the number of a pair that it waits for, before its member does."""
+        return b"".join(self.everywhere(struct.pack("<q", number)) for number in range(8))
+
+    def to_be_a_member_of_the_mesh(self) -> bytes:
+        return self.everywhere(struct.pack("<16sq", bytes(16), 1), struct.pack("<qq", 0, 8) * 9)
+
+    def to_fetch_weights(self) -> bytes:
+        request = b'{"verb": "list", "job": "' + self.job_id.encode() + b'", "mark": null}'
+        body = struct.pack(">I", len(request)) + request
+        return self.everywhere(bytes(32), body, bytes(32))
+
+    def to_fill_the_memory(self) -> bytes:
+        return self.everywhere(store_wire.LENGTH.pack(1 << 30), bytes(8 << 20))
+
+    def to_exhaust_descriptors(self) -> bytes:
+        crowd = []
+        for number in range(CROWD):
+            sock = knocking(self.ports[number % len(self.ports)])
+            if sock is None:
+                continue
+            with contextlib.suppress(OSError):
+                sock.sendall(self.dice.randbytes(8))
+            crowd.append(sock)
+        for sock in crowd:
+            sock.close()
+        return b""
+
+    def to_hold_connections_open(self) -> bytes:
+        crowd = [knocking(port) for port in self.ports * 20]
+        for sock in crowd:
+            if sock is not None:
+                sock.close()
+        return b""
+
+    def to_send_garbage(self) -> bytes:
+        for _ in range(5):
+            self.everywhere(self.dice.randbytes(self.dice.randrange(1, 5000)))
+        return b""
+
+    def to_send_a_pickle(self) -> bytes:
+        pickled = b"cos\nsystem\n(S'touch /tmp/elastic-was-here'\ntR."
+        return self.everywhere(struct.pack("<q", len(pickled)) + pickled)
+
+
+def pids_of(view: JobView) -> list[int]:
+    return [worker.report.pid for worker in view.workers if worker.report.pid]
+
+
+def rss_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_a_stranger_on_the_workers_ports_has_no_effect(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    job = job_of("guarded", tmp_path / "guarded", min_workers=2, max_workers=2)
+    job_id = cluster.submit(job.spec)
+    view = cluster.wait(job_id, lambda v: train_with(2, v), "two workers that train")
+    generation, pids = view.record.generation, pids_of(view)
+    leader = view.record.group.members[0].store_address  # type: ignore[union-attr]
+    host, _, port = leader.rpartition(":")
+    before = {pid: (len(os.listdir(f"/proc/{pid}/fd")), rss_bytes(pid)) for pid in pids}
+    stranger = Stranger(listening(pids), (host, int(port)), job_id, generation)
+    assert (host, int(port)) in stranger.ports
+    for attack in stranger.attacks():
+        assert attack() == b"", f"{attack.__name__} has got something"
+    view = cluster.job(job_id)
+    assert (view.record.generation, view.record.failures, view.record.losses) == (generation, 0, 0)
+    assert pids_of(view) == pids
+    for pid in pids:
+        assert len(os.listdir(f"/proc/{pid}/fd")) <= before[pid][0] + 300
+        assert rss_bytes(pid) - before[pid][1] < 64 << 20
+    assert not Path("/tmp/elastic-was-here").exists()
+    end(cluster, job, job_id)
+
+
+@pytest.mark.slow
+def test_a_stranger_who_attacks_while_groups_form_only_delays(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """On one machine he sees each new port at once, and may be faster than a member."""
+    job = job_of("formed", tmp_path / "formed", min_workers=2, max_workers=2)
+    job_id = cluster.submit(job.spec)
+    view = cluster.wait(job_id, lambda v: train_with(2, v), "two workers that train")
+    over = threading.Event()
+    number = [0]
+
+    def attack() -> None:
+        while not over.is_set():
+            for where in listening([pid for pid in pids_of(view) if Path(f"/proc/{pid}").exists()]):
+                sock = knocking(where)
+                if sock is not None:
+                    with sock, contextlib.suppress(OSError):
+                        sock.sendall(struct.pack("<q", number[0] % 4))
+                    number[0] += 1
+
+    attacker = threading.Thread(target=attack, daemon=True)
+    attacker.start()
+    try:
+        for _ in range(3):
+            generation = view.record.generation
+            os.kill(pids_of(view)[-1], 9)
+            view = cluster.wait(
+                job_id,
+                lambda v, g=generation: v.record.generation > g and train_with(2, v),
+                "two workers that train again",
+            )
+    finally:
+        over.set()
+        attacker.join()
+    assert number[0]
+    end(cluster, job, job_id)
