@@ -199,7 +199,8 @@ def seen_stack(thread: threading.Thread) -> tuple[tuple[int, ...], str]:
     """
     found: list[int] = []
     where = ""
-    frame = sys._current_frames().get(thread.ident or 0)
+    # Our own waits go round in slices, which is no movement.
+    frame = _outside_of_waits(sys._current_frames().get(thread.ident or 0))
     while frame is not None:
         code = frame.f_code
         found += (id(code), frame.f_lasti)

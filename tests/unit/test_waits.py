@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.worker import c10d
+from elastic.worker.collective_watch import seen_stack
 from elastic.worker.gloo_threads import Quiet
 from elastic.worker.waits import MESSAGES, Waits
 from tests.patience import DEADLINE_S
@@ -142,6 +143,24 @@ def test_messages_have_the_groups_time_and_not_that_of_forming(
     for wait in (waits.wait, lambda real, work: waits.wait_messages(real, [work])):
         wait(lambda _, *args: asked.append(args), PlayedWork(13))
     assert asked == [(life.timeout,)] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_waits_stands_where_it_has_begun_to_wait(waits: Waits, kind: int) -> None:
+    """Waits go round in slices, which would look like movement."""
+    work = PlayedWork(kind)
+
+    def in_torchs_place() -> None:
+        waits.wait(real, work)
+
+    def of_torchs() -> None:
+        in_torchs_place()
+
+    thread, _ = in_thread(of_torchs)
+    assert work.began.wait(DEADLINE_S)
+    assert seen_stack(thread)[0][0] == id(of_torchs.__code__)
+    work.done.set()
+    thread.join(DEADLINE_S)
 
 
 @pytest.fixture
