@@ -142,6 +142,7 @@ def exchange_rank_main(
     world: int,
     leader: str,
     apart: bool,
+    sizes: Sequence[int],
     results: mp.SimpleQueue,  # type: ignore[type-arg]
 ) -> None:
     """Be one rank that exchanges gradients of each size, and does nothing else."""
@@ -152,22 +153,27 @@ def exchange_rank_main(
     )
     group = default_group()
     connect(group, Reach(HOST, 600.0, str(rank) if apart else ""))
-    for numel in EXCHANGED:
+    for numel in sizes:
         gradient = torch.randn(numel)
         exchange = exchange_of(group, gradient)
-        times: dict[str, list[float]] = {"ours": [], "gloo": []}
+        times: dict[str, list[tuple[float, float]]] = {"ours": [], "gloo": []}
         for _ in range(30 if numel < 5e6 else 9 if numel < 5e7 else 5):
             for name, call in (("ours", exchange), ("gloo", lambda g=gradient: dist.all_reduce(g))):
                 dist.barrier()
-                began = time.perf_counter()
+                began, spent = time.perf_counter(), time.process_time()
                 call()
-                times[name].append(time.perf_counter() - began)
+                took = time.perf_counter() - began, time.process_time() - spent
+                times[name].append(took)
             gradient.normal_()
         if rank == 0:
-            medians = {name: statistics.median(some[1:]) for name, some in times.items()}
-            results.put((numel, medians))
+            results.put((numel, {name: _medians(some[1:]) for name, some in times.items()}))
     dist.barrier()
     groups.close()
+
+
+def _medians(times: list[tuple[float, float]]) -> tuple[float, float]:
+    walls, cpus = zip(*times, strict=True)
+    return statistics.median(walls), statistics.median(cpus)
 
 
 def exchange_of(group: Any, gradient: torch.Tensor) -> Callable[[], None]:
@@ -190,29 +196,35 @@ def exchange_of(group: Any, gradient: torch.Tensor) -> Callable[[], None]:
     return exchange
 
 
-def exchange_only(world: int, apart: bool) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield what rank 0 measured, as (elements, seconds by whose)."""
+def exchange_only(
+    world: int, apart: bool, sizes: Sequence[int]
+) -> Iterator[tuple[int, dict[str, tuple[float, float]]]]:
+    """Yield what rank 0 measured: elements, and by whose exchange seconds of time and processor."""
     results = mp.get_context("spawn").SimpleQueue()
     server = StoreServer(HOST)
     server.admit(1, KEY)
     context = mp.spawn(
-        exchange_rank_main, (world, server.address, apart, results), nprocs=world, join=False
+        exchange_rank_main,
+        (world, server.address, apart, sizes, results),
+        nprocs=world,
+        join=False,
     )
-    for _ in EXCHANGED:
+    for _ in sizes:
         yield results.get()
     context.join()
     server.close()
 
 
-def print_exchange_only(console: Console, worlds: Sequence[int]) -> None:
+def print_exchange_only(console: Console, worlds: Sequence[int], sizes: Sequence[int]) -> None:
     """Measure and print the exchange alone, as it comes: the largest take long."""
     for world, apart in itertools.product(worlds, (False, True)):
-        for numel, one in exchange_only(world, apart):
+        for numel, one in exchange_only(world, apart, sizes):
+            (ours, our_cpu), (gloo, gloo_cpu) = one["ours"], one["gloo"]
             where = "through sockets" if apart else "on one node"
             console.print(
                 f"exchange alone, {world} workers {where}, {numel:>11,} elements: "
-                f"{one['ours'] * 1e3:8.2f} ms, all_reduce {one['gloo'] * 1e3:8.2f} ms, "
-                f"ratio {one['ours'] / one['gloo']:.2f}, load {os.getloadavg()[0]:.1f}"
+                f"{ours * 1e3:.2f} ms, all_reduce {gloo * 1e3:.2f} ms, ratio {ours / gloo:.2f}; "
+                f"of the processor {our_cpu / gloo_cpu:.2f}; load {os.getloadavg()[0]:.1f}"
             )
 
 
@@ -235,14 +247,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--world", type=int, action="append", help="again for several")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--elements", type=int, action="append", help="of gradients exchanged")
     parser.add_argument("--exchange-only", action="store_true", help="no steps")
     args = parser.parse_args()
-    console = Console(highlight=False, width=100)
+    console = Console(highlight=False, width=170)
     console.print(
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo on "
         f"loopback, one thread for each rank; medians of {args.rounds} rounds"
     )
-    print_exchange_only(console, args.world or [2, 3, 4])
+    print_exchange_only(console, args.world or [2, 3, 4], args.elements or EXCHANGED)
     if args.exchange_only:
         return
     table = Table(title=f"steps; load of the machine {os.getloadavg()[0]:.1f}")

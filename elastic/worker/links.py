@@ -235,11 +235,6 @@ def links_of(group: Any) -> Links:
     return links
 
 
-def has_links(group: Any) -> bool:
-    """Return whether the members of a group are connected."""
-    return group in _links
-
-
 def open_links(group: Any, reach: Reach) -> Links:
     """Return our links in this group, which the others must be told of before they are joined.
 

@@ -27,16 +27,16 @@ def group_of(members: list[MemberProcess]) -> None:
     assert not any(one.error for one in answers), [one.error for one in answers]
 
 
-def begun(size: int, consistency: str = "bitwise") -> list[MemberProcess]:
+def begun(size: int, consistency: str = "bitwise", over: str = "memory") -> list[MemberProcess]:
     """Return members of a group that have just begun a run."""
     members = CREW.take(size)
     group_of(members)
-    all_ask(members, "begin_steps", consistency=consistency)
+    all_ask(members, "begin_steps", consistency=consistency, over=over)
     return members
 
 
-def trained(size: int, consistency: str = "bitwise", until: int = STEPS) -> list[dict[str, Any]]:
-    return all_ask(begun(size, consistency), "do_steps", until=until, die_at=NEVER)
+def trained(size: int, consistency: str = "bitwise", over: str = "memory") -> list[dict[str, Any]]:
+    return all_ask(begun(size, consistency, over), "do_steps", until=STEPS, die_at=NEVER)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,11 @@ def right() -> str:
     return str(alone["hash"])
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_every_world_size_ends_with_the_same_hash(size: int, right: str) -> None:
-    said = trained(size)
+@pytest.mark.parametrize(
+    ("size", "over"), [(2, "memory"), (3, "sockets"), (3, "torch"), (5, "memory"), (5, "sockets")]
+)
+def test_every_world_size_ends_with_the_same_hash(size: int, over: str, right: str) -> None:
+    said = trained(size, over=over)
     assert [one["hash"] for one in said] == [right] * size
     assert all(one["sent"] > 0 for one in said)
 
@@ -66,11 +68,14 @@ def test_groups_may_change_between_steps(right: str) -> None:
     assert {one["hash"] for one in last} == {right}
 
 
-@pytest.mark.parametrize(("consistency", "step"), [("bitwise", 0), ("bitwise", 5), ("samples", 3)])
+@pytest.mark.parametrize(
+    ("consistency", "step", "over"),
+    [("bitwise", 0, "memory"), ("bitwise", 5, "sockets"), ("samples", 3, "memory")],
+)
 def test_a_killed_peer_breaks_the_step_and_it_is_done_again_without_it(
-    right: str, consistency: str, step: int
+    right: str, consistency: str, step: int, over: str
 ) -> None:
-    members = begun(3, consistency)
+    members = begun(3, consistency, over)
     survivors, lost = [members[0], members[2]], members[1]
     orders = [one.tell("do_steps", until=STEPS, die_at=NEVER) for one in survivors]
     lost.tell("do_steps", until=STEPS, die_at=step)
@@ -92,5 +97,5 @@ def test_a_killed_peer_breaks_the_step_and_it_is_done_again_without_it(
         assert last[0]["hash"] == right
 
 
-def test_ranks_agree_where_the_order_of_addition_is_left_to_torch() -> None:
+def test_ranks_agree_where_the_order_of_addition_is_free() -> None:
     assert len({one["hash"] for one in trained(3, "samples")}) == 1

@@ -42,7 +42,7 @@ def groups(nodes: Sequence[str]) -> Iterator[list[Group]]:
     ]
     entries = [one.entry for one in links]
     try:
-        assert all(at_once([lambda one=one: one.join(entries) for one in links]))
+        assert all(at_once([functools.partial(one.join, entries) for one in links]))
         for group, one in zip(made, links, strict=True):
             one.share()
             links_module._links[group] = one
@@ -53,7 +53,7 @@ def groups(nodes: Sequence[str]) -> Iterator[list[Group]]:
             one.mesh.close()
 
 
-def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Do all of these, each in a thread of its own."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result(DEADLINE_S) for future in [threads.submit(call) for call in calls]]
@@ -131,7 +131,7 @@ def test_every_rank_has_the_bits_of_the_plain_tree(nodes: str, num_micro_batches
     sizes = [LARGE, SMALL, LARGE + 13, 5] if len(nodes) < 10 else [LARGE, 5, 9_001]
     with groups(nodes) as made:
         members = [Member(group, num_micro_batches, sizes) for group in made]
-        at_once([lambda one=one: one.steps(4) for one in members])
+        at_once([functools.partial(one.steps, 4) for one in members])
         local = [one.exchanges[0].bytes_sent for one in members]
         assert (max(local) == 0) == (len(set(nodes)) == 1), "memory of a node is read in place"
 

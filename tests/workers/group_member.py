@@ -148,11 +148,11 @@ class Member:
             model(torch.full((8, 200), float(dist.get_rank() + 1))).square().mean().backward()
         return sum(float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None)
 
-    def begin_steps(self, consistency: str) -> None:
+    def begin_steps(self, consistency: str, over: str) -> None:
         """Begin a run of the reducer's in the group that stands."""
         if self.steps is not None:
             self.steps.reducer.close()
-        self.steps = Steps(consistency)
+        self.steps = Steps(consistency, over)
         self.steps.attach()
 
     def attach_steps(self) -> None:

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic.core.policy.cursor import Cursor, Epochs, micro_batch_seed
+from elastic.worker import tree_exchange
 from elastic.worker.links import connect
 from elastic.worker.mesh import Reach
 from elastic.worker.reduce import Reducer, Share, Unit
 from elastic.worker.seeding import seed_everything
+from elastic.worker.transports import GroupTransport, SocketTransport
 
 EPOCHS = Epochs(num_samples=50, micro_batch=4, num_micro_batches=6)
 """Steps of 24, 24 and 2 samples: in the last one, four of six micro-batches are empty."""
@@ -25,8 +27,9 @@ BUCKET_BYTES = 1 << 12
 class Steps:
     """A training run that stands at a step."""
 
-    def __init__(self, consistency: str) -> None:
-        """Begin: everyone has the same weights."""
+    def __init__(self, consistency: str, over: str) -> None:
+        """Begin: everyone has the same weights; exchanges go over memory, sockets or torch."""
+        self.over = over
         seed_everything(0)
         self.data = torch.randn(EPOCHS.num_samples, 1, 6, 6)
         # One layer is large enough to be sent in slices, the rest goes whole to everyone.
@@ -51,8 +54,13 @@ class Steps:
 
     def attach(self) -> None:
         """Go on in the group that stands."""
-        connect(dist.group.WORLD, Reach())
-        self.reducer.attach(dist.group.WORLD)
+        group, rank = dist.group.WORLD, dist.get_rank()
+        connect(group, Reach(node="" if self.over == "memory" else str(rank)))
+        # As tensors of a device go by NCCL.
+        tree_exchange.SocketTransport = (  # type: ignore[misc]
+            (lambda _: GroupTransport(group)) if self.over == "torch" else SocketTransport  # type: ignore[assignment,return-value]
+        )
+        self.reducer.attach(group)
         left = [p.grad for unit in self.units for _, p in unit.parameters]
         assert all(one is None for one in left), "a void step has left gradients"
 
