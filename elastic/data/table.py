@@ -95,8 +95,10 @@ class Table:
         if self.shuffle and not self.is_small and self.blocks:
             mean = sum(block.size for _, block in self.blocks) / len(self.blocks)
             window = int(memory / (2 * num_lanes * max(mean, 1.0)))
-        blocks = (1,) * self.rows if self.is_small else tuple(self.sizes)
         window = max(1, min(WINDOW_MAX, window))
+        blocks = tuple(self.sizes)
+        if self.is_small:  # Each row is a block, and a lane one window: a permutation a batch.
+            blocks, window = (1,) * self.rows, self.rows
         return Lanes(blocks, num_lanes, micro_batch, self.seed, window, self.shuffle)
 
 
