@@ -40,17 +40,15 @@ def trial(config: dict[str, Any]) -> None:
 def main(trials: int, seconds: float, slots: int) -> None:
     """Measure the overhead of a trial."""
     with tempfile.TemporaryDirectory() as storage, elastic.init("local", num_cpus=slots):
-        began = time.monotonic()
         grid = tune.Tuner(
             trial,
             param_space={"seconds": seconds},
             tune_config=tune.TuneConfig(num_samples=trials),
             run_config=tune.RunConfig(name="bench", storage_path=storage, verbose=0),
         ).fit()
-        wall_s = time.monotonic() - began
         if grid.num_errors:
             raise click.ClickException(str(grid.errors[0]))
-        show(read(Path(grid.experiment_path)), trials, seconds, slots, wall_s)
+        show(read(Path(grid.experiment_path)), seconds, slots)
 
 
 def read(path: Path) -> dict[int, dict[str, float]]:
@@ -66,9 +64,7 @@ def read(path: Path) -> dict[int, dict[str, float]]:
     return times
 
 
-def show(
-    times: dict[int, dict[str, float]], trials: int, seconds: float, slots: int, wall_s: float
-) -> None:
+def show(times: dict[int, dict[str, float]], seconds: float, slots: int) -> None:
     """Print one table."""
     after: dict[str, list[float]] = {}
     # Each trial but the first ones follows the one whose slot it took over: the ends in order.
@@ -92,9 +88,11 @@ def show(
     console = Console()
     console.print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     console.print(table)
-    mean = wall_s * slots / trials - seconds
+    # From the first function's beginning: before that the cluster came up.
+    wall_s = max(one["slept"] for one in times.values()) - min(o["began"] for o in times.values())
+    mean = wall_s * slots / len(times) - seconds
     console.print(
-        f"{trials} trials of {seconds:g} s in {wall_s:.1f} s: {mean:.3f} s of a slot each"
+        f"{len(times)} trials of {seconds:g} s in {wall_s:.1f} s: {mean:.3f} s of a slot each"
     )
 
 

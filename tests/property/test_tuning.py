@@ -183,6 +183,11 @@ def test_hyperband_ends_every_trial_and_the_best_of_a_bracket_goes_all_the_way(
         assert best.curve[-1][0] == max_t
 
 
+def test_what_comes_until_a_pause_takes_effect_is_no_advantage() -> None:
+    ahead = Seen(0, curve=[(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 0.5)], rungs={1: 0.1})
+    assert HyperBand(9, 3).judge(ahead, []).value.rungs == {3: 0.3}
+
+
 # ------------------------------------------------------------------------------------------- PBT
 
 

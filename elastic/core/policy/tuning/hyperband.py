@@ -57,7 +57,11 @@ class HyperBand:
         return Bracket(first, 1, (self.max_t,))
 
     def judge(self, trial: Seen, others: Sequence[Seen]) -> Decision[Verdict]:
-        """Judge a trial by its newest report: at a rung it waits; see `settle`."""
+        """Judge a trial by its reports: at a rung it waits; see `settle`.
+
+        What it reported until its pause took effect gives it no advantage: at a rung its first
+        value there counts.
+        """
         at, value = trial.curve[-1]
         if at >= self.max_t:
             return Decision(Verdict(Act.STOP, {self.max_t: value}), f"reached max_t={self.max_t}")
@@ -66,7 +70,8 @@ class HyperBand:
         if not passed:
             return Decision(GO_ON, "between rungs")
         reason = f"waits at rung {passed[-1]} for the others of its bracket"
-        return Decision(Verdict(Act.PAUSE, dict.fromkeys(passed, value)), reason)
+        values = {rung: next(v for t, v in trial.curve if t >= rung) for rung in passed}
+        return Decision(Verdict(Act.PAUSE, values), reason)
 
     def settle(
         self, trials: Sequence[Seen], *, is_exhausted: bool
