@@ -63,7 +63,7 @@ class Drawn:
         if epoch not in self._known:
             if callable(getattr(self._sampler, "set_epoch", None)):
                 self._sampler.set_epoch(epoch)
-            with seeded(derive(self._seed, SAMPLER, epoch), self._sampler):
+            with _seeded(derive(self._seed, SAMPLER, epoch), self._sampler):
                 order = list(self._sampler)
             if len(order) != self._size:
                 raise UsageError(
@@ -84,8 +84,8 @@ class Drawn:
 
 
 @contextmanager
-def seeded(seed: int, sampler: Any = None) -> Iterator[None]:
-    """Have everything that may be drawn from seeded, a sampler's own too; put back afterwards."""
+def _seeded(seed: int, sampler: Any) -> Iterator[None]:
+    """Have everything that a sampler may draw from seeded, and put back afterwards."""
     found = getattr(sampler, "generator", None)
     own = found if isinstance(found, torch.Generator) else torch.Generator()
     theirs = own.get_state()

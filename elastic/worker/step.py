@@ -229,8 +229,7 @@ class StepEngine(Preparing):
                 is_first = False
                 if self._ends:
                     self._go_to_end(loader)
-                is_void = self._phase is Phase.VOID or self._error is not None
-                if self._leaves or is_void or self._is_broken():
+                if self._leaves or self._phase is Phase.VOID or self._is_broken():
                     self._change_group()
                 if self.cursor.epoch != epoch:
                     # The others are in a later epoch: their code after this one has run, ours not.
@@ -298,25 +297,6 @@ class StepEngine(Preparing):
     def has_computed(self) -> bool:
         """Return whether we have done all of the step at hand that needs other ranks."""
         return self._phase in (Phase.SETTLED, Phase.COMMITTED)
-
-    def share_here(self, mine: bytes) -> tuple[bytes, ...] | None:
-        """Exchange bytes with all members, in code that follows a step or stands between epochs.
-
-        Returns:
-            Everyone's, by rank. None where others of this group have run this code before, and
-            where the group is over: who asked does without them, and goes on.
-        """
-        is_inside = self._phase not in (Phase.OUTSIDE, Phase.COMMITTED)
-        if is_inside or max(self._places, default=self.cursor) > self.cursor or self._is_broken():
-            return None
-        try:
-            with self._context.activity.waiting():
-                return share_bytes(default_group(), mine)
-        except RuntimeError as error:
-            if not (self._is_called_back() or is_group_broken(error)):
-                raise
-            self._error = error  # The next step leaves the group.
-            return None
 
     def is_computed(self) -> bool:
         """Return whether that is done, by us or by others."""

@@ -121,8 +121,6 @@ class Struck(LlamaForCausalLM):
             time.sleep(watch.config["pace"])  # Stands for a model that takes longer.
             train.log(over=float(is_over(watch.config)))
             watch.orders.at("forward")
-        elif self.watch is not None:
-            self.watch.orders.at("evaluate")
         outputs = super().forward(*args, **named)
         if watch is not None:
             watch.orders.at("backward")

@@ -25,8 +25,6 @@ JOBS = {
 }
 PLACES = ("forward", "step", "commit")
 """`test_whole_steps.py` has the others; here each replacement imports a large library first."""
-SHARED = {"transformers": ("evaluate",)}
-"""Where workers share what is no step."""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +45,7 @@ def test_workers_are_killed_at_every_place(
     job = replace(job, spec=replace(job.spec, entry=entry))
     with Reference(script, (), tmp_path / "reference") as reference:
         run = Run(cluster, job, reference, cluster.submit(job.spec))
-        run.kill_at_every_place((*PLACES, *SHARED.get(library, ())))
+        run.kill_at_every_place(PLACES)
         run.end()
 
 

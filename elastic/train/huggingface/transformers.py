@@ -18,7 +18,7 @@ import dataclasses
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from elastic.core.policy.cursor import Epochs
 from elastic.errors import UsageError
 from elastic.train.checkpoint import Checkpoint
-from elastic.train.huggingface.dealing import DealtBatches, Turn, can_be_dealt
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
 from elastic.train.one_process import see_one_process, take_place
-from elastic.train.session import report, require_context, require_engine, require_place
+from elastic.train.session import report, require_context, require_engine
 from elastic.train.trainer import TorchTrainer
-from elastic.worker.c10d import default_group
-from elastic.worker.meeting import share_bytes
 from elastic.worker.stepping import Step
 
 __all__ = [
@@ -69,16 +66,12 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
     those of one process that trains with the whole global batch: padded and packed text counts by
     its tokens. A step has `per_device_train_batch_size * gradient_accumulation_steps` samples for
     each worker of the largest group, at any number of workers; the Trainer itself accumulates
-    nothing then. Evaluation and prediction are shared: each batch is computed by one worker, and
-    all have what came of it, so that metrics and predictions are those of one process. All workers
-    call them; a loader that cannot be dealt out is read whole by each.
+    nothing then. Evaluation and prediction: every worker goes through all samples, each once.
+    Build model and data before `TrainingArguments`: those ask for this worker's rank, and from
+    there on the others wait for one that joins.
 
     Automatic checkpoints (`CheckpointConfig`) are what a run goes on from; `save_strategy` writes
-    the Trainer's own beside them, by one worker, for others to use. `load_best_model_at_end` reads
-    those, so that `output_dir` must be where all workers can read it.
-
-    Build model and data before `TrainingArguments`: those ask for this worker's rank, and from
-    there on the others wait for one that joins them.
+    the Trainer's own beside them, by one worker, for others to use.
 
     Args:
         trainer: any, also of a class of your own; its `training_step` and `compute_loss` see a
@@ -134,7 +127,7 @@ class _Run(TrainerCallback):
         self._epochs: Iterator[int] = iter(())
         self._epoch = -1
         self._steps: Iterator[Step] = iter(())
-        self._num_steps, self._stops, self._is_over = 0, False, False
+        self._num_steps, self._stops = 0, False
 
     # ------------------------------------------------------------------- what is in the run's state
 
@@ -210,28 +203,6 @@ class _Run(TrainerCallback):
         close = getattr(self._epochs, "close", None)
         if close is not None:
             close()
-        self._is_over = True
-
-    # ------------------------------------------------------------------- evaluation
-
-    def dealt(self, loader: Any, *, keeps_inputs: bool) -> Any:
-        """Return a loader of evaluation that the workers share, if it can be dealt out."""
-        if not can_be_dealt(loader):
-            return loader
-        # Whoever joins later runs alone what stands before training.
-        is_shared = self._engine.has_begun or self._is_over
-        context = require_place("evaluate") if is_shared else None
-        place = (context.world_rank, context.world_size) if context is not None else (0, 1)
-        return DealtBatches(
-            loader, place, self.share, seed=self._engine.seed, keeps_inputs=keeps_inputs
-        )
-
-    def share(self, mine: bytes) -> Sequence[bytes] | None:
-        """Exchange bytes with the other workers; None if they are not where we are."""
-        if self._engine.has_begun:
-            return self._engine.share_here(mine)
-        with require_place("evaluate").activity.waiting():
-            return share_bytes(default_group(), mine)
 
     # ------------------------------------------------------------------- epochs and steps
 
@@ -328,19 +299,6 @@ class _InSteps(Trainer):
         items = self._get_num_items_in_batch([batch], torch.device("cpu"))
         return items if items is not None else _size_of(batch)
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **named: Any) -> Any:
-        """Go through all batches, of which the workers compute each only once."""
-        keeps = "inputs" in self.args.include_for_metrics
-        dealt = self._elastic.dealt(dataloader, keeps_inputs=keeps)
-        return super().evaluation_loop(dealt, *args, **named)
-
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
-        """Return what came of a batch."""
-        step = super().prediction_step
-        if not isinstance(inputs, Turn):
-            return step(model, inputs, *args, **named)
-        return inputs.result(lambda batch: step(model, batch, *args, **named))
-
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of a step."""
         return self._elastic.global_batch
@@ -406,11 +364,6 @@ class _InSteps(Trainer):
         if self.state.best_global_step:
             folder = f"checkpoint-{self.state.best_global_step}"
             self.state.best_model_checkpoint = str(Path(self._get_output_dir(trial), folder))
-
-    def _load_best_model(self) -> None:
-        """Read the best weights, once whoever wrote them is here, too."""
-        self._elastic.share(b"\0")
-        super()._load_best_model()
 
 
 class RayTrainReportCallback(TrainerCallback):
