@@ -80,7 +80,8 @@ def steps(loader: PreparedLoader) -> Iterator[Step]:
 def log(**values: Any) -> None:
     """Average values over the whole step, whatever the world size; nothing waits for them.
 
-    `train.report` adds the averages since the last report to its metrics.
+    `train.report` adds the averages since the last report to its metrics, but for names that begin
+    with "_".
 
     Args:
         values: numbers, or tensors of one element.

@@ -179,7 +179,8 @@ def report(
     if engine is not None and engine.has_begun:
         if not engine.has_stepped():
             return
-        metrics = {**engine.logbook.take_averages(), **checked(metrics)}
+        logged = engine.logbook.take_averages().items()
+        metrics = {name: x for name, x in logged if name[:1] != "_"} | dict(checked(metrics))
     text = to_json(metrics)
     wish = _wished(context, checkpoint, validation)
     if checkpoint is None or checkpoint is UNSAID:

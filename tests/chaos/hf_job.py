@@ -29,10 +29,10 @@ from transformers import (
 
 from elastic import train
 from elastic.testing.jobs.steps_job import Orders, is_over, trace
+from elastic.testing.jobs.struck_job import run
 from elastic.train.huggingface.transformers import prepare_trainer
-from elastic.train.torch import TorchTrainer
 
-SAMPLES = 36
+SAMPLES, EVALUATED = 36, 9
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
 TIMES = ("runtime", "per_second")
 
@@ -67,6 +67,12 @@ def history(trainer: Trainer) -> list[dict[str, Any]]:
         {name: value for name, value in log.items() if not any(one in name for one in TIMES)}
         for log in trainer.state.log_history
     ]
+
+
+def right(found: Any) -> dict[str, float]:
+    """Return how many letters are predicted, of how many lines."""
+    hits = found.predictions.argmax(-1)[:, :-1] == found.label_ids[:, 1:]
+    return {"right": float(hits.sum()), "lines": float(len(hits))}
 
 
 class Watch(TrainerCallback):
@@ -136,6 +142,7 @@ def build(config: dict, **options: Any) -> Trainer:
     arguments = {
         "output_dir": config["output"],
         "per_device_train_batch_size": MICRO_BATCH,
+        "per_device_eval_batch_size": MICRO_BATCH,
         "num_train_epochs": config["epochs"],
         "warmup_steps": 10,
         "learning_rate": 1e-3,
@@ -151,7 +158,8 @@ def build(config: dict, **options: Any) -> Trainer:
         model=model,
         args=TrainingArguments(**(arguments | options)),
         train_dataset=Lines(SAMPLES),
-        eval_dataset=Lines(5),
+        eval_dataset=Lines(EVALUATED),
+        compute_metrics=right,
         data_collator=DataCollatorForLanguageModeling(read, mlm=False),
         processing_class=read,
         callbacks=[model.watch],
@@ -169,23 +177,5 @@ def train_func(config: dict) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    """Read the arguments and train."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--trace", default="")
-    parser.add_argument("--orders", default="")
-    parser.add_argument("--finish", default="")
-    parser.add_argument("--pace", type=float, default=0.0)
-    parser.add_argument("--output", default="/tmp/unused")
-    result = TorchTrainer(
-        train_func,
-        train_loop_config=vars(parser.parse_args()),
-        scaling_config=train.ScalingConfig(num_workers=0),
-    ).fit()
-    if train.is_driver():
-        print(json.dumps(result.return_value))
-
-
 if __name__ == "__main__":
-    main()
+    run(train_func)

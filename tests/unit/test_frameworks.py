@@ -20,7 +20,13 @@ from elastic import train
 from elastic.errors import UsageError
 from elastic.train.accelerate import prepare_accelerator
 from elastic.train.huggingface import transformers as of_transformers
-from elastic.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+from elastic.train.lightning import (
+    RayDDPStrategy,
+    RayDeepSpeedStrategy,
+    RayFSDPStrategy,
+    RayLightningEnvironment,
+    prepare_trainer,
+)
 from tests.chaos import hf_job, lightning_job
 from tests.unit.engine_under_test import data, inside_a_run, inside_again, reported
 
@@ -49,6 +55,9 @@ def test_the_trainer_of_transformers_computes_what_it_does_by_itself(tmp_path: P
         "disable_tqdm": True,
         "save_strategy": "steps",
         "save_steps": 5,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "load_best_model_at_end": True,
         "max_steps": 8,
     }
     found = []
@@ -70,7 +79,7 @@ def test_the_trainer_of_transformers_computes_what_it_does_by_itself(tmp_path: P
     (stock, right, weights, saved, predicted), (trainer, logs, mine, written, seen) = found
     assert trainer.state.global_step == stock.state.global_step == 8
     assert furthest(weights, mine) < 1e-6
-    assert len(predicted) == len(seen) == 5
+    assert len(predicted) == len(seen) == hf_job.EVALUATED
     assert written == saved == ["checkpoint-5", "checkpoint-8"]
     assert len(reported) == 2
     assert [sorted(log) for log in logs] == [sorted(log) for log in right]
@@ -141,6 +150,8 @@ def fit(module: Any) -> None:
             lambda: prepare_accelerator(Accelerator(cpu=True, gradient_accumulation_steps=2)),
             "gradient_accumulation_steps=2: leave it out",
         ),
+        (lambda: RayFSDPStrategy(sharding_strategy="FULL_SHARD"), "parallel_strategy='fsdp'"),
+        (lambda: RayDeepSpeedStrategy(stage=3), "DeepSpeed holds groups"),
         (lambda: of_transformers.prepare_trainer(3), "expected a transformers.Trainer"),  # type: ignore[arg-type]
     ],
 )

@@ -67,6 +67,8 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
     its tokens. A step has `per_device_train_batch_size * gradient_accumulation_steps` samples for
     each worker of the largest group, at any number of workers; the Trainer itself accumulates
     nothing then. Evaluation and prediction: every worker goes through all samples, each once.
+    Build model and data before `TrainingArguments`: those ask for this worker's rank, and from
+    there on the others wait for one that joins.
 
     Automatic checkpoints (`CheckpointConfig`) are what a run goes on from; `save_strategy` writes
     the Trainer's own beside them, by one worker, for others to use.

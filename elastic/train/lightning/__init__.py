@@ -1,0 +1,110 @@
+"""Lightning's Trainer: workers come and go beneath `trainer.fit()`, which never notices.
+
+    def train_func(config):
+        trainer = Trainer(strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()], ...)
+        trainer = prepare_trainer(trainer)
+        trainer.fit(module, train_dataloaders=loader)
+
+    TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=(2, 8))).fit()
+
+Lightning's loop has one iteration for each optimizer step, whatever the number of workers: the
+strategy computes all micro-batches of one in `training_step`, and `self.log` is told once, of the
+mean over the step. Rule: Lightning sees one process, for what it asks of others would not hold any
+more after the group has changed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from elastic.errors import UsageError
+from elastic.train.checkpoint import Checkpoint
+from elastic.train.lightning.environment import RayLightningEnvironment
+from elastic.train.lightning.strategy import RayDDPStrategy
+from elastic.train.session import report
+
+__all__ = [
+    "DDPStrategy",
+    "DeepSpeedStrategy",
+    "FSDPStrategy",
+    "LightningEnvironment",
+    "RayDDPStrategy",
+    "RayDeepSpeedStrategy",
+    "RayFSDPStrategy",
+    "RayLightningEnvironment",
+    "RayTrainReportCallback",
+    "TrainReportCallback",
+    "prepare_trainer",
+]
+
+
+class RayTrainReportCallback(Callback):
+    """Reports what was logged, with a checkpoint, at the end of each epoch of training."""
+
+    CHECKPOINT_NAME = "checkpoint.ckpt"
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report; all workers do, and the first one brings the file."""
+        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        with tempfile.TemporaryDirectory() as folder:
+            trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME), weights_only=False)
+            has_file = any(Path(folder).iterdir())
+            report(metrics, checkpoint=Checkpoint.from_directory(folder) if has_file else None)
+
+
+LOOP = (
+    "if no device holds the module, write the loop yourself ('for step in train.steps(loader)') "
+    "with prepare_model(parallel_strategy='fsdp'), which goes on at the newest snapshot, or let "
+    "'elastic run' run the script with Lightning's own strategy, from checkpoint to checkpoint; if "
+    "one does, use RayDDPStrategy()"
+)
+
+
+def RayFSDPStrategy(*args: Any, **named: Any) -> NoReturn:
+    """Refuse what Ray Train has here.
+
+    Raises:
+        UsageError: always.
+    """
+    del args, named
+    raise UsageError(
+        f"RayFSDPStrategy: what Lightning counts cannot go back with the rows of a module to the "
+        f"newest snapshot: {LOOP}"
+    )
+
+
+def RayDeepSpeedStrategy(*args: Any, **named: Any) -> NoReturn:
+    """Refuse what Ray Train has here.
+
+    Raises:
+        UsageError: always.
+    """
+    del args, named
+    raise UsageError(
+        f"RayDeepSpeedStrategy: DeepSpeed holds groups and shards by itself, which cannot change "
+        f"under it: {LOOP}"
+    )
+
+
+DDPStrategy, FSDPStrategy = RayDDPStrategy, RayFSDPStrategy
+DeepSpeedStrategy = RayDeepSpeedStrategy
+LightningEnvironment, TrainReportCallback = RayLightningEnvironment, RayTrainReportCallback
+
+
+def prepare_trainer(trainer: Trainer) -> Trainer:
+    """Return the Trainer, if it can train with the group.
+
+    Raises:
+        UsageError: it has another strategy.
+    """
+    if not isinstance(trainer.strategy, RayDDPStrategy):
+        raise UsageError(
+            f"prepare_trainer: the Trainer has the strategy {type(trainer.strategy).__name__}: "
+            f"write Trainer(strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()], ...)"
+        )
+    return trainer

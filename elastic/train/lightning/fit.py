@@ -1,0 +1,291 @@
+"""One call of `trainer.fit`: its epochs and steps, and what Lightning has counted, in the run."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+
+from elastic.errors import UsageError
+from elastic.train.loaders import PreparedLoader
+from elastic.train.session import require_engine
+from elastic.worker.stepping import Step
+
+if TYPE_CHECKING:
+    from elastic.train.lightning.strategy import RayDDPStrategy
+
+LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+"""Of `LightningModule.log`, after the name and the value."""
+LOSS = "_loss"
+"""Beside the names that users log; with a name like this it is no part of reports."""
+
+
+@contextmanager
+def taken_log(module: LightningModule) -> Iterator[dict[str, tuple[Any, dict[str, Any]]]]:
+    """Take what is logged inside, by name: the value, and how it is to be logged."""
+    told: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def log(name: str, value: Any, *args: Any, **named: Any) -> None:
+        if args:
+            named = dict(zip(LOG_ARGUMENTS, args, strict=False)) | named
+        if not isinstance(value, (int, float)) and not torch.is_tensor(value):
+            raise UsageError(
+                f"self.log({name!r}, ...) in training_step: a {type(value).__name__} adds up what "
+                f"this worker alone has seen; log numbers, which are averaged over the step, and "
+                f"let metrics objects look at validation data"
+            )
+        told[name] = value, {**named, "batch_size": None}
+
+    vars(module)["log"] = log
+    try:
+        yield told
+    finally:
+        del vars(module)["log"]
+
+
+class Steps:
+    """Lightning's loader: of whole steps."""
+
+    def __init__(self, fit: Fit, loader: PreparedLoader) -> None:
+        self._fit, self._loader = fit, loader
+
+    def __len__(self) -> int:
+        """Return the steps of an epoch.
+
+        Raises:
+            UsageError: they are not known.
+        """
+        steps = self._loader.steps_per_epoch()
+        if not steps:
+            raise UsageError(
+                "RayDDPStrategy: an iterable dataset, whose epochs have no known length: Lightning "
+                "reads ahead then; use a dataset with __len__, or write the loop yourself ('for "
+                "step in train.steps(loader)')"
+            )
+        return steps
+
+    def __iter__(self) -> Iterator[Step]:
+        """Begin an epoch."""
+        return self._fit.steps(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass everything else on."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class Fit:
+    """One call of `trainer.fit`.
+
+    Attributes:
+        told: what training_step has logged in the step at hand, by name.
+        loader: deals out what is trained with.
+    """
+
+    def __init__(self, trainer: Trainer, strategy: RayDDPStrategy) -> None:
+        """Begin where the run stands; everything of it is built."""
+        self.told: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._trainer: Any = trainer
+        self._strategy = strategy
+        self._engine = require_engine("RayDDPStrategy")
+        self._gradients: list[torch.Tensor | None] = []
+        self._steps: Iterator[Step] = iter(())
+        self.loader: PreparedLoader | None = None
+        self._results: dict[str, Any] = {}
+        # Until the loop asks for its first step: what this worker has received.
+        self._received: Mapping[str, Any] | None = None
+        self._is_new, self._is_open, self._passed = True, False, -1
+        self._parameters = [
+            one for group in strategy.optimizers[0].param_groups for one in group["params"]
+        ]
+        module = trainer.lightning_module
+        before = module._on_before_batch_transfer
+
+        def transfer(batch: Any, **named: Any) -> Any:
+            return batch if isinstance(batch, Step) else before(batch, **named)
+
+        vars(module)["_on_before_batch_transfer"] = transfer
+        engine, fit = self._engine, self._trainer.fit_loop
+        engine.add_model(module)
+        engine.add_optimizer(strategy.optimizers[0])
+        for config in strategy.lr_scheduler_configs:
+            engine.add_scheduler(config.scheduler)
+        engine.register("lightning.Trainer", self, is_own=True)
+        total = fit.max_epochs if fit.max_epochs not in (None, -1) else sys.maxsize
+        self._epochs = engine.epochs(total, trainer.current_epoch)
+        self._epoch = next(self._epochs, sys.maxsize)
+        progress: Any = fit.epoch_progress.current
+        progress.ready = progress.started = progress.processed  # It is begun by the loop.
+        self._take_place(begins=True)
+
+    # ------------------------------------------------------------------- epochs and steps
+
+    def steps(self, loader: PreparedLoader) -> Iterator[Step]:
+        """Yield the steps of Lightning's present epoch that are left to do."""
+        if self._is_new and self._received is not None:
+            self.load_state_dict(self._received)  # Again: the loop has set its counters to zero.
+        self._is_new, self._received = False, None
+        self._leave_epoch()
+        epoch = self._trainer.current_epoch
+        while self._epoch < epoch:
+            if self._passed < self._epoch:
+                self._pass_gate(loader)
+            self._epoch = next(self._epochs, sys.maxsize)
+        self._steps, self._is_open = loader.steps(), True
+        for step in self._steps:
+            self._take_place()
+            self.told = {}
+            yield step
+
+    def _leave_epoch(self) -> None:
+        """Pass the end of the epoch with the others, also if Lightning has left it before."""
+        if self._is_open:
+            self._engine.end_epoch()
+            next(self._steps, None)
+            self._is_open, self._passed = False, self._epoch
+
+    def _pass_gate(self, loader: PreparedLoader) -> None:
+        """Pass the end of an epoch that was over when this worker came."""
+        for _ in loader.steps():
+            raise UsageError(
+                f"Lightning is in epoch {self._trainer.current_epoch}, the run is in epoch "
+                f"{self._epoch}: let trainer.fit begin where the run stands, without ckpt_path"
+            )
+
+    def end(self) -> None:
+        """Lightning is on its own again."""
+        self._leave_epoch()
+        if self._engine.has_begun and self._passed < self._epoch and self.loader is not None:
+            self._pass_gate(self.loader)
+        self._epoch = next(self._epochs, sys.maxsize)
+        close = getattr(self._epochs, "close", None)
+        if close is not None:
+            close()
+
+    # ------------------------------------------------------------------- a step
+
+    def computed(self, averages: Mapping[str, float], samples: int) -> None:
+        """Tell Lightning what was logged, of the whole step; and keep its gradients."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        for name, (value, named) in self.told.items():
+            like = value.detach() if torch.is_tensor(value) else torch.tensor(float(value))
+            mean = torch.tensor(averages.get(name, float(like)), device=like.device)
+            module.log(name, mean, **{**named, "batch_size": samples, "sync_dist": False})
+        results = trainer._results
+        results.batch_size = samples
+        for key in [key for key in self._results if key in results]:
+            _add(results[key], self._results.pop(key))
+        self._gradients = [one.grad for one in self._parameters]
+        self._take_place()
+
+    def put_gradients(self) -> None:
+        """Let `p.grad` be the step's gradient."""
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        self._gradients = []
+
+    def _take_place(self, *, begins: bool = False) -> None:
+        """Let Lightning know which worker this is now."""
+        before = self._strategy.global_rank
+        if self._strategy.take_place() == 0 and before and not begins:
+            for one in self._trainer.callbacks:
+                if isinstance(one, ProgressBar):
+                    one.enable()
+                    one.on_train_start(self._trainer, self._trainer.lightning_module)
+                    one.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+
+    # ------------------------------------------------------------------- what is in the run's state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what Lightning and its callbacks have counted, as after whole steps."""
+        trainer = self._trainer
+        loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+        optimization = loop.automatic_optimization.optim_progress
+        done = optimization.optimizer.step.state_dict()
+        return copy.deepcopy(
+            {
+                "epochs": trainer.fit_loop.epoch_progress.state_dict(),
+                "batches": _whole(loop.batch_progress.state_dict()),
+                "validated": loop.val_loop.batch_progress.state_dict(),
+                "schedulers": loop.scheduler_progress.state_dict(),
+                "steps": _whole(done),
+                "zeroed": _whole(optimization.optimizer.zero_grad.state_dict(), done),
+                "stepped": loop._batches_that_stepped,
+                "stops": trainer.should_stop,
+                "callback_metrics": dict(connector._callback_metrics),
+                "logged_metrics": dict(connector._logged_metrics),
+                "bar_metrics": dict(connector._progress_bar_metrics),
+                "results": {
+                    key: {name: getattr(one, name) for name in _names(one)}
+                    for key, one in loop._results.items()
+                    if not one.has_reset and one.meta.on_epoch
+                },
+                "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks},
+            }
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from another's."""
+        self._received = state
+        state, trainer = copy.deepcopy(dict(state)), self._trainer
+        fetcher = trainer.fit_loop._data_fetcher
+        if fetcher is not None:
+            fetcher.fetched = state["batches"]["current"]["completed"]
+        loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+        optimization = loop.automatic_optimization.optim_progress
+        trainer.fit_loop.epoch_progress.load_state_dict(state["epochs"])
+        loop.batch_progress.load_state_dict(state["batches"])
+        loop.val_loop.batch_progress.load_state_dict(state["validated"])
+        loop.scheduler_progress.load_state_dict(state["schedulers"])
+        optimization.optimizer.step.load_state_dict(state["steps"])
+        optimization.optimizer.zero_grad.load_state_dict(state["zeroed"])
+        loop._batches_that_stepped = state["stepped"]
+        trainer.should_stop = state["stops"]
+        connector._callback_metrics.update(state["callback_metrics"])
+        connector._logged_metrics.update(state["logged_metrics"])
+        connector._progress_bar_metrics.update(state["bar_metrics"])
+        self._results = {}
+        for key, values in state["results"].items():
+            if key in loop._results:
+                vars(loop._results[key]).update(values)
+            else:
+                self._results[key] = values  # It is not known yet how they are to be added up.
+        for one in trainer.callbacks:
+            if state["callbacks"].get(one.state_key):
+                one.load_state_dict(state["callbacks"][one.state_key])
+
+
+def _whole(progress: Mapping[str, Any], done: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return counters as they are between steps: all that was begun is done.
+
+    Args:
+        progress: of Lightning.
+        done: counters that tell how much is, if others do.
+    """
+    return {
+        name: dict.fromkeys(part, (done or progress)[name]["completed"])
+        if isinstance(part, Mapping)
+        else part
+        for name, part in progress.items()
+    }
+
+
+def _names(metric: Any) -> list[str]:
+    return ["value", "cumulated_batch_size"] if metric.meta.is_mean_reduction else ["value"]
+
+
+def _add(metric: Any, before: Mapping[str, Any]) -> None:
+    """Add to what was logged in an epoch what was so before this worker came."""
+    metric._computed = None
+    if metric.meta.is_mean_reduction or metric.meta.is_sum_reduction:
+        for name, value in before.items():
+            setattr(metric, name, value + getattr(metric, name))
+    else:
+        metric.value = metric.meta.reduce_fx(before["value"], metric.value)

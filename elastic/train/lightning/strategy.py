@@ -1,0 +1,187 @@
+"""The strategy that has all micro-batches of a step computed where Lightning asks for one batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Trainer, strategies
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.rank_zero import rank_zero_only as rank_zero_only_here
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from elastic.errors import UsageError
+from elastic.train.devices import get_device
+from elastic.train.lightning.environment import current_rank
+from elastic.train.lightning.fit import LOSS, Fit, Steps, taken_log
+from elastic.train.loaders import prepare_data_loader
+from elastic.train.session import require_context
+from elastic.worker.stepping import Step
+
+
+class RayDDPStrategy(strategies.SingleDeviceStrategy):
+    """Data-parallel training in place: automatic optimization, with one optimizer.
+
+    A step has `batch_size * accumulate_grad_batches` samples for each worker of the largest group,
+    at any number of workers; Lightning itself accumulates nothing then. Validation and test: every
+    worker goes through all samples, each once.
+    """
+
+    strategy_name = "elastic"
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int | None = None,
+        weigh: Callable[[Any], Any] | None = None,
+        **named: Any,
+    ) -> None:
+        """Be of this worker.
+
+        Args:
+            global_batch_size: samples of a step, if it is to be another number.
+            weigh: what a micro-batch counts, as in `prepare_data_loader`.
+            named: of DistributedDataParallel (`find_unused_parameters`, ...): the step engine has
+                no need of them.
+        """
+        del named
+        super().__init__(device=get_device())
+        self._global_batch_size, self._weigh = global_batch_size, weigh
+        self._accumulated = 1
+        self._fit: Fit | None = None
+        self.take_place()
+
+    # ------------------------------------------------------------------- one process
+
+    def take_place(self) -> int:
+        """Take this worker's rank, as it is now; the first one writes, and shows progress."""
+        context = require_context("RayDDPStrategy")
+        self.global_rank, self.local_rank = current_rank(), context.local_rank
+        for one in (rank_zero_only, rank_zero_only_here):
+            vars(one)["rank"] = self.global_rank
+        return self.global_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Return whether this worker is the first one now."""
+        return self.global_rank == 0
+
+    # ------------------------------------------------------------------- the life of a fit
+
+    def setup(self, trainer: Trainer) -> None:
+        """Build what is trained, and refuse what cannot be trained so.
+
+        Raises:
+            UsageError: manual optimization, several optimizers, several loaders.
+        """
+        module = trainer.lightning_module
+        if trainer.state.fn == "fit" and not module.automatic_optimization:
+            raise UsageError(
+                f"RayDDPStrategy: {type(module).__name__} has automatic_optimization=False: it "
+                f"steps by itself, for its own micro-batches; write the loop yourself ('for step "
+                f"in train.steps(loader)'), or let Lightning optimize"
+            )
+        for part in module.modules():
+            if isinstance(part, Metric):  # Each worker's has seen all samples.
+                part.distributed_available_fn = _is_not
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        if len(self.optimizers) != 1:
+            raise UsageError(
+                f"RayDDPStrategy: configure_optimizers of {type(module).__name__} returned "
+                f"{len(self.optimizers)} optimizers, expected one: write the loop yourself ('for "
+                f"step in train.steps(loader)'), where there may be several"
+            )
+        self._accumulated, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Let what is trained with be dealt out in steps; everything is built: begin."""
+        trainer = self._the_trainer()
+        if not trainer.training:
+            return dataloader
+        if not isinstance(dataloader, DataLoader):
+            raise UsageError(
+                f"RayDDPStrategy: train_dataloaders is a {type(dataloader).__name__}: expected one "
+                f"torch.utils.data.DataLoader that is not prepared"
+            )
+        size = self._global_batch_size
+        if size is None and dataloader.batch_size is not None:
+            workers = require_context("RayDDPStrategy").max_workers
+            size = dataloader.batch_size * self._accumulated * workers
+        prepared = prepare_data_loader(
+            dataloader, global_batch_size=size, weigh=self._weigh, move_to_device=False
+        )
+        if self._fit is None:
+            self._fit = Fit(trainer, self)
+        self._fit.loader = prepared
+        return Steps(self._fit, prepared)
+
+    def on_train_end(self) -> None:
+        """Leave the last epoch with all others."""
+        if self._fit is not None:
+            self._fit.end()
+
+    def teardown(self) -> None:
+        """Leave it also if it was over before it began here."""
+        if self._fit is not None and sys.exc_info()[0] is None:
+            self._fit.end()
+        super().teardown()
+
+    def _the_trainer(self) -> Trainer:
+        module = self.lightning_module
+        if module is None:
+            raise UsageError("RayDDPStrategy: used without a Trainer")
+        return module.trainer
+
+    # ------------------------------------------------------------------- a step
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Move a batch; a step's micro-batches are moved when they are computed."""
+        return batch if isinstance(batch, Step) else super().batch_to_device(batch, device)
+
+    def training_step(self, *args: Any, **named: Any) -> Any:
+        """Compute all micro-batches of a step: forward, backward, and the reduction."""
+        step, *others = args
+        if not isinstance(step, Step) or self._fit is None:
+            return super().training_step(*args, **named)
+        module, output = self._the_trainer().lightning_module, None
+
+        def compute(batch: Any) -> dict[str, Any]:
+            nonlocal output
+            batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = self.batch_to_device(batch)
+            with taken_log(module) as told:
+                output = super(RayDDPStrategy, self).training_step(batch, *others, **named)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if loss is None:
+                raise UsageError(
+                    f"{type(module).__name__}.training_step returned None: a micro-batch cannot be "
+                    f"left out; return a loss of zero (loss * 0)"
+                )
+            super(RayDDPStrategy, self).backward(loss, self.optimizers[0])
+            step.add(samples=extract_batch_size(batch))
+            self._fit.told.update(told)  # type: ignore[union-attr]
+            return {LOSS: loss, **{name: value for name, (value, _) in told.items()}}
+
+        averages = step.run(compute)
+        self._fit.computed(averages, int(step.sums.get("samples", 1)))
+        loss = torch.tensor(averages.get(LOSS, 0.0), device=self.root_device)
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        """Have the gradients again that were there before Lightning has zeroed them."""
+        if self._fit is None:
+            return super().backward(closure_loss, *args, **named)
+        self._fit.put_gradients()
+        return closure_loss
+
+
+def _is_not() -> bool:
+    return False
