@@ -5,8 +5,6 @@ It classifies scikit-learn's digits, and evaluates them between epochs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from typing import Any
 
@@ -18,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elastic import train
 from elastic.testing.jobs.steps_job import Orders, is_over, trace
+from elastic.testing.jobs.struck_job import run
 from elastic.train.accelerate import prepare_accelerator
-from elastic.train.torch import TorchTrainer
 
 SAMPLES, MICRO_BATCH, GLOBAL_BATCH = 50, 4, 16
 
@@ -73,22 +71,5 @@ def train_func(config: dict) -> dict[str, Any]:
     return {"right": right}
 
 
-def main() -> None:
-    """Read the arguments and train."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--trace", default="")
-    parser.add_argument("--orders", default="")
-    parser.add_argument("--finish", default="")
-    parser.add_argument("--pace", type=float, default=0.0)
-    result = TorchTrainer(
-        train_func,
-        train_loop_config=vars(parser.parse_args()),
-        scaling_config=train.ScalingConfig(num_workers=0),
-    ).fit()
-    if train.is_driver():
-        print(json.dumps(result.return_value))
-
-
 if __name__ == "__main__":
-    main()
+    run(train_func)

@@ -6,7 +6,6 @@ Lightning's own demo, a tiny transformer, learns the text of CPython's standard 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import time
 from pathlib import Path
@@ -21,8 +20,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from elastic import train
 from elastic.testing.jobs.steps_job import Orders, is_over, trace
-from elastic.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
-from elastic.train.torch import TorchTrainer
+from elastic.testing.jobs.struck_job import run
+from elastic.train.lightning import (
+    RayDDPStrategy,
+    RayLightningEnvironment,
+    prepare_trainer,
+)
 
 SAMPLES, LENGTH = 34, 12
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
@@ -157,22 +160,5 @@ def train_func(config: dict) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    """Read the arguments and train."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--trace", default="")
-    parser.add_argument("--orders", default="")
-    parser.add_argument("--finish", default="")
-    parser.add_argument("--pace", type=float, default=0.0)
-    result = TorchTrainer(
-        train_func,
-        train_loop_config=vars(parser.parse_args()),
-        scaling_config=train.ScalingConfig(num_workers=0),
-    ).fit()
-    if train.is_driver():
-        print(json.dumps(result.return_value))
-
-
 if __name__ == "__main__":
-    main()
+    run(train_func)

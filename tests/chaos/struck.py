@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, WorkerPhase
+from elastic.core.world import ENDED, JobPhase, WorkerPhase
 from elastic.testing.chaos_jobs import ChaosJob
 from elastic.testing.local_cluster import LocalCluster
 from elastic.testing.traces import Reference, compare
@@ -55,6 +56,24 @@ class Run:
         """Return the processes of the group's members."""
         workers = self.cluster.job(self.job_id).workers
         return {str(w.report.worker_id): w.report.pid for w in workers if w.rank >= 0}
+
+    def kill_at_every_place(self, places: Sequence[str] = PLACES) -> None:
+        """Kill a worker at each, one after the other, and go on as if it had not been."""
+        view = self.full()
+        for place in places:
+            before, generation = self.pids(), view.record.generation
+            self.order(f"kill-{place}")
+            view = self.full(after=generation)
+            assert_kept(before, self.pids(), lost=1)
+            self.check()
+
+    def end(self) -> JobView:
+        """Let it end, as it must."""
+        self.job.finish.touch()
+        view = self.cluster.wait(self.job_id, lambda v: v.record.phase in ENDED, "the end")
+        assert view.record.phase is JobPhase.SUCCEEDED, view.record.failure
+        self.check()
+        return view
 
     def check(self) -> None:
         """Compare every step of every rank so far with the undisturbed run's."""

@@ -7,15 +7,16 @@ history of the same script in one process, which goes through the library's loop
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from elastic.core.world import ENDED, JobPhase
 from elastic.testing.chaos_jobs import chaos_job, with_script
 from elastic.testing.local_cluster import LocalCluster
 from elastic.testing.traces import Reference
-from tests.chaos.struck import WORKERS, Run, assert_kept
+from tests.chaos.scripts import Script
+from tests.chaos.struck import WORKERS, Run
 
 JOBS = {
     "accelerate": "accelerate_job.py",
@@ -44,14 +45,17 @@ def test_workers_are_killed_at_every_place(
     job = replace(job, spec=replace(job.spec, entry=entry))
     with Reference(script, (), tmp_path / "reference") as reference:
         run = Run(cluster, job, reference, cluster.submit(job.spec))
-        view = run.full()
-        for place in PLACES:
-            before, generation = run.pids(), view.record.generation
-            run.order(f"kill-{place}")
-            view = run.full(after=generation)
-            assert_kept(before, run.pids(), lost=1)
-            run.check()
-        job.finish.touch()
-        view = cluster.wait(run.job_id, lambda v: v.record.phase in ENDED, "the end")
-        assert view.record.phase is JobPhase.SUCCEEDED, view.record.failure
-        run.check()
+        run.kill_at_every_place(PLACES)
+        run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("name", ["test_script", "test_sync"])
+def test_the_scripts_that_accelerate_is_tested_with_pass_as_under_torchrun(
+    scripts: list[Script], tmp_path: Path, name: str, workers: int
+) -> None:
+    path = Path(find_spec("accelerate.test_utils").origin).parent / "scripts" / f"{name}.py"  # type: ignore[union-attr, arg-type]
+    run = ("run", "--storage", str(tmp_path / "runs"), f"--nproc-per-node={workers}")
+    scripts.append(Script("", tmp_path, "-m", "elastic.client.cli", *run, script=path))
+    assert scripts[-1].wait() == 0, scripts[-1].said()

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.world import ENDED
 from elastic.testing.chaos_jobs import chaos_job, with_arguments
 from elastic.testing.local_cluster import LocalCluster
 from elastic.testing.traces import Reference
-from tests.chaos.struck import PLACES, WORKERS, Run, assert_kept
+from tests.chaos.struck import WORKERS, Run
 
 
 @pytest.mark.parametrize("model", ["cnn", pytest.param("gpt", marks=pytest.mark.slow)])
@@ -40,13 +39,5 @@ def test_workers_are_killed_at_every_place(
     )  # fmt: skip
     with Reference(Path(entry.target), plain, tmp_path / "reference") as reference:
         run = Run(cluster, job, reference, cluster.submit(job.spec))
-        view = run.full()
-        for place in PLACES:
-            before, generation = run.pids(), view.record.generation
-            run.order(f"kill-{place}")
-            view = run.full(after=generation)
-            assert_kept(before, run.pids(), lost=1)
-            run.check()
-        job.finish.touch()
-        view = cluster.wait(run.job_id, lambda v: v.record.phase in ENDED, "the end")
-        assert job.check(view)
+        run.kill_at_every_place()
+        assert job.check(run.end())
