@@ -99,9 +99,8 @@ def batches_of(variant: str, folder: str, processes: int) -> Iterator[Any]:
 
 def measure(variant: str, folder: str, processes: int) -> dict[str, float]:
     """Read an epoch in this process."""
-    if variant.startswith("HF"):
-        # Its cache is made once, and is no part of what is compared.
-        next(iter(batches_of(variant, folder, 0)))
+    # Imports, and the cache of Hugging Face, are made once, and are no part of what is compared.
+    next(iter(batches_of(variant, folder, 0)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     ids: list[int] = []
