@@ -187,7 +187,7 @@ class ResultGrid:
             if record.automatic or (record.generation, record.index) <= last
         )
         result = result_of(path, counting, "", error)
-        history = [
+        history: list[dict[str, Any]] = [
             {
                 "metrics": self._metrics(trial, report.number, report.metrics, report.seconds),
                 "generation": report.place[0],

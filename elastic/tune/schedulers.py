@@ -327,7 +327,7 @@ class PopulationBasedTraining(TrialScheduler):
                 changed[key] = self._mutated(dict(config.get(key) or {}), mutation, random)
                 continue
             options = list(mutation) if isinstance(mutation, (list, tuple)) else None
-            value = config.get(key)
+            value: Any = config.get(key)
             is_new = random.random() < self._resample or value is None
             if options is not None and value in options and not is_new:
                 near = options.index(value) + random.choice((-1, 1))

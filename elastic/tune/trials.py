@@ -131,7 +131,9 @@ def _scaling(resources: Any) -> ScalingConfig:
             f"or a ScalingConfig"
         )
     names = {"cpu": "CPU", "gpu": "GPU"}
-    amounts = {names.get(name, name): float(amount) for name, amount in resources.items()}
+    amounts: dict[str, float] = {
+        names.get(str(name), str(name)): float(amount) for name, amount in resources.items()
+    }
     # A worker takes a slot, which stands for a CPU.
     if amounts.get("CPU", 1.0) <= 1.0:
         amounts.pop("CPU", None)

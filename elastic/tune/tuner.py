@@ -293,8 +293,7 @@ class Tuner:
         if isinstance(search, BasicVariantGenerator):
             search.num_samples = config.num_samples
             if search.max_concurrent:
-                search, basic = ConcurrencyLimiter(search, search.max_concurrent), search
-                basic.num_samples = config.num_samples
+                search = ConcurrencyLimiter(search, search.max_concurrent)
         search.set_space(self._space, config.metric or "", config.mode or "max", seed)  # type: ignore[arg-type]
         return search
 
