@@ -107,6 +107,10 @@ class Watch(TrainerCallback):
             control.should_training_stop = True
         self.orders.at("between")
 
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Here the epoch's last step is counted, and nothing is evaluated."""
+        self.orders.at("epoch")
+
 
 class Struck(LlamaForCausalLM):
     """A model in which ranks are struck."""

@@ -12,6 +12,7 @@ import pytest
 
 from tests.chaos.scripts import Script
 from tests.chaos.whole_script import BATCH, EPOCHS, KILLED, STEPS
+from tests.patience import wait_for
 
 SCRIPT = Path(__file__).with_name("whole_script.py")
 REMEMBERING = """
@@ -55,5 +56,5 @@ def test_a_script_that_loses_workers_finds_nothing_of_the_run_before(
     assert sorted((folder / "goodbyes").read_text().split()) == ["0", "1", "2"]
     children = (folder / "children").read_text().split()
     assert len(children) == 3 * (1 + len(KILLED))
-    assert not any(psutil.pid_exists(int(child)) for child in children)
+    wait_for(lambda: not any(psutil.pid_exists(int(child)) for child in children), "their end")
     run.assert_nothing_is_left()

@@ -267,8 +267,9 @@ async def test_changes_and_refusals_leave_a_line_and_no_secret(tokens: Tokens) -
         with pytest.raises(grpc.aio.AioRpcError):
             await reader.stop(job)
         await user.stop(job)
+    async with User(address, token=tokens.of[Role.ADMIN]) as admin:
         with pytest.raises(grpc.aio.AioRpcError):
-            await user.drain("no-such-node", 1.0)
+            await admin.drain("no-such-node", 1.0)
     what = f"name=audited job_id={job}"
     submitted = await wait_audited(tokens.audit, action="Submit", outcome="ok", what=what)
     fields = submitted["fields"]

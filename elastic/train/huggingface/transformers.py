@@ -215,6 +215,25 @@ class _Run(TrainerCallback):
             self._next_epoch()
         return self._epoch == epoch
 
+    def is_over(self) -> bool:
+        """Pass the end of an epoch all of whose steps were done when this worker came.
+
+        The others meet it behind all code of that epoch, their evaluation included, whose entry in
+        the log has come with their state.
+
+        Returns:
+            Whether it was so.
+        """
+        if self.loader is None or not (steps := self.loader.steps_per_epoch()):
+            return False
+        if self._engine.cursor.step < steps:
+            return False
+        next(self.loader.whole_steps(), None)
+        state = self._trainer.state
+        is_last = self._stops or state.global_step >= state.max_steps
+        self._trainer.control.should_training_stop = is_last
+        return True
+
     def steps(self, loader: PreparedLoader) -> Iterator[Step]:
         """Yield the steps of the epoch, up to where the others have stopped."""
         trainer, self._steps, self._num_steps = self._trainer, loader.steps(), 0
@@ -261,6 +280,10 @@ class _Steps:
         """Begin an epoch."""
         return self._run.steps(self._loader)
 
+    def whole_steps(self) -> Iterator[Step]:
+        """Begin it without the Trainer."""
+        return self._loader.steps()
+
     def __getattr__(self, name: str) -> Any:
         """Pass everything else on."""
         if name.startswith("__"):
@@ -306,7 +329,7 @@ class _InSteps(Trainer):
     def _run_epoch(self, **named: Any) -> None:  # type: ignore[override]
         """Run what is left of an epoch; nothing of one that was over when this worker came."""
         run = self._elastic
-        if run.has_epoch(named["epoch"]):
+        if run.has_epoch(named["epoch"]) and not run.is_over():
             super()._run_epoch(**named)
             run.end_epoch()
 
