@@ -19,6 +19,8 @@ from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.shares import chunk
 from elastic.core.world import SNAPSHOT_SLOTS
 from elastic.storage.run_directory import RunDirectory
+from elastic.worker.links import connect
+from elastic.worker.mesh import Reach
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.sharded_state import with_expected
 from elastic.worker.state import TrainState
@@ -145,6 +147,7 @@ def together(size: int, do: Callable[[int, Any], Any]) -> list[Any]:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         group = dist.ProcessGroupGloo(store, rank, size, options)
+        connect(group, Reach("127.0.0.1", DEADLINE_S))
         found[rank] = do(rank, group)
 
     threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
