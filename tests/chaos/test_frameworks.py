@@ -33,7 +33,11 @@ PLACES = {
 
 @pytest.mark.parametrize(
     "library",
-    [pytest.param("accelerate", marks=pytest.mark.slow), "lightning", "transformers"],
+    [
+        pytest.param("accelerate", marks=pytest.mark.slow),
+        pytest.param("lightning", marks=pytest.mark.slow),
+        "transformers",
+    ],
 )
 def test_workers_are_killed_at_every_place(
     cluster: LocalCluster, tmp_path: Path, library: str

@@ -35,6 +35,7 @@ def was_preempted(view: JobView, by: str) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_a_preempted_job_comes_back_and_ends_with_the_same_bits(
     full: LocalCluster, tmp_path: Path
 ) -> None:

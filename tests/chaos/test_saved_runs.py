@@ -58,7 +58,7 @@ def saved(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder / "run"
 
 
-@pytest.mark.parametrize(("model", "size"), [slow("mlp", 2), ("cnn", 8), slow("gpt", 5)])
+@pytest.mark.parametrize(("model", "size"), [slow("mlp", 2), slow("cnn", 8), slow("gpt", 5)])
 def test_every_world_size_ends_with_the_same_bits(
     cluster: LocalCluster, tmp_path: Path, model: str, size: int
 ) -> None:
