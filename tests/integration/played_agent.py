@@ -222,5 +222,6 @@ def announce(members: Sequence[Played], generation: int, checkpoint: str = "") -
             num_nodes=len(members),
             leader_address=members[0].store_address,
             checkpoint=checkpoint,
+            group_key=f"secret of {generation}",
         )
         one.tell(Announce(assignment))
