@@ -14,6 +14,7 @@ from elastic.train.dealing import Pass
 from elastic.train.devices import get_device
 from elastic.train.session import require_place
 from elastic.worker.c10d import default_group
+from elastic.worker.links import connect
 from elastic.worker.meeting import share_bytes
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ def gather_for_metrics(values: Any, *, loader: PreparedLoader | None = None) -> 
     entries = _by_batch(values, sizes) if sizes else []
     mine = dict(zip(read.sizes, (_on_cpu(one) for one in entries), strict=True))
     with context.activity.waiting():
-        said = share_bytes(default_group(), pickle.dumps(mine))
+        group = default_group()
+        connect(group, context.reach)
+        said = share_bytes(group, pickle.dumps(mine))
     found: dict[int, Any] = {}
     for one in said:
         found.update(pickle.loads(one))

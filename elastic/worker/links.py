@@ -272,12 +272,14 @@ def join_links(group: Any, entries: Sequence[Entry]) -> None:
 
 
 def connect(group: Any, reach: Reach) -> None:
-    """Tell each other where we are, and connect; for members who need not meet otherwise.
+    """Tell each other where we are, and connect, unless that is done; all members do so.
+
+    Those who train over `train.epochs()` have met before; members of plain loops may not have.
 
     Raises:
         RuntimeError: the group broke, or somebody cannot be reached.
     """
-    if group.size() == 1:
+    if group.size() == 1 or group in _links:
         return
     mine = torch.tensor(open_links(group, reach).entry.numbers(), dtype=torch.int64)
     told = [torch.empty_like(mine) for _ in range(group.size())]
