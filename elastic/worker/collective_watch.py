@@ -52,6 +52,7 @@ CALLED = ("distributed_c10d.py", "c10d_logger.py", "utils.py")
 """Under `DISTRIBUTED`: what everyone calls collectives through."""
 
 
+OURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 WAITS = (waits.Waits.wait.__code__, waits.Waits.wait_messages.__code__)
 """Where we wait in torch's place."""
 WAITS_DEPTH = 8
@@ -228,9 +229,10 @@ def _outside_of_waits(frame: FrameType | None) -> FrameType | None:
         if inner is None:
             break
         if inner.f_code in WAITS:
-            inner = inner.f_back
-            # What stands in torch's place is a function of the seam's.
-            return inner.f_back if inner is not None else None
+            # Between it and torch's function stands what we have put in the place of torch's own.
+            while inner is not None and inner.f_code.co_filename.startswith(OURS):
+                inner = inner.f_back
+            return inner
         inner = inner.f_back
     return frame
 

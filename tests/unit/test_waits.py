@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from elastic.worker import c10d
 from elastic.worker.collective_watch import seen_stack
 from elastic.worker.gloo_threads import Quiet
+from elastic.worker.held import _looked_at
 from elastic.worker.waits import MESSAGES, Waits
 from tests.patience import DEADLINE_S
 
@@ -147,11 +149,9 @@ def test_messages_have_the_groups_time_and_not_that_of_forming(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_waits_stands_where_it_has_begun_to_wait(waits: Waits, kind: int) -> None:
-    """Waits go round in slices, which would look like movement."""
+    """Waits go round in slices, which would look like movement, and stand in torch's place."""
     work = PlayedWork(kind)
-
-    def in_torchs_place() -> None:
-        waits.wait(real, work)
+    in_torchs_place = _looked_at(functools.partial(waits.wait, real, work), lambda error: None)
 
     def of_torchs() -> None:
         in_torchs_place()
