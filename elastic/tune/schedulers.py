@@ -161,14 +161,12 @@ class AsyncHyperBandScheduler(TrialScheduler):
         _expect(self, "reduction_factor", reduction_factor, reduction_factor >= 2, "at least 2")
         _expect(self, "brackets", brackets, brackets >= 1, "at least 1")
         self._sizes = (int(grace_period), round(reduction_factor), int(max_t), int(brackets))
-        self._is_endless = not stop_last_trials
+        self._stops_last = bool(stop_last_trials)
 
     def judge(self, study: Study, trial: Trial) -> Decision[Verdict]:
         """Judge a trial by its newest report."""
-        decision = self._judged(study, trial, Asha(*self._sizes, sign=self.sign).judge)
-        if self._is_endless and decision.reason.startswith("reached max_t"):
-            return Decision(GO_ON, decision.reason)
-        return decision
+        policy = Asha(*self._sizes, sign=self.sign, stops_last=self._stops_last)
+        return self._judged(study, trial, policy.judge)
 
 
 ASHAScheduler = AsyncHyperBandScheduler

@@ -133,6 +133,12 @@ def test_asha_stops_at_max_t_and_says_why_it_stops() -> None:
     assert policy.judge(done, []).reason == "reached max_t=4"
 
 
+def test_asha_that_stops_nobody_at_max_t_remembers_what_passed_the_rungs_before() -> None:
+    late = Seen(0, curve=[(4, 0.5)], rungs={1: 0.5})
+    verdict = Asha(1, 2, max_t=4, stops_last=False).judge(late, []).value
+    assert (verdict.act, verdict.rungs) == (Act.GO_ON, {2: 0.5})
+
+
 # ------------------------------------------------------------------------------------- HyperBand
 
 

@@ -22,7 +22,8 @@ class Asha:
     Attributes:
         grace: resource of the first rung.
         reduction: of so many at a rung one goes on.
-        max_t: a trial that has got so far is stopped; 0 for never.
+        max_t: a trial that has got so far is past all rungs; 0 for no limit.
+        stops_last: such a trial is stopped.
         brackets: trials are dealt to so many brackets in turn; each begins one rung later.
         sign: what values were turned with so that greater is better; reasons turn them back.
     """
@@ -32,6 +33,7 @@ class Asha:
     max_t: int = 100
     brackets: int = 1
     sign: float = 1.0
+    stops_last: bool = True
 
     def judge(self, trial: Seen, others: Sequence[Seen]) -> Decision[Verdict]:
         """Judge a trial by its newest report.
@@ -59,7 +61,7 @@ class Asha:
                 )
                 return Decision(Verdict(Act.STOP, passed), reason)
             rung *= self.reduction
-        if self.max_t and at >= self.max_t:
+        if self.stops_last and self.max_t and at >= self.max_t:
             return Decision(Verdict(Act.STOP, passed), f"reached max_t={self.max_t}")
         if not passed:
             return Decision(GO_ON, "between rungs")
