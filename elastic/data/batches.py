@@ -6,6 +6,7 @@ into the other form only when an operation asks for that one, and rows keep thei
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,11 +26,7 @@ def arrow() -> Any:
     Raises:
         UsageError: it is not installed.
     """
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise UsageError(f"elastic.data reads with pyarrow, which is missing: {EXTRA}") from error
-    return pyarrow
+    return _needed("pyarrow", "elastic.data reads with pyarrow")
 
 
 def pandas() -> Any:
@@ -38,11 +35,14 @@ def pandas() -> Any:
     Raises:
         UsageError: it is not installed.
     """
+    return _needed("pandas", "this needs pandas")
+
+
+def _needed(name: str, what: str) -> Any:
     try:
-        import pandas
+        return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f"this needs pandas, which is missing: {EXTRA}") from error
-    return pandas
+        raise UsageError(f"{what}, which is missing: {EXTRA}") from error
 
 
 def num_rows(batch: Batch) -> int:

@@ -228,7 +228,7 @@ class _Run(TrainerCallback):
             return False
         if self._engine.cursor.step < steps:
             return False
-        next(self.loader.whole_steps(), None)
+        next(self.loader.steps(), None)  # Begun without the Trainer, who has nothing to do in it.
         state = self._trainer.state
         is_last = self._stops or state.global_step >= state.max_steps
         self._trainer.control.should_training_stop = is_last
@@ -279,10 +279,6 @@ class _Steps:
     def __iter__(self) -> Iterator[Step]:
         """Begin an epoch."""
         return self._run.steps(self._loader)
-
-    def whole_steps(self) -> Iterator[Step]:
-        """Begin it without the Trainer."""
-        return self._loader.steps()
 
     def __getattr__(self, name: str) -> Any:
         """Pass everything else on."""
