@@ -58,11 +58,23 @@ if TYPE_CHECKING:
     from elastic.data.engines import Engine
     from elastic.data.iterator import DataIterator
 
-NO_EFFECT = frozenset({
-    "concurrency", "compute", "num_cpus", "num_gpus", "memory", "ray_remote_args",
-    "zero_copy_batch", "ray_remote_args_fn", "max_retries", "locality_hints",
-    "override_num_blocks", "parallelism", "udf_modifying_row_count",
-})  # fmt: skip
+NO_EFFECT = frozenset(
+    {
+        "concurrency",
+        "compute",
+        "num_cpus",
+        "num_gpus",
+        "memory",
+        "ray_remote_args",
+        "zero_copy_batch",
+        "ray_remote_args_fn",
+        "max_retries",
+        "locality_hints",
+        "override_num_blocks",
+        "parallelism",
+        "udf_modifying_row_count",
+    }
+)
 """Arguments of Ray's that say who does something where, and change nothing of what is done."""
 
 

@@ -58,7 +58,9 @@ class Engine:
             address: of a Dask scheduler; None for this machine's cores.
             path: folder for the result, which all workers of that cluster can write.
         """
-        self._dataset, self._address, self._path = dataset, address, path
+        self._dataset = dataset
+        self._address = address
+        self._path = path
 
     def sort(self, key: str | Sequence[str], descending: bool = False) -> Dataset:
         """Return the rows sorted by columns."""

@@ -252,7 +252,9 @@ class RangedFile(io.RawIOBase):
             stop: behind its last byte.
         """
         super().__init__()
-        self._reader, self._file, self._start = reader, file, max(0, start)
+        self._reader = reader
+        self._file = file
+        self._start = max(0, start)
         self._held = reader.read(file, self._start, min(stop, file.size))
         self._at = 0
 

@@ -54,7 +54,9 @@ class DataIterator:
             memory: bytes that rows may take which are read ahead to be shuffled.
         """
         self._table_of, self._place = table, place
-        self._max_ranks, self._num_feeders, self._memory = max_ranks, num_feeders, memory
+        self._max_ranks = max_ranks
+        self._num_feeders = num_feeders
+        self._memory = memory
         self._table: Table | None = None
         self._rows: Rows | None = None
         self._shuffles: tuple[bool, int] | None = None
@@ -254,7 +256,9 @@ class DataIterator:
             if drop_last and len(places) < size:
                 continue
             yield reader.get(epoch, places, ahead)
-        self._epoch, self._left, self._pass = epoch + 1, None, None
+        self._epoch = epoch + 1
+        self._left = None
+        self._pass = None
 
 
 def _learns() -> bool:
@@ -268,7 +272,9 @@ class Collate:
 
     def __init__(self, given: Callable[[Any], Any] | None, dtypes: Any, device: Any) -> None:
         """Take the arguments of `iter_torch_batches`."""
-        self._given, self._dtypes, self._device = given, dtypes, device
+        self._given = given
+        self._dtypes = dtypes
+        self._device = device
 
     def __call__(self, batch: Batch) -> Any:
         """Return tensors, or what the user's function makes of arrays."""

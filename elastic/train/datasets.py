@@ -271,7 +271,10 @@ class ShardBatches:
         plain: Callable[[], Iterator[Any]],
     ) -> None:
         """Take the two ways of reading."""
-        self._shard, self._make, self._loader, self._plain = shard, make, loader, plain
+        self._shard = shard
+        self._make = make
+        self._loader = loader
+        self._plain = plain
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass."""

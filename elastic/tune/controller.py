@@ -84,7 +84,10 @@ class Controller:
 
     def __init__(self, log: StudyLog, plan: Plan, client: Client, cluster: Cluster) -> None:
         """Prepare; see `run`."""
-        self._log, self._plan, self._client, self._cluster = log, plan, client, cluster
+        self._log = log
+        self._plan = plan
+        self._client = client
+        self._cluster = cluster
         self._events: Events = queue.SimpleQueue()
         self._following: dict[int, Following] = {}
         self._stop_reason = ""

@@ -106,7 +106,10 @@ class TrialPlateauStopper(Stopper):
                 f"TrialPlateauStopper: mode={mode!r} with a metric_threshold: expected 'min' or "
                 f"'max'"
             )
-        self._metric, self._std, self._num, self._grace = metric, std, num_results, grace_period
+        self._metric = metric
+        self._std = std
+        self._num = num_results
+        self._grace = grace_period
         self._threshold, self._mode = metric_threshold, mode
         self._window: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=num_results))
         self._count: dict[str, int] = defaultdict(int)
@@ -148,7 +151,10 @@ class ExperimentPlateauStopper(Stopper):
             mode: "min" or "max" is good.
             patience: so many further reports that change nothing.
         """
-        self._metric, self._std, self._top, self._mode = metric, std, top, mode
+        self._metric = metric
+        self._std = std
+        self._top = top
+        self._mode = mode
         self._patience, self._still = patience, 0
         self._best: list[float] = []
 

@@ -49,7 +49,9 @@ class Recipe:
             run_config: policies of its runs.
             path: the study's directory.
         """
-        self._trainable, self._run_config, self._path = trainable, run_config, path
+        self._trainable = trainable
+        self._run_config = run_config
+        self._path = path
         self._stored: tuple[str, str] | None = None
 
     def store(self) -> None:

@@ -92,7 +92,9 @@ class _Stage:
     """
 
     def __init__(self, one: Round, tag: int, *, gathers: bool) -> None:
-        self.round, self.tag, self.gathers = one, tag, gathers
+        self.round = one
+        self.tag = tag
+        self.gathers = gathers
         self.receives: list[Message] = []
         self.missing = 0
         self.scratch: dict[Span, torch.Tensor] = {}
@@ -170,7 +172,9 @@ class TreeExchange:
             for gathers, rounds in enumerate((self._plan.reduce, self._plan.gather))
             for one in rounds
         ]
-        self._at, self._has_sent, self._is_on = 0, False, False
+        self._at = 0
+        self._has_sent = False
+        self._is_on = False
         self._divisor: float | None = None
         self._values: dict[Span, torch.Tensor] = {}
         self._first = 0
@@ -262,8 +266,12 @@ class TreeExchange:
             sums = {self._deal.mine[0]: self._add_ours(list(sums.values()))}
         if self.carries_rows:
             fill_row(self._row.numpy(), row)
-        self._values, self._first, self._divisor = dict(sums), 0, divisor
-        self._at, self._has_sent, self._is_on = 0, False, True
+        self._values = dict(sums)
+        self._first = 0
+        self._divisor = divisor
+        self._at = 0
+        self._has_sent = False
+        self._is_on = True
         self._advance()
         if self._transport is not None:
             self._transport.progress()
