@@ -69,6 +69,10 @@ def settle_job(cluster: Cluster, job: JobState) -> None:
         remind_of_leavers(cluster, job, job.member_ids())
     for worker_id in versions.strangers(cluster, job):
         stop_worker(cluster, job, worker_id, versions.CAUSE)
+    if job.anew_ns is not None:
+        # A member whose process is spent has a successor before the next group is decided. Else
+        # one that joins would train without it, and be spent itself when the successor joins.
+        _start_workers(cluster, job)
     for _ in range(ROUNDS_MAX):
         _give_up_stuck(cluster, job)
         if _is_complete(job):
