@@ -13,7 +13,8 @@ from elastic.testing.local_cluster import LocalCluster
 SCRIPT = Path(__file__).with_name("gate.py")
 
 
-@pytest.mark.parametrize("epoch", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("epoch", [0, 1])
 def test_members_on_both_sides_of_a_gate_go_on_together(tmp_path: Path, epoch: int) -> None:
     """Also where the ones who passed it have finished, which they have after the last epoch."""
     with LocalCluster(nodes=2, directory=tmp_path / "cluster") as cluster:

@@ -83,6 +83,7 @@ def wait_draining(cluster: LocalCluster) -> None:
     wait_for(lambda: any(node.phase is NodePhase.DRAINING for node in cluster.view().nodes))
 
 
+@pytest.mark.slow
 def test_a_machine_that_the_cloud_takes_is_left_in_time_and_replaced(
     cloud: Cloud, cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -39,10 +39,11 @@ def test_training_goes_on_while_storage_is_slow(start: Start, tmp_path: Path) ->
     assert "kept [0, 1, 2, 3]" in script.said()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "returned", "kept"),
     [
-        pytest.param("plain", "began at 1", "0, 1, 2, 3", marks=pytest.mark.slow),
+        ("plain", "began at 1", "0, 1, 2, 3"),
         ("in_place", "went on in place", "0, (2, )?3"),
     ],
 )
@@ -61,12 +62,13 @@ def test_a_worker_that_dies_during_an_upload_costs_a_checkpoint_and_no_training(
     assert re.search(rf"kept \[{kept}\]", script.said())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "launcher", "files"),
     [
-        pytest.param("there", (), ["shard0", "shard1"], marks=pytest.mark.slow),
+        ("there", (), ["shard0", "shard1"]),
         ("there_here", TORCHRUN, ["shard0", "shard1"]),
-        pytest.param("plain_here", TORCHRUN, ["rank0.pt", "rank1.pt"], marks=pytest.mark.slow),
+        ("plain_here", TORCHRUN, ["rank0.pt", "rank1.pt"]),
     ],
 )
 def test_checkpoints_come_into_the_run_directory_wherever_the_script_runs(
