@@ -1,9 +1,10 @@
-"""Whether the newest snapshot of a sharded model has arrived on another node.
+"""Whether the newest snapshot of a sharded model has been replicated to another node.
 
-The rows of one node help nobody without those of all others, of the same snapshot; so the next one
-is not begun before (`replication.is_awaited` says why).
+The rows of one node are of use only together with those of all other nodes, of the same snapshot.
+So the next snapshot is not begun before the present one has been replicated
+(`replication.is_awaited` says why).
 
-Rule: nobody waits for a node that the agent does not bring anything to.
+Rule: a node to which the agent replicates nothing is not waited for.
 """
 
 from __future__ import annotations

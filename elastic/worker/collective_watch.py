@@ -1,16 +1,16 @@
-"""What the main thread does between two signs of life: it works, waits for peers, or stands still.
+"""Tells whether the main thread works, waits for peers, or makes no progress.
 
-Code that knows nothing of us may take long: a script's evaluation, a compiler, a checkpoint written
-by hand. Whoever works is never accused. From outside it shows by the interpreter, which runs
-bytecode of the main thread, or by where that is: asleep for a given time, or in a compiler.
+Code that does not know of us may take long for good reasons: an evaluation, a compiler, a
+checkpoint written by hand. A thread that works is never reported as hung. Work is recognised by the
+interpreter (the main thread executes bytecode) or by where it is: in a sleep with a limit, or in a
+compiler.
 
-`fully_shard` waits for the other ranks inside forward, backward and the optimizer, and a script in
-collectives of its own, in code of torch's that reports nothing. Two things show it: torch counts
-the collectives that each group has begun, and the stack of a thread that waits in one ends inside
-torch.distributed.
+Waiting for peers is recognised in two ways, because `fully_shard` and collectives of the script's
+own report nothing: torch counts the collectives that each group has begun, and the stack of a
+thread that waits in one ends inside torch.distributed.
 
-Rule: nothing here makes the main thread wait, or interrupts a system call of its. What cannot be
-told apart counts as work, so that nobody is accused of it.
+Rule: nothing here blocks the main thread or interrupts its system calls. What cannot be classified
+counts as work.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the control thread and the main thread of a worker hand to each other.
+"""Mailboxes between the control thread and the main thread of a worker.
 
-Rule: neither thread ever waits for the other here. The main thread waits for orders only while
-it has nothing to do, and for an answer in slices, so that `GroupChanged` finds it awake; and for a
-moment around work that a script names, of which the agent is to hear while it can.
+Rule: the control thread never waits here. The main thread waits for orders only while it has
+nothing to do, and for the answer to a report in slices, so that `GroupChanged` can be raised in
+between.
 """
 
 from __future__ import annotations

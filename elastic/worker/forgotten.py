@@ -1,14 +1,14 @@
-"""A main thread that gloo has forgotten in torch's own C++, where no exception reaches it.
+"""Ends a process whose main thread is blocked for good inside torch's C++.
 
-`waits` gives up what Python waits for. DistributedDataParallel, and operators of torch's, wait by
-themselves for what gloo may never end (see there), and nothing but the end of the process, or of
-the group's timeout, ends that. The process ends itself then, as if it had been killed: the
-coordinator would do so too, a minute later.
+`waits` makes Python's waits end with their group. DistributedDataParallel and some operators wait
+in C++, where no exception can be raised; if gloo never completes such a wait, only the end of the
+process or the group's timeout (half an hour) ends it. The process then kills itself, a minute
+before the coordinator would.
 
-Rule: whoever might still come back is left alone. So the group must be over, with all of its
-connections closed; none of gloo's threads may be at work for it, and one must wait with a timeout,
-which an idle one does not; the main thread must wait without one where torch waits for other ranks,
-and the process have used no more of the processor than our own threads take.
+Rule: kill only if all of these hold. The group is over and all of its connections are closed. No
+gloo thread runs, and one of them waits with a timeout (idle ones wait without). The main thread
+waits without a timeout at a place where torch waits for other ranks. The process used less than
+`BUSY` of a processor for `STOOD_S`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One generation's connections, from the first attempt to form to the last reference.
+"""The connections of one generation, from the first attempt to form to the last reference.
 
-Rule: `abort` may come from any thread at any moment of that life, and after it nothing of this
-generation waits for a peer, but for what gloo itself has forgotten (see `waits`). Taking things
-apart is left to the undertaker: it can take 10 ms for each connection, and nobody waits for it.
+Rule: `abort` may be called from any thread at any time. After it no thread of this generation
+blocks on a peer, except in waits that gloo never wakes (see `waits`). Teardown takes up to 10 ms
+for each connection, so the reaper thread does it in the background.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the members of a new group tell each other before they train: who they are, how far.
+"""What the members of a new group exchange before they train: identity, position, needs.
 
-Rule: everyone hears the same and decides alike, so that members who cannot train together all
-say so, and nobody waits for one that has given up.
+Rule: all members receive the same table and compute the same decision from it. If some cannot train
+together, all raise the same error, and none waits for one that has given up.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Direct connections between the members of a group, for all that the engine itself sends.
+"""Direct connections between the members of a group, for the engine's own traffic.
 
-Not gloo's, because gloo's own thread carries each message, after the receiver has said that it
-waits for it, and forgets some of those who wait when a connection ends. These are cut in
-microseconds, by any thread, and whoever waits in one raises. A mesh is made when a group meets.
+They replace gloo for it: gloo's I/O thread starts a message only after the receiver has posted its
+buffer, and never wakes some waits when a connection breaks. These connections can be cut by any
+thread in microseconds, and whoever waits on one raises. A mesh is made for each group.
 
-Rule: the main thread sends and receives, while it waits for something and whenever it asks
-(`poll`). While it waits, be it for a message or for room, it reads from everybody, so that no ring
-of members can wait for room at each other. A message is taken in the order of its tag and sender,
-whether or not somebody waits for it already.
+Rule: only the main thread sends and receives, while it waits and when it calls `poll`. While it
+waits, for a message or for room in a socket's buffer, it reads from all peers, so that no cycle of
+members can block on full buffers. Messages are matched by tag and sender, and may arrive before
+they are asked for.
 """
 
 from __future__ import annotations

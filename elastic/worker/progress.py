@@ -1,6 +1,6 @@
-"""How far this worker is in its generation, told to the agent now and then.
+"""How many steps this worker has made in its generation, sent to the agent at most once a second.
 
-Rule: counting a step costs less than a microsecond and never waits.
+Rule: counting a step takes less than a microsecond and never blocks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The main thread of a worker: takes one order at a time and answers it with one event.
 
-Rule: user code runs only inside `_call`, and nothing of a call that ended early outlives it: its
-frames are let go and its group is dropped before the answer is posted. The group of a call that
-returned stays until the order to let go of it: the other members return within moments, as a rule.
-Code that is in no loop over `train.epochs()` is called once: the agent gives its worker's place in
-the next group to another process.
+Rule: user code runs only inside `_call`. Of a call that ended early nothing is left: its frames are
+released and its group is dropped before the answer is posted. The group of a call that returned is
+kept until the order to close it, because the other members usually return within moments. Code
+outside a loop over `train.epochs()` is called once in a process: for the next group the agent gives
+the worker's place to a new process.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""How the members of a new group come to the state of a sharded model, of which nobody has all.
+"""How the members of a new group get the state of a sharded model, of which none has all.
 
-Each tells which rows lie in its node's memory, of which snapshots, and which copies of other nodes'
-rows lie with the agents that it has asked. If those of one snapshot are all there, they are sent to
-whoever needs them now; else every member reads its rows from storage, which one has listed for all.
-A copy that cannot be fetched is replaced by another of the same rows, if any agent has one.
+Each member reports which rows are in its node's memory, of which snapshots, and which copies of
+other nodes' rows the agents hold that it has asked. If all rows of one snapshot are there, they are
+sent to the ranks that need them now; otherwise each member reads its rows from storage, from a
+listing that one member makes for all. If a copy cannot be fetched, another copy of the same rows is
+used.
 
-Rule: all members go on from the same snapshot or checkpoint, or none does: what is there is told
-first, all choose alike, and what one could not read is used by nobody. No member ever holds more
-than its own rows of a sharded tensor, and a lost node's while it hands them out.
+Rule: all members resume from the same snapshot or checkpoint, or none does: they exchange what is
+there, all choose alike, and what one member could not read is used by none. No member holds more
+than its own rows of a sharded tensor, plus those of a lost node while it passes them on.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What is in `p.grad` before a step is complete, and in one that is void: something to look at.
+"""What `p.grad` holds before a step is complete, and in a step that is void.
 
-Loops ask for norms, clip or log without asking whether there is a gradient. While each rank has one
-micro-batch of a step there always is; once there are fewer ranks, there must be one, too.
+Loops compute norms, clip or log without checking that there is a gradient. With one micro-batch for
+each rank there always is one; with fewer ranks than micro-batches there must be one, too.
 
-Rule: what is shown is a copy, and what a loop makes of it counts for nothing. Backward never adds
-to it: it would find a zero where there was none, and -0.0 + 0.0 has other bits than -0.0.
+Rule: it is a copy, and changes to it have no effect. Backward never accumulates into it: -0.0 + 0.0
+has other bits than -0.0.
 """
 
 from __future__ import annotations

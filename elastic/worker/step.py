@@ -466,12 +466,13 @@ class StepEngine(Preparing):
         return True
 
     def _commit(self) -> None:
-        """Change the weights: the step counts, here and, sooner or later, everywhere."""
+        """Apply the step. Members that could not are sent the state of those that could."""
         self.state.check_still_known(self._units)
         rows = read_rows(self._the_reducer().rows)
         if self._phase is not Phase.SETTLED and self._ranks_differ():
             return
-        # Half a step must not be left behind; what leaves it all the same is nobody's state.
+        # No interrupt in the middle of a step. If it raises, `_has_state` stays False, and this
+        # member receives the state from another one.
         with self._context.shielded(), record_function("elastic::commit"):
             if self._phase is not Phase.SETTLED and not self._settle_buffers():
                 return

@@ -1,9 +1,9 @@
-"""This worker's own rendezvous store, for the groups that it leads; one thread serves all members.
+"""The rendezvous store of rank 0, for the groups that it leads; one thread serves all members.
 
-Rule: whoever connects is a stranger until he has proven that he has the secret of a generation
-that we lead. A stranger costs a descriptor for a while and is kept a few bytes of; there are so
-many at once and no more, and the oldest of the host that sends most of them goes first. He can
-neither read nor change anything, and the log has one line of it in a minute.
+Rule: a client is unauthenticated until it has proven that it knows the secret of a generation that
+we serve. Unauthenticated clients can read and change nothing. Each costs a descriptor and a few
+bytes for a limited time; their number is limited, the oldest of the host with the most goes first,
+and they are logged once a minute.
 """
 
 from __future__ import annotations

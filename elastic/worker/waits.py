@@ -1,16 +1,16 @@
-"""Waits for gloo that end with their group, because gloo itself forgets some of those who wait.
+"""Waits for gloo that end with their group, because gloo itself never wakes some of them.
 
-When a connection of gloo's ends, it wakes whoever still waits for his turn on it, and not those
-whose message is under way: a receiver who has got a part of his, a sender whom the kernel refused
-(gloo/transport/tcp/pair.cc: signalException goes through what is pending, prepareRead has taken
-the receiver out, write has put the sender back). They wait out the group's timeout, half an hour.
-A peer that is killed in the middle of 20 MB leaves nearly all of them like that.
+When a connection breaks, gloo completes the operations that are queued on it, but not the one in
+progress: a receive of which a part has arrived, or a send that the kernel accepted in part, is
+never woken and blocks until the group's timeout of half an hour (gloo/transport/tcp/pair.cc:
+signalException walks through what is pending; prepareRead and write have taken these out). After
+the kill of a peer in the middle of a 20 MB message nearly all members block like that.
 
-Rule: no thread waits inside gloo for what only a peer can end. A collective's end is asked for
-in slices; a message, which gloo would break off at the end of a slice, is waited for by a
-thread that can be left behind. A wait is given up when its group is over and gloo has closed all
-of its connections, and none of its threads has anything to do, not before: what was posted may be
-written into until then. `ProcessGroups.drop` waits for the same, for whoever leaves sooner.
+Rule: no thread blocks inside gloo on something that only a peer can complete. Collectives are
+polled in slices. A send or receive, which gloo would cancel at the end of a slice, is waited for by
+a thread that can be abandoned. A wait is given up only once its group is over, gloo has closed all
+of its connections, and none of gloo's threads is busy: until then it may still write into the
+buffers. `ProcessGroups.drop` waits for the same.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The process that spares are forked from: `python -m elastic.worker.zygote`.
 
-To import torch takes 3 s of a processor; a node whose workers are killed again and again would
-spend its time on that instead of training. The zygote has imported everything once, does nothing
-else, and forks on the agent's word: some 20 ms. For a script's workers it forks a nursery first,
-which makes the script's imports, and forks in its place.
+Importing torch takes 3 s of a processor; a node whose workers are killed again and again would
+spend its time on that. The zygote has imported everything once, and forks when the agent asks, in
+some 20 ms. For the workers of a script it first forks a nursery, which makes the script's imports
+and forks in its place.
 
-Rule: it starts no thread and touches no accelerator, so that a fork of it is as good as a process
-started by itself. What it forks is handed to the agent, which is told to adopt orphans (a child
-subreaper), and dies with the agent like any worker.
+Rule: it starts no thread and touches no accelerator, so that a fork of it behaves like a process
+started by itself. The agent is a child subreaper: it adopts what is forked here, which ends with
+the agent like any worker.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Nodes whose stream has ended: how long they are waited for, and when they are to blame.
+"""Nodes whose stream has ended: how long they may be silent, and when they are suspected.
 
-Rule: a stream that ends is no death. Who trains with a dead node finds out by itself, and says so;
-and after a sleep of this coordinator, as after a restart, the streams of healthy nodes have ended.
+Rule: the end of a stream is not the death of a node. Workers that train with a dead node notice by
+themselves and report it. After a restart or a suspend of this coordinator, streams of healthy nodes
+have ended too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from elastic.core.world import NodePhase, WorkerPhase
 WAKING_S = 2.0
 """What ends so soon after this coordinator slept has ended for that."""
 AWAY_GRACE_S = 2.0
-"""After a restart, or when we slept, when a group is known to be broken or short of a member, its
-silent nodes are given up after this: their agents may be about to come back, and cannot all be the
-culprit. Until then the group is not replaced, because they may bring reports of it."""
+"""Grace for silent nodes of a group that is broken or short of a member, after a restart or suspend
+of the coordinator: their agents may be reconnecting with reports that were not delivered. The group
+is not replaced before."""
 
 
 def on_woke(cluster: Cluster, event: Woke) -> None:

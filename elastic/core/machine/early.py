@@ -1,12 +1,11 @@
-"""Members that leave the train function for good while others still wait for them there.
+"""Members that leave the train function for good while others still wait for them.
 
-A rank that returns, or calls `sys.exit(0)`, has finished, and is told apart from nothing else: it
-may well be the first of all to do so. It lets go of its group a moment later
-(`machine.worker.LET_GO_NS`). Members that need nothing from it go on, for as long as they like, and
-finish; those that wait for it find their group broken.
+A rank that returns or calls `sys.exit(0)` has finished, and cannot be told from the first of all
+members to do so. It closes its group a moment later (`machine.worker.LET_GO_NS`). Members that need
+nothing from it go on and finish; those that wait for it see their group break.
 
-Rule: a group that is broken, and has lost nobody, while a member of it has finished, is that
-member's doing. It counts as a failure of user code.
+Rule: if a group breaks without a loss while one of its members has finished, that member is the
+cause. This counts as a failure of user code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How long members may take to come into a group, or out of one.
+"""How long members may take to join a group, or to leave one.
 
-Rule: whoever waits is not late: time counts against those whom the others wait for.
+Rule: the time of a member that waits for others does not count; it counts for those it waits for.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def is_somebody_behind(job: JobState) -> bool:
 def first_out_ns(job: JobState) -> int | None:
     """Return since when members that still form can be late, None while they cannot.
 
-    While somebody is behind they wait for it; while nobody trains nobody can tell which one hangs.
-    What held them all up until the first one was out (a link that was cut) is no fault of theirs.
+    None while any member has not joined (the others wait for it) or none trains yet (the culprit
+    is unknown). Time counts from the first member that trains, so that a link that was cut and has
+    healed is charged to nobody.
     """
     members = _members(job)
     if any(w.report.generation < job.generation for w in members):

@@ -298,10 +298,10 @@ def _key_of_group(cluster: Cluster, job: JobState) -> str:
 
 
 def ask(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
-    """Ask every member to leave at the next boundary; a later wish replaces an earlier one.
+    """Ask every member to leave at the next boundary; a later request replaces an earlier one.
 
-    That they save is durable, because who does not know of it gives them up too soon. They hear of
-    it first: their nodes may leave, and nothing is wrong if nobody remembers what they do.
+    That they save is persisted, so that a new coordinator allows the longer timeout of a save. They
+    are told before it is durable: losing the flag costs a shorter timeout, never correctness.
     """
     is_news, job.asked, job.told_to_save = job.told_to_save or plan.saves, True, plan.saves
     can_save = plan.saves and announcing.all_save_where_they_leave(cluster, job)

@@ -23,8 +23,8 @@ LOOK_S = 5.0
 """While members save their state at a boundary, it is looked so often whether one stands still."""
 
 UNASKED_S = 2.0
-"""Members that left a group which nobody asked to leave were told by a coordinator that is gone: to
-leave now, since one was lost, or at a boundary, at which the others are within moments, too."""
+"""How long to wait for the rest when members left a group without being asked by this coordinator.
+An earlier one has asked them: either a member was lost, or all are about to reach a boundary."""
 
 ANEW_S = 30.0
 """Processes that are replaced all together wait for each other so long: for the slowest imports."""
