@@ -1,8 +1,8 @@
-"""Finding the coordinator that leads: at all its endpoints at once, and where they point to.
+"""Finds the coordinator that leads: asks all known addresses at once, and those they refer to.
 
-Rule: the endpoint that was right last has a moment's start, so that a healthy cluster's standbys
-see nobody. A standby that answers points to the leader; where that one does not answer, the agent
-stands at the standby's door and is told of the next leader at the moment there is one.
+Rule: the address that was right last has a short head start, so that standbys of a healthy cluster
+are not asked. A standby refers to the leader; if the leader does not answer, the agent stays
+connected to the standby, which reports the next leader as soon as there is one.
 """
 
 from __future__ import annotations

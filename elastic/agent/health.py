@@ -1,8 +1,8 @@
-"""What is wrong with this machine: full disks, no memory, broken devices; looked at now and then.
+"""What is wrong with this machine: full disks, no memory, broken devices; polled now and then.
 
-Rule: looking never disturbs training: it reads counters, in a thread, a few times a minute. What
-is found is told as it is now; what is better again is told, too, with a margin, so that a value
-that swings about its limit is not news each time.
+Rule: polling never disturbs training: it reads counters, in a thread, a few times a minute.
+Problems are reported as they are now, also when they end, with a margin, so that a value that
+swings about its limit is not reported each time.
 """
 
 from __future__ import annotations

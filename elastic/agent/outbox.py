@@ -1,7 +1,7 @@
-"""What waits to be sent to the coordinator: messages first, lines of output as there is room.
+"""What waits to be sent to the coordinator: messages first, output lines as there is room.
 
-Rule: whoever has a message never waits; whoever has output does. So a reader of logs cannot
-delay the news of an exit, nor fill the agent's memory.
+Rule: sending a message never blocks; sending output does. So a reader of logs can neither delay the
+report of an exit nor fill the agent's memory.
 """
 
 from __future__ import annotations

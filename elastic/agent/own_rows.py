@@ -1,10 +1,10 @@
-"""This node's own part of a sharded run, given to whoever goes on without the workers here.
+"""This node's own part of a sharded run, served to ranks elsewhere after the workers here are gone.
 
-What died workers had in the agent's memory stays there for a while. It is as good as the copy of it
-on another node, and is there when that one is not.
+The memory of dead workers' snapshots stays with the agent for a while. It is as good as the copy on
+another node, and is there when that one is not.
 
-Rule: it is given while nobody writes over it, or not at all: the marks are looked at behind the
-last byte again.
+Rule: it is served whole and unchanged, or not at all: the marks are checked again after the last
+byte.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Brings snapshots of this node's jobs to other nodes, beside training.
+"""Sends snapshots of this node's jobs to other nodes, beside training.
 
-Nobody tells the workers: their marks in the agent's memory say what is there, and the agent's what
-is being sent, so that they take the next snapshot but one a little later rather than spoil it. Of a
-sharded model they also see what has arrived, because the rows that others have help nobody without
-those of the same snapshot.
+Workers are not involved: their marks in the agent's memory say what is there, and the agent's marks
+say what is being sent, so that the next snapshot but one is delayed rather than overwriting it. For
+a sharded model workers also see what has arrived, because rows are of use only together with all
+others of the same snapshot.
 
-Rule: training waits for nothing here, and neither does the agent's own loop: bytes are moved by a
-thread of low priority. A copy that does not arrive is told, and tried again.
+Rule: neither training nor the agent's event loop waits: a thread of low priority moves the bytes. A
+copy that does not arrive is reported, and tried again.
 """
 
 from __future__ import annotations

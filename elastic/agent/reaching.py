@@ -1,7 +1,7 @@
-"""Tries whether other nodes can be reached, for a coordinator whose group gets nowhere.
+"""Tests whether other nodes can be reached, for a coordinator whose group makes no progress.
 
-Rule: a connection is opened and closed, nothing is said. Who refuses was reached; what cannot be
-found out (a name that nobody knows) is not told either way.
+Rule: a connection is opened and closed without data. A refused connection counts as reached; a name
+that cannot be resolved is not reported either way.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Leadership: which coordinator may write to a store, proved by one key and its revision.
+"""Leadership: which coordinator may write to a store, proven by one key and its revision.
 
-Rule: a leader is whoever wrote the leader key last; every write of the journal compares that
-key's revision, so a leader that was replaced cannot change anything, even if it has not noticed
-yet. What needs no write (orders to agents) it may do only while the lease that it renewed last
-must still hold by its own clock, counted from before it asked; agents refuse an earlier term.
+Rule: the leader is whoever wrote the leader key last. Every write of the journal compares that
+key's revision, so that a leader that was replaced can change nothing, even before it notices. What
+needs no write (orders to agents) it may do only while the lease that it renewed last is valid by
+its own clock, counted from before the renewal was sent; agents refuse an earlier term.
 
 Keys, under the journal's prefix:
 
-    leader   who leads now; on a shared store it dies with its lease
-    term     how often leadership was taken; never falls, also when nobody leads
+    leader   who leads now; on a shared store it expires with its lease
+    term     how often leadership was taken; never decreases, also while nobody leads
     history  names this store: drawn by its first leader, and anew after a restore
 """
 

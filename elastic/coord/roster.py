@@ -1,8 +1,8 @@
-"""The roster: at which addresses the coordinators of one store answer, as far as the store says.
+"""The addresses of all coordinators of one store, as entries in that store.
 
-Rule: an entry is a hint for those who have lost the leader, and decides nothing; who leads is said
-by the leader key alone. An entry dies with its coordinator, a while later; what was read last
-holds while the store does not answer.
+Rule: an entry is a hint for clients that have lost the leader, and decides nothing; the leader key
+does. An entry expires some time after its coordinator; while the store does not answer, the last
+read is used.
 
 Keys, under the journal's prefix:
 

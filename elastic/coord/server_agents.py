@@ -1,8 +1,8 @@
-"""The agents' door: one bidirectional stream per agent, spoken in bytes.
+"""The service for agents: one bidirectional stream per agent, in bytes.
 
-Rule: reading feeds the driver, writing empties the session's queue, and neither decides anything.
-However a stream ends, the driver hears of it once. An idle stream costs no Python: pings are
-answered and timed inside gRPC, whose done-callback tells of a silent agent.
+Rule: reading posts to the driver, writing drains the session's queue; neither decides anything.
+However a stream ends, the driver is notified once. An idle stream costs no Python: gRPC answers and
+times the pings, and its done-callback reports a silent agent.
 """
 
 from __future__ import annotations

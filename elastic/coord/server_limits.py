@@ -1,8 +1,8 @@
-"""Limits of the door: how much one caller, and all of them together, may ask of a coordinator.
+"""Limits: how much one caller, and all callers together, may ask of a coordinator.
 
-Rule: agents are not counted among the users, so that no number of users keeps an agent out.
-Whoever reaches a limit is told which, and may try again; nobody waits for room, but for a turn to
-submit, before anything of the job was read.
+Rule: agents do not count among the users, so that no number of users keeps an agent out. A caller
+over a limit is refused with its name and may try again; only submits wait, for a turn, before
+anything of the job was read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sessions: the agents' streams as the driver sees them, each with a bounded queue outward.
+"""Sessions: the streams of agents as the driver sees them, each with a bounded send queue.
 
-Rule: whoever sends never waits. An agent that does not read is cut off, because the others must
-not wait for it; it comes back and is told all it needs by what its Hello is answered with.
+Rule: sending never blocks. An agent that does not read is disconnected, because others must not
+wait for it; it reconnects, and the answer to its hello has all that it missed.
 """
 
 from __future__ import annotations

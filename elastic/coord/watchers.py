@@ -1,7 +1,7 @@
-"""Watchers: who follows a job, told of notes and woken when the job may look different.
+"""Clients that follow a job: they are sent its notes, and woken when its view may have changed.
 
-Rule: telling never waits. A watcher that reads too slowly loses its oldest notes and is told how
-many; snapshots are made when it reads, so it never sees an old one.
+Rule: sending never blocks. A client that reads too slowly loses its oldest notes and is sent their
+number; views are made when it reads, so that it never gets an old one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The agent's machine: runs workers for the coordinator, and goes on without it.
+"""The agent's machine: runs workers for the coordinator, and keeps running without it.
 
-Rule: every event first changes what is known, then one turn brings the node to rest: connect,
-leave, give waiting workers a process, kill, ping, spawn, tell. Training never depends on the
-connection. A worker that was accepted is reported until the coordinator says to forget it.
+Rule: each event first updates the state; then one turn derives the effects: connect, leave, give
+waiting workers a process, kill, ping, spawn, send. Training never depends on the connection. A
+worker that was accepted is reported until the coordinator acknowledges that it may be forgotten.
 """
 
 from __future__ import annotations

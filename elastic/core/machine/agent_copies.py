@@ -1,7 +1,7 @@
-"""What an agent's machine knows of copies: those that lie here for other nodes.
+"""The copies of other nodes' state that this node holds, as the agent's machine knows them.
 
-Rule: the coordinator says what lies where, and is told what does. An agent that hears of no
-coordinator for long gives back what it holds, because nobody could come for it.
+Rule: the coordinator orders which copies are held, and is sent what is held. An agent without a
+coordinator for long frees its copies, because nobody could fetch them.
 """
 
 from __future__ import annotations

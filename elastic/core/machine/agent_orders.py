@@ -1,7 +1,7 @@
-"""What the coordinator says, taken into an agent's books.
+"""Orders of the coordinator, taken into the agent's state.
 
-Rule: orders are wishes about how things should be, not about what to do: the same one twice, or
-one for a worker that is gone, does no harm, and is answered with how things are.
+Rule: an order says how things should be, not what to do. A repeated order, or one for a worker that
+is gone, has no effect, and is answered with the present state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The workers that an agent answers for, and which accelerators each of them has.
+"""The workers that an agent answers for, and the accelerators of each.
 
-Rule: a worker stays in the book, exited or not, until the coordinator says that it may be
-forgotten. What changed is told once per step, as a whole report, or a little later if that may be.
+Rule: a worker is kept, exited or not, until the coordinator allows to forget it. A change is sent
+once per machine step, as a whole report, or slightly later where a report may be delayed.
 """
 
 from __future__ import annotations

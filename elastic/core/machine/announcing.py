@@ -1,7 +1,7 @@
-"""What a member is told of the group that it is in.
+"""What each member is sent about its group.
 
-Rule: what all members are told alike is found once for a group of ten thousand, and what one of
-them is told does not grow with their number.
+Rule: what is the same for all members is computed once per group, and no message grows with the
+number of members: groups may have ten thousand.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The coordinator's machine: one door for every event, effects in the order to perform them.
+"""The coordinator's machine: one entry point for events; effects in the order to perform them.
 
-Rule: `step` is the only thing that changes state. It takes the event into the books
-(`intake`), brings every job that the event touched to rest (`settle`), and checks what must
-hold (`invariants`). It reads no clock, does no IO and draws no random number, so that a journal
-and a list of events replay it exactly.
+Rule: only `step` changes state. It applies the event (`intake`), derives what follows for each job
+that the event touched (`settle`), and checks the invariants (`invariants`). It reads no clock, does
+no IO and draws no random number, so that a journal and a list of events replay it exactly.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Copies of a job's state on other nodes than those that have it: who holds one, who is told so.
+"""Copies of a job's state on other nodes: which node holds one, and which orders were sent.
 
-What all members have alike has one source, whoever is rank 0's node; of a sharded model each
-member's node is a source of its own.
+State that is alike on all members has one source, the node of rank 0; of a sharded model the node
+of each member is a source.
 
-Rule: what is told follows from what is wanted and from what was told before in the streams that
-stand, so that a node that comes back, and a coordinator that knows nothing yet, are brought up to
-date by the same lines. Nothing of it is durable: agents tell in their hello what they hold.
+Rule: orders follow from what is wanted and what was sent over the streams that are open now. A node
+that reconnects and a new coordinator are therefore brought up to date by the same code. Nothing is
+durable: agents report in their hello what they hold.
 """
 
 from __future__ import annotations

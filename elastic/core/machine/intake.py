@@ -1,8 +1,8 @@
-"""What agents say, taken into the coordinator's books.
+"""Messages of agents, applied to the coordinator's state.
 
-Rule: a report is a fact about now. Whatever was missed while a stream was broken is made good
-by comparing what the agent says with what the job wants: announce again, or tell to leave or
-to end.
+Rule: a report describes the present. What was missed while a stream was broken is repaired by
+comparing the report with what the job wants: the worker is sent its group again, or told to leave
+it, or to end.
 """
 
 from __future__ import annotations

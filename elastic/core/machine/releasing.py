@@ -1,7 +1,7 @@
-"""Nodes whose time is over: those that are lost for good, and those that may leave.
+"""Nodes that are given up as lost, and draining nodes that may leave.
 
-Rule: a drained node is let go when it runs nothing, and when nobody would miss what its memory
-holds; at its deadline it goes in any case.
+Rule: a draining node is released once it runs nothing and its memory holds nothing that is needed;
+at its deadline in any case.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What workers report, taken into the coordinator's books: metrics, checkpoints, telemetry.
+"""Reports of workers, applied to the coordinator's state: metrics, checkpoints, telemetry.
 
-Rule: a report of a generation that is over is refused; what carries a checkpoint is durable before
-it is acknowledged. An automatic checkpoint is the step engine's: it is recorded, and nobody but
-those who ask for checkpoints hears of it. What a validation found out is taken once.
+Rule: a report of an earlier generation is refused. One with a checkpoint is durable before it is
+acknowledged. Automatic checkpoints are recorded, but shown only to those who ask for checkpoints.
+The outcome of a validation is applied once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a coordinator that begins makes of the records that the one before it left.
+"""What a new coordinator derives from the records of the one before.
 
-Rule: what a record does not say (`JobState.record`) is not known: workers are heard of from their
-agents, and time counts from now.
+Rule: what is not in a record (`JobState.record`) is unknown: agents report the workers, and times
+count from now.
 """
 
 from __future__ import annotations

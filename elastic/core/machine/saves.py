@@ -1,8 +1,8 @@
-"""A wish for a checkpoint now, a user's or ours: told to the group until one is recorded.
+"""Requests for a checkpoint now, by a user or by us: sent to the group until one is recorded.
 
-Rule: wishes are numbered, and a greater number is a newer wish, also from the next coordinator.
-They live in memory only: who wished sees within seconds whether the wish came true, and wishes
-again; an old one that came true days later would help nobody.
+Rule: requests are numbered, and a greater number is a newer one, also across coordinators. They are
+kept in memory only: whoever asked sees within seconds whether a checkpoint was taken, and asks
+again; a request that was served days later would help nobody.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What follows from the facts for one job: form, ask, suspend, start, stop, end.
 
-Rule: `settle_job` is called after every event that touched the job and brings it to rest; it
-asks policies, and turns their answers into effects. A group is persisted before anyone hears of it.
+Rule: `settle_job` runs after every event that touched the job. It asks the policies and turns their
+answers into effects. A group is persisted before any member is sent its announcement.
 """
 
 from __future__ import annotations

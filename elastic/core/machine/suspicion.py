@@ -1,12 +1,12 @@
-"""What the coordinator does while members wait for each other: probes the silent, ends the hung.
+"""What the coordinator does while members wait for each other: probes nodes, ends hung workers.
 
-Rule: nothing here happens in a healthy run. The first member that says that it waits for its
-peers starts looks at its job, and they end when nobody waits any more. Before anyone is given up,
-it was asked: a node by a probe, a hung worker for its stacks.
+Rule: a healthy run causes none of it. It begins with the first member that reports to wait for its
+peers, and ends when none waits any more. Nobody is given up without being asked first: a node by a
+probe, a hung worker for its stacks.
 
-Members of a group that forms cannot say that they wait. When that takes longer than it ever should,
-nodes that say nothing are asked all the same, and have more time to answer: forming is hard work.
-Else the group would wait for the keepalive of a silent host, which may take ten seconds.
+Members of a group that forms cannot report that they wait. When forming takes longer than expected,
+silent nodes are probed as well, with a longer timeout, because forming is hard work. Otherwise the
+group would wait for the keepalive of a silent host, which may take ten seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which nodes a job may use while a cluster is upgraded node by node; see `dialects`.
 
-Rule: as long as a job has workers it speaks what they do, those of its newest group before others.
-Where nodes of two versions are there, nothing is started while nobody knows what that is; whoever
-turns out to speak another is stopped.
+Rule: a job with workers uses the protocol version of its workers, first of those in its newest
+group. While nodes of two versions are connected and the version of a job is unknown, nothing is
+started for it. A worker that turns out to use another version is stopped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Waves: what all workers of a job say one after the other, and only the last changes anything.
+"""Reports that all workers of a job send one after the other, and of which only the last matters.
 
-Rule: a report may wait only if no decision follows from it as long as somebody holds back, and only
-for a bounded time: whoever is wrong here is late by that, and never silent. In a group of ten
-thousand each look costs tens of milliseconds, and each of its members reports twice.
+Rule: a report may be held back only if no decision depends on it while others are missing, and only
+for a limited time. In a group of ten thousand each decision costs tens of milliseconds, and each
+member reports twice.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The worker's machine: what the control thread of a training process decides.
 
-Rule: the main thread has one order at a time (set up, form, train), and gets the next one only
-after it answered. Whatever comes in between is remembered, newest generation first, and what
-the main thread says of a group that it was told to leave is fallout, never news. A process
-begins a script once: then it is spent, and its agent ends it where it would have to begin again.
+Rule: the main thread has one order at a time (set up, form, train), and gets the next one after its
+answer. What comes in between is remembered, the newest generation first. Errors of a group that the
+main thread was told to leave are expected, and ignored. A process runs a script once; then it is
+spent, and the agent ends it instead of running the script again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What a worker's training loop says of itself, for those who decide about its group.
+"""What is known of the loop of a worker: declared by it once, and used when its group changes.
 
-Rule: it holds across groups, because the loop does; a process that never enters one says nothing.
+Rule: it holds across groups, because the loop does. A process that never enters a loop of ours
+declares nothing.
 """
 
 from __future__ import annotations

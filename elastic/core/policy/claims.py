@@ -1,6 +1,6 @@
-"""Facts of the queue: what a job claims, what it is granted, and how jobs are named in reasons.
+"""Facts of the queue: what a job demands, what it is granted, and how jobs are named in reasons.
 
-Rule: a draft is changed by the plan that it is part of, and by nobody else; the rest is frozen.
+Rule: only the plan that a draft is part of changes it; everything else is frozen.
 """
 
 from __future__ import annotations

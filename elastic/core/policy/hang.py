@@ -1,16 +1,15 @@
-"""Which members of a group are hung: the main thread stands still, and all others wait for it.
+"""Which members of a group are hung: their main thread makes no progress, and all others wait.
 
-Rule: only what a member says of itself counts, and only while it goes on saying so. Whoever moves,
-however slowly, is never a culprit; when nobody stands still, or somebody is silent, nobody is
-accused. Silence is for probes. Where all wait for each other and nobody moves, what one of them
-sent did not arrive: a link is cut, or they are in different collectives. The group is formed anew.
+Rule: only what a member reports of itself counts, and only while it keeps reporting it. A member
+that makes progress, however slow, is never hung; if none is without progress, or one is silent,
+none is accused (probes deal with silence). If all wait for each other and none makes progress, a
+message was lost: a link is cut, or they are in different collectives. The group is formed anew.
 
-Not all waiting can be seen from outside: a rank that waits in a collective of the script's own may
-seem to stand. Where a group has groups within it (shards and their replicas), what was begun in
-them tells who waits for whom: accused is who stands at the end of such a chain. Of those who wait
-for each other in a circle nobody can tell, and all that stand are accused, as without such groups.
-Where all stand, and have for longer, who has begun what others have not is taken to wait for them:
-two ranks that hang may each hide the only one that waits for the other.
+Not all waiting can be seen: a rank that waits in a collective of the script's own may look hung. In
+a group with subgroups (shards and their replicas) the collectives begun in each show who waits for
+whom, and the end of such a chain is accused. In a cycle all that make no progress are accused, as
+without subgroups. If all have made no progress for long, a rank that has begun what others have not
+counts as waiting for them: two hung ranks may each hide the only one that waits for the other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Spreading: what all members of a large group say alike is said by one after another.
+"""Pacing: what all members of a large group report alike is sent by one after another.
 
-Rule: only what nothing waits for is spread: that a member forms or trains, and how far it is. What
-went wrong, or is asked for, is said at once. A coordinator needs about as long to hear a member as
-to tell it of its group, and whoever answers at once keeps it from telling the next one.
+Rule: only reports that nothing waits for are paced: that a member forms or trains, and its
+progress. Errors and requests are sent at once. Receiving a report takes a coordinator about as long
+as sending an announcement, and members that report at once delay the announcements of the others.
 """
 
 from __future__ import annotations
