@@ -50,6 +50,7 @@ from elastic.core.world import JobId
 from elastic.errors import Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import EventLog, note_text
+from elastic.runtime.exposition import Histogram
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Driver:
     Attributes:
         sessions: the agents' streams.
         watchers: who follows jobs.
+        commits: how long records took until they were durable.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Driver:
         """Own the machine; nothing happens before `run`, and nothing while another may lead."""
         self.sessions = Sessions()
         self.watchers = Watchers(clock)
+        self.commits = Histogram()
         self._machine = machine
         self._journal = journal
         self._clock = clock
@@ -387,6 +390,7 @@ class Driver:
         """Return when the records are durable, however long that takes."""
         self._persisting_since_ns = self._clock.monotonic_ns()
         await patiently("a record", lambda: self._journal.write(effect.records), self._clock)
+        self.commits.add((self._clock.monotonic_ns() - self._persisting_since_ns) / 1e9)
         self._persisting_since_ns = 0
 
 

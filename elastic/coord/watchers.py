@@ -83,6 +83,11 @@ class Watchers:
         """Begin with none; the clock stamps notes with the wall clock."""
         self._clock = clock
         self._by_job: dict[JobId, list[Watcher]] = {}
+        self._listeners: list[Callable[[TimedNote], None]] = []
+
+    def listen(self, listener: Callable[[TimedNote], None]) -> None:
+        """Have a function called with each note, of whatever job; for as long as this lives."""
+        self._listeners.append(listener)
 
     @contextmanager
     def subscribe(
@@ -100,10 +105,12 @@ class Watchers:
                 del self._by_job[job_id]
 
     def tell(self, note: Note) -> None:
-        """Pass a note on to those who follow its job."""
+        """Pass a note on to those who follow its job, and to those who hear all."""
         followers = self._by_job.get(JobId(note.job_id), ())
-        if followers:
+        if followers or self._listeners:
             timed = TimedNote(note, self._clock.unix_ns())
+            for listener in self._listeners:
+                listener(timed)
             for watcher in followers:
                 watcher.tell(timed)
 

@@ -1,0 +1,136 @@
+"""The coordinator's figures for Prometheus: few labels, no ranks; those are the agents'.
+
+Rule: what a coordinator that does not lead cannot know it leaves out, so that of several one alone
+tells of jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from elastic.client.wording import has_ended, world_size
+from elastic.coord.history import History
+from elastic.coord.server_desk import Desk
+from elastic.core.config import NS_PER_S
+from elastic.core.view import ClusterView, JobView
+from elastic.core.world import JobPhase, NodePhase
+from elastic.runtime import exposition as text
+from elastic.runtime.exposition import Family, Histogram
+
+
+async def exposition(desk: Desk) -> str:
+    """Return all of them as text."""
+    tenure = desk.office.tenure
+    leader = Family("elastic_leader", "gauge", "1 on the coordinator that leads.")
+    leader.add(1 if tenure is not None else 0)
+    if tenure is None:
+        return text.exposition([leader])
+    view, history = desk.view(), tenure.history or History()
+    families = [leader, *_cluster(view, history), *_jobs(view, history, desk.clock.unix_ns())]
+    driver = tenure.driver
+    families += [
+        Family(
+            "elastic_agents_connected", "gauge", "Streams of agents that stand."
+        ).add(len(driver.sessions)),
+        _histogram(
+            "elastic_store_commit_seconds", "Writing a record until it is durable.", driver.commits
+        ),
+    ]  # fmt: skip
+    return text.exposition(families)
+
+
+def _histogram(name: str, about: str, values: Histogram) -> Family:
+    return Family(name, "histogram", about).add_histogram(values)
+
+
+def _cluster(view: ClusterView, history: History) -> Iterator[Family]:
+    nodes = Family("elastic_nodes", "gauge", "Nodes by what the coordinator thinks of them.")
+    for phase in NodePhase:
+        nodes.add(sum(node.phase is phase for node in view.nodes), phase=phase.value)
+    yield nodes
+    slots = Family("elastic_slots", "gauge", "Workers that could run at once, and still start.")
+    slots.add(sum(node.node.num_slots for node in view.nodes), state="all")
+    slots.add(sum(node.free_slots for node in view.nodes), state="free")
+    yield slots
+    quarantined = Family(
+        "elastic_node_quarantined", "gauge", "1 for a node that gets no new workers for a while."
+    )
+    for node in view.nodes:
+        quarantined.add(node.node.node_id in history.quarantined, node=node.node.node_id)
+    yield quarantined
+    jobs = Family("elastic_jobs", "gauge", "Jobs by state.")
+    for phase in JobPhase:
+        jobs.add(sum(job.record.phase is phase for job in view.jobs), state=phase.value)
+    yield jobs
+    taken = Family("elastic_preemptions_total", "counter", "What was taken, by what took it.")
+    for source in ("drain", "priority"):
+        taken.add(history.preemptions[source], source=source)
+    yield taken
+    yield _histogram(
+        "elastic_queue_wait_seconds", "From submission to the first group.", history.queue_waits
+    )
+
+
+def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]:
+    """Yield what is told of each job; of one that has ended no more than how."""
+    names = ("info", "state", "generation", "workers", "bounds", "steps_per_second")
+    info, state, generation, workers, bounds, rate = (
+        Family(f"elastic_job_{name}", "gauge", about)
+        for name, about in zip(
+            names,
+            (
+                "1; the labels say what job it is.",
+                "1 for the state that the job is in, 0 for the others.",
+                "Number of the newest group.",
+                "Workers by what they do.",
+                "Smallest and largest group.",
+                "Steps of the group, over the last second or two.",
+            ),
+            strict=True,
+        )
+    )
+    reforms = Family(
+        "elastic_job_reforms_total", "counter", "Groups after the first, by what made them needed."
+    )
+    pauses = Family(
+        "elastic_reform_seconds", "histogram", "Training stood still for another group."
+    )
+    age = Family("elastic_checkpoint_age_seconds", "gauge", "Since the newest one was recorded.")
+    refused = Family(
+        "elastic_checkpoint_failures_total", "counter", "Reported checkpoints that do not count."
+    )
+    failures = Family("elastic_job_failures_total", "counter", "How often user code raised.")
+    for job in view.jobs:
+        record, job_id = job.record, job.record.spec.job_id
+        spec, own = record.spec, history.of(job_id)
+        info.add(1, job=job_id, name=spec.name, run=spec.run_path, project=spec.project)
+        for phase in JobPhase:
+            state.add(record.phase is phase, job=job_id, state=phase.value)
+        if has_ended(job):
+            continue
+        generation.add(record.generation, job=job_id)
+        for phase, count in sorted(_worker_phases(job).items()):
+            workers.add(count, job=job_id, state=phase)
+        for side, bound in zip(("min", "max"), record.bounds, strict=True):
+            bounds.add(bound, job=job_id, bound=side)
+        if world_size(job) and (now := own.rate()) is not None:
+            rate.add(now, job=job_id)
+        for cause, count in sorted(own.reforms.items()):
+            reforms.add(count, job=job_id, cause=cause)
+        pauses.add_histogram(own.pauses, job=job_id)
+        newest = record.checkpoints[-1].path if record.checkpoints else ""
+        if newest in own.checkpoints:
+            age.add((unix_ns - own.checkpoints[newest]) / NS_PER_S, job=job_id)
+        refused.add(own.refused_checkpoints, job=job_id)
+        failures.add(record.failures, job=job_id)
+    yield from (
+        info, state, generation, workers, bounds, rate, reforms, pauses, age, refused, failures
+    )  # fmt: skip
+
+
+def _worker_phases(job: JobView) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for worker in job.workers:
+        phase = worker.report.phase.value
+        counts[phase] = counts.get(phase, 0) + 1
+    return counts
