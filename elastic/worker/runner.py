@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from elastic.core.config import TRACKERS_VARIABLE
 from elastic.core.events.worker import (
     EnterTrain,
     FormGroup,
@@ -63,6 +64,7 @@ from elastic.worker.seeding import FIRST_SEED, seed_everything
 from elastic.worker.shared_storage import SharedStorage
 from elastic.worker.step import StepEngine
 from elastic.worker.store_server import StoreServer
+from elastic.worker.tracking import Trackers
 from elastic.worker.validating import Validator
 from elastic.worker.writing import Writer
 
@@ -108,6 +110,7 @@ class Runner:
         self._shared = SharedStorage(None)
         self._saver: Saver | None = None
         self._validator: Validator | None = None
+        self._trackers: Trackers | None = None
         # Of the call of the train function that runs now; `rejoin` moves it to other groups.
         self._called: entry.Call | None = None
         self._assignment: Assignment | None = None
@@ -152,6 +155,8 @@ class Runner:
             self._saver = Saver(assign.snapshots, self._writer(assign))
             if self._run_directory is not None:
                 self._validator = Validator(self._run_directory, spec, self._exchange)
+                wanted = dict(spec.entry.env).get(TRACKERS_VARIABLE, "")
+                self._trackers = Trackers(self._run_directory.path, wanted)
             self._prepare = entry.load(spec.entry, imports_ahead=not spec.own_steps)
         except BaseException as error:
             # Also what a module of the user's does while it is imported, such as sys.exit.
@@ -305,6 +310,8 @@ class Runner:
             self._validator.finish(lambda: self._is_over(self._place.generation))
         if self._reporter is not None:
             self._reporter.finish()
+        if self._trackers is not None:
+            self._trackers.finish()
         is_script = self._assigned().spec.entry.kind is not EntryKind.FUNCTION
         if is_script and (self._engine is None or not self._engine.keeps):
             entry.end_script()
@@ -332,6 +339,8 @@ class Runner:
             self._check_storage(assignment)
             if self._validator is not None:
                 self._validator.enter(assignment.generation, assignment.rank, assignment.checkpoint)
+            if self._trackers is not None:
+                self._trackers.enter(assignment.rank)
         self._its_devices().choose()
         context = self._context(assign, assignment)
         if self._engine is not None:
