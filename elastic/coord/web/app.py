@@ -250,7 +250,7 @@ async def _asset(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in ASSETS:
         raise NotFound(f"there is no {name!r} among the assets")
-    data = package_files("elastic.coord.web").joinpath("assets", name).read_bytes()
+    data = (package_files("elastic.coord.web") / "assets" / name).read_bytes()
     return Response(data, media_type=ASSETS[name], headers={"cache-control": "max-age=300"})
 
 

@@ -59,8 +59,8 @@ def _cluster(view: ClusterView, history: History) -> Iterator[Family]:
         quarantined.add(node.node.node_id in history.quarantined, node=node.node.node_id)
     yield quarantined
     jobs = Family("elastic_jobs", "gauge", "Jobs by state.")
-    for phase in JobPhase:
-        jobs.add(sum(job.record.phase is phase for job in view.jobs), state=phase.value)
+    for stands in JobPhase:
+        jobs.add(sum(job.record.phase is stands for job in view.jobs), state=stands.value)
     yield jobs
     taken = Family("elastic_preemptions_total", "counter", "What was taken, by what took it.")
     for source in ("drain", "priority"):
@@ -109,8 +109,8 @@ def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]
         if has_ended(job):
             continue
         generation.add(record.generation, job=job_id)
-        for phase, count in sorted(_worker_phases(job).items()):
-            workers.add(count, job=job_id, state=phase)
+        for does, count in sorted(_worker_phases(job).items()):
+            workers.add(count, job=job_id, state=does)
         for side, bound in zip(("min", "max"), record.bounds, strict=True):
             bounds.add(bound, job=job_id, bound=side)
         if world_size(job) and (now := own.rate()) is not None:

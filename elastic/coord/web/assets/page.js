@@ -63,6 +63,7 @@ function drawMarks(plot) {
   const draw = (moments, dash, style) => {
     ctx.save();
     ctx.strokeStyle = style;
+    ctx.globalAlpha = 0.6;
     ctx.setLineDash(dash);
     ctx.beginPath();
     for (const moment of moments) {
@@ -76,6 +77,14 @@ function drawMarks(plot) {
   };
   draw(marks.checkpoints, [2, 4], colour("--quiet"));
   draw(marks.generations.slice(1).map((mark) => mark[0]), [], colour("--pause"));
+}
+
+function clock(_, moments) {
+  return moments.map((moment) => new Date(moment * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false }));
+}
+
+function short(_, values) {
+  return values.map((value) => Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3) ? value.toExponential(1) : Number(value.toPrecision(6)).toString());
 }
 
 function newChart(name) {
@@ -98,9 +107,10 @@ function drawChart(name, chart) {
   if (chart.plot) return chart.plot.setData(data);
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
   chart.plot = new uPlot({
-    width: Math.max(200, chart.box.clientWidth - 18), height: 150, legend: { show: false },
+    width: Math.max(200, chart.box.clientWidth - 18), height: 140, legend: { show: false },
     cursor: { drag: { x: true, y: false } },
-    axes: [axis, { ...axis, size: 56 }],
+    axes: [{ ...axis, size: 30, space: 80, values: clock }, { ...axis, size: 60, values: short }],
+    scales: { x: { time: false } },
     series: [{}, { label: name, stroke: colour("--bar0"), width: 1.5, points: { show: chart.times.length < 3 },
       paths: name === "workers" ? uPlot.paths.stepped({ align: 1 }) : undefined }],
     hooks: { draw: [drawMarks] },
