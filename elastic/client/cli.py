@@ -11,7 +11,17 @@ import click
 from click.core import ParameterSource
 
 from elastic import __version__
-from elastic.client import asking, changing, checkpoints, daemons, run, steering, tuning
+from elastic.client import (
+    asking,
+    changing,
+    checkpoints,
+    daemons,
+    events,
+    run,
+    steering,
+    top,
+    tuning,
+)
 from elastic.client.started import find_started
 from elastic.client.terminal import Target, with_timeout
 
@@ -72,6 +82,8 @@ for command in (
     asking.ps,
     asking.status,
     asking.logs,
+    events.events,
+    top.top,
     checkpoints.checkpoint,
     checkpoints.checkpoints,
     steering.pause,
