@@ -11,7 +11,18 @@ import click
 from click.core import ParameterSource
 
 from elastic import __version__
-from elastic.client import asking, changing, checkpoints, daemons, run, steering, tracking, tuning
+from elastic.client import (
+    asking,
+    changing,
+    checkpoints,
+    daemons,
+    events,
+    run,
+    steering,
+    top,
+    tracking,
+    tuning,
+)
 from elastic.client.started import find_started
 from elastic.client.terminal import Target, with_timeout
 
@@ -72,6 +83,8 @@ for command in (
     asking.ps,
     asking.status,
     asking.logs,
+    events.events,
+    top.top,
     checkpoints.checkpoint,
     checkpoints.checkpoints,
     steering.pause,

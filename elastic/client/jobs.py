@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import grpc
 
 from elastic.client.endpoints import Endpoints
-from elastic.client.sources import JobSource, LogSource
+from elastic.client.sources import EventSource, JobSource, LogSource
 from elastic.client.streams import OnOutage, Source, Stream
 from elastic.core.config import JobSpec
 from elastic.core.view import JobView
@@ -29,6 +29,7 @@ from elastic.wire.codec_jobs import (
     ClusterStatus,
     JobEvent,
     LogChunk,
+    TimedNote,
     job_from_proto,
     status_from_proto,
     submit_request,
@@ -252,6 +253,18 @@ class Client:
             An iterator, which raises as the other methods do.
         """
         return self._stream(JobSource(job), limit_s, on_outage)
+
+    def events(self, job: str, *, follow: bool = False) -> Stream[TimedNote]:
+        """Read what happened to a job, oldest first, as far as the coordinator remembers.
+
+        Args:
+            job: see the class.
+            follow: go on until the job has ended.
+
+        Returns:
+            An iterator, which raises as the other methods do.
+        """
+        return self._stream(EventSource(job, follow=follow), OUTAGE_LIMIT_S if follow else 0.0)
 
     def logs(
         self, job: str, *, ranks: Sequence[int] = (), tail: int = -1, follow: bool = False

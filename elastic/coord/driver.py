@@ -21,6 +21,7 @@ from elastic.coord.journal import Journal
 from elastic.coord.leadership import SLOW_S, patiently
 from elastic.coord.naps import watch_naps
 from elastic.coord.pieces import PIECE_BYTES
+from elastic.coord.run_history import RunHistory
 from elastic.coord.sessions import Session, Sessions
 from elastic.coord.staging import Staging
 from elastic.coord.watchers import Watchers, jobs_of
@@ -107,6 +108,7 @@ class Driver:
         self.sessions = Sessions()
         self.watchers = Watchers(clock)
         self.commits = Histogram()
+        self._history = RunHistory(self.watchers, self.sessions)
         self._machine = machine
         self._journal = journal
         self._clock = clock
@@ -367,6 +369,8 @@ class Driver:
             if session is not None:
                 session.close(effect.reason)
         elif isinstance(effect, Forget):
+            self.watchers.forget(effect.job_ids)
+            self._history.forget(effect.job_ids)
             await self._journal.forget(effect.job_ids)
 
     def _send(self, effect: SendAgent) -> None:
@@ -375,6 +379,7 @@ class Driver:
             return
         self._journal.check_office()
         session.send(effect.message)
+        self._history.sent(effect)
         if isinstance(effect.message, Welcome):
             self.sessions.register(session)
             if self._coordinators is not None:
@@ -385,6 +390,7 @@ class Driver:
         if self._event_log is not None:
             self._event_log.write(note)
         self.watchers.tell(note)
+        self._history.tell(JobId(note.job_id))
 
     async def _persist(self, effect: Persist) -> None:
         """Return when the records are durable, however long that takes."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from elastic.core.config import NS_PER_S
+from elastic.core.telemetry import Telemetry
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId, JobPhase
 from elastic.runtime.exposition import Histogram
@@ -23,11 +24,8 @@ SERIES_MAX = 50
 """Metrics of a job, by order of appearance; a script may invent one for each step."""
 NAME_CHARS_MAX = 100
 SPANS_MAX = 400
-EVENTS_MAX = 300
 RECENT_MAX = 4000
-WORLD_SIZE, RATE = "workers", "steps per second"
-QUIET = frozenset({"report", "first_step", "group_training", "waiting"})
-"""Notes that are shown otherwise than as a line."""
+WORLD_SIZE, RATE, SAMPLES, STEP_MS = "workers", "steps / s", "samples / s", "step, ms"
 
 
 @dataclass
@@ -61,6 +59,7 @@ class Span:
         stood_ns: since when training stood still before it; when it was formed, if it did not.
         trains_ns: when training went on.
         lost: who was lost in it, and why.
+        told_pause_s: for how long training stood still, as its workers tell it.
     """
 
     generation: int
@@ -72,10 +71,13 @@ class Span:
     trains_ns: int = 0
     ended_ns: int = 0
     lost: list[str] = field(default_factory=list)
+    told_pause_s: float | None = None
 
     @property
     def pause_s(self) -> float | None:
         """Return for how long training stood still before it, None while it does not train."""
+        if self.told_pause_s is not None:
+            return self.told_pause_s
         return max(0, self.trains_ns - self.stood_ns) / NS_PER_S if self.trains_ns else None
 
 
@@ -86,7 +88,6 @@ class JobHistory:
     Attributes:
         spans: its generations, oldest first.
         series: by name.
-        events: what is worth a line, oldest first.
         checkpoints: path -> when it was recorded, Unix nanoseconds.
         recent: (number, series, Unix seconds, value) of the newest points, for those who follow.
         reforms: groups after the first, by cause.
@@ -96,7 +97,6 @@ class JobHistory:
 
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=SPANS_MAX))
     series: dict[str, Series] = field(default_factory=dict)
-    events: deque[TimedNote] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
     checkpoints: dict[str, int] = field(default_factory=dict)
     recent: deque[tuple[int, str, float, float | None]] = field(
         default_factory=lambda: deque(maxlen=RECENT_MAX)
@@ -107,7 +107,8 @@ class JobHistory:
     refused_checkpoints: int = 0
     submitted_ns: int = 0
     _stood_ns: int = 0
-    _seen: tuple[int, int, int] = (0, 0, 0)
+    _seen: Telemetry = field(default_factory=Telemetry)
+    _logged: frozenset[str] = frozenset()
 
     def add(self, name: str, unix_s: float, value: float | None) -> None:
         """Take a point of a series."""
@@ -120,18 +121,11 @@ class JobHistory:
             self.number += 1
             self.recent.append((self.number, name, round(unix_s, 2), value))
 
-    def rate(self) -> float | None:
-        """Return the newest number of steps per second, None for none."""
-        series = self.series.get(RATE)
-        return series.values[-1] if series is not None and series.values else None
-
     # ------------------------------------------------------------------- what is told
 
     def take(self, timed: TimedNote) -> None:
         """Take a note of this job."""
         name, fields, now_ns = timed.note.name, dict(timed.note.fields), timed.unix_ns
-        if name not in QUIET:
-            self.events.append(timed)
         if name == "job_submitted":
             self.submitted_ns = now_ns
         elif name == "report":
@@ -146,6 +140,8 @@ class JobHistory:
             self._form(fields, now_ns)
         elif name in ("group_training", "first_step"):
             self._trains(int(fields.get("generation", 0)), int(fields.get("unix_ns", now_ns)))
+            if "pause_s" in fields and self.spans:
+                self.spans[-1].told_pause_s = float(fields["pause_s"])
         elif name in ("job_ended", "job_paused") and self.spans:
             self.spans[-1].ended_ns = self.spans[-1].ended_ns or now_ns
             self._stood_ns = 0
@@ -154,23 +150,26 @@ class JobHistory:
         elif name == "checkpoint_refused":
             self.refused_checkpoints += 1
 
-    def look(self, job: JobView, now_ns: int, unix_ns: int) -> None:
+    def look(self, job: JobView, unix_ns: int) -> None:
         """Look at the job once a second."""
-        group = job.record.group
+        group, before = job.record.group, self._seen
         if group is None or job.record.phase is not JobPhase.RUNNING:
             return
         if not self.spans:  # It was formed in an earlier term.
             size, reason = len(group.members), group.reason
             self.spans.append(Span(group.generation, "", reason, size, unix_ns, unix_ns, unix_ns))
         self.add(WORLD_SIZE, unix_ns / NS_PER_S, float(len(group.members)))
-        steps = max((worker.steps for worker in job.workers if worker.rank >= 0), default=0)
-        generation, seen_steps, seen_ns = self._seen
-        if generation == group.generation and seen_ns < now_ns:
-            took_s = (now_ns - seen_ns) / NS_PER_S
-            if steps == seen_steps and took_s < 5.0:
-                return  # Telemetry comes once a second, too: between two of its messages.
-            self.add(RATE, unix_ns / NS_PER_S, round((steps - seen_steps) / took_s, 3))
-        self._seen = (group.generation, steps, now_ns)
+        told, self._seen = job.telemetry, job.telemetry
+        if told == before or not told.steps:
+            return
+        self.add(RATE, unix_ns / NS_PER_S, round(told.per_second(told.steps), 4))
+        if told.samples:
+            self.add(SAMPLES, unix_ns / NS_PER_S, round(told.per_second(told.samples), 2))
+        self.add(STEP_MS, unix_ns / NS_PER_S, round(told.step_s * 1e3, 3))
+        logged = dict(numbers_of(told.logged))
+        self._logged |= logged.keys()
+        for name, value in logged.items():
+            self.add(name, unix_ns / NS_PER_S, value)
 
     def _stands(self, now_ns: int) -> None:
         self._stood_ns = self._stood_ns or now_ns
@@ -198,6 +197,8 @@ class JobHistory:
 
     def _report(self, text: str, now_ns: int) -> None:
         for name, value in numbers_of(text):
+            if name in self._logged:
+                continue  # The same, told more often.
             self.add(name, now_ns / NS_PER_S, value)
 
 
@@ -261,4 +262,4 @@ class History:
         for job_id, job in known.items():
             if job.record.phase is JobPhase.RUNNING:
                 history = self._jobs.setdefault(job_id, JobHistory())
-                history.look(job, view.now_ns, unix_ns)
+                history.look(job, unix_ns)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.core.events.coordinator import Cordon, JobRecord
+from elastic.core.telemetry import Telemetry
 from elastic.core.world import Generation, Node, NodeId, NodePhase, WorkerReport
 
 
@@ -34,6 +35,7 @@ class WorkerView:
     Attributes:
         rank: in the newest group, -1 if it is not part of it.
         steps: optimizer steps in its generation, as far as telemetry told.
+        telemetry: how its newest steps went.
     """
 
     report: WorkerReport
@@ -41,6 +43,7 @@ class WorkerView:
     rank: int
     since_ns: int
     steps: int = 0
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class JobView:
 
     Attributes:
         copies: of its state, by node and source.
+        untold_ns: time of its workers that `record.goodput` does not have yet, because they have
+            not told how they spent it: about a second for each.
     """
 
     record: JobRecord
@@ -74,6 +79,13 @@ class JobView:
     since_ns: int
     workers: tuple[WorkerView, ...]
     copies: tuple[CopyView, ...] = ()
+    untold_ns: int = 0
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """Return how the group's newest steps went, as its first rank tells it."""
+        told = [w for w in self.workers if w.rank >= 0 and w.telemetry != Telemetry()]
+        return min(told, key=lambda w: w.rank).telemetry if told else Telemetry()
 
 
 @dataclass(frozen=True)

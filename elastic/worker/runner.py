@@ -55,7 +55,6 @@ from elastic.worker.group import GroupSpec, ProcessGroups
 from elastic.worker.held import held_back
 from elastic.worker.interrupt import GroupChanged, Interrupter
 from elastic.worker.mesh import Reach
-from elastic.worker.progress import StepCounter
 from elastic.worker.pruning import Pruner
 from elastic.worker.reporting import Place, Reporter, place_of_failure
 from elastic.worker.rungs import Carry, Reenter
@@ -254,6 +253,7 @@ class Runner:
             outcome.forget_frames(error)
             return event
         finally:
+            self._exchange.activity.timing.stop()
             if self._reporter is not None:
                 self._reporter.close()
                 self._reporter.flush()
@@ -275,6 +275,7 @@ class Runner:
             engine.configure(call.options)
             if self._validator is not None:
                 self._validator.configure(call.options.get("validation"))
+            self._exchange.activity.timing.call_begins()
             context = self._enter(assign, assignment)
             # Weights that a train function draws are then the same in every run of it.
             seed_everything(FIRST_SEED)
@@ -331,6 +332,9 @@ class Runner:
         self._assignment = assignment
         self._place = _place_of(assign, assignment)
         if assignment is not None:
+            timing = self._exchange.activity.timing
+            timing.enter(assign.worker_id, assignment.generation, self._exchange.post)
+            timing.resume()
             place = environment.for_generation(assign, assignment, self._started_with)
             os.environ.update(place | self._its_devices().place(assignment))
             if self._reporter is not None:
@@ -444,6 +448,7 @@ class Runner:
 
     def _await_group(self) -> WorkerContext:
         """Form what is announced, until a group stands; the main loop of a worker that is busy."""
+        self._exchange.activity.timing.stop()
         while True:
             order = self._exchange.wait_for_order()
             if isinstance(order, FormGroup):
@@ -545,9 +550,6 @@ class Runner:
             copies_fingerprints=place.copies_fingerprints,
             tls=assign.tls,
             reporter=self._reporter,
-            step_counter=StepCounter(
-                assign.worker_id, place.generation, tell=self._exchange.post, clock=self._clock
-            ),
             link=self._exchange,
             activity=self._exchange.activity,
             saver=self._saver,

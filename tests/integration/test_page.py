@@ -243,7 +243,7 @@ async def test_a_login_shows_a_job_as_it_goes_on(
             wish = await agent.hear(FollowLogs)
             text = f"\x1b[31mred\x1b[0m {HOSTILE}\r\nbell\x07 \x1b]0;title\x07end\n"
             await agent.say(LogLines(wish.follow_id, wish.worker_id, text))
-        assert [line[2] for line in lines] == [f"red {HOSTILE}", "bell\\x07 end"]
+        assert [line[-1] for line in lines] == [f"red {HOSTILE}", "bell\\x07 end"]
 
         # A loss: the next generation, with its cause and pause.
         gone = ExitCause(ExitKind.SIGNAL, 9)

@@ -120,7 +120,10 @@ class Site:
 
     async def _job(self, request: Request) -> Page:
         view, job, history = await self._find(request)
-        return job_page(view, job, history, self.desk.clock.unix_ns())
+        tenure = self.desk.office.tenure
+        watchers = tenure.driver.watchers if tenure is not None else None
+        events = watchers.history(job.record.spec.job_id) if watchers is not None else ()
+        return job_page(view, job, history, self.desk.clock.unix_ns(), events)
 
     async def _study(self, request: Request) -> Page:
         return await self.studies.page(request.path_params["study"])

@@ -73,8 +73,11 @@ def _cluster(view: ClusterView, history: History) -> Iterator[Family]:
 
 def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]:
     """Yield what is told of each job; of one that has ended no more than how."""
-    names = ("info", "state", "generation", "workers", "bounds", "steps_per_second")
-    info, state, generation, workers, bounds, rate = (
+    names = (
+        "info", "state", "generation", "workers", "bounds", "steps_per_second",
+        "samples_per_second", "epoch", "step",
+    )  # fmt: skip
+    info, state, generation, workers, bounds, rate, samples, epoch, step = (
         Family(f"elastic_job_{name}", "gauge", about)
         for name, about in zip(
             names,
@@ -84,7 +87,10 @@ def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]
                 "Number of the newest group.",
                 "Workers by what they do.",
                 "Smallest and largest group.",
-                "Steps of the group, over the last second or two.",
+                "Steps of the group, over its last second.",
+                "The same of samples.",
+                "Of the next step to be committed, from 0.",
+                "The same within its epoch, from 0.",
             ),
             strict=True,
         )
@@ -99,6 +105,10 @@ def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]
     refused = Family(
         "elastic_checkpoint_failures_total", "counter", "Reported checkpoints that do not count."
     )
+    goodput = Family(
+        "elastic_job_goodput_seconds_total", "counter",
+        "Time of workers by what it went into; all categories sum to the time they were held.",
+    )  # fmt: skip
     failures = Family("elastic_job_failures_total", "counter", "How often user code raised.")
     for job in view.jobs:
         record, job_id = job.record, job.record.spec.job_id
@@ -113,8 +123,14 @@ def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]
             workers.add(count, job=job_id, state=does)
         for side, bound in zip(("min", "max"), record.bounds, strict=True):
             bounds.add(bound, job=job_id, bound=side)
-        if world_size(job) and (now := own.rate()) is not None:
-            rate.add(now, job=job_id)
+        told = job.telemetry
+        if world_size(job) and told.steps:
+            rate.add(told.per_second(told.steps), job=job_id)
+            samples.add(told.per_second(told.samples), job=job_id)
+            epoch.add(told.epoch, job=job_id)
+            step.add(told.step, job=job_id)
+        for category, seconds in record.goodput.seconds().items():
+            goodput.add(seconds, job=job_id, category=category)
         for cause, count in sorted(own.reforms.items()):
             reforms.add(count, job=job_id, cause=cause)
         pauses.add_histogram(own.pauses, job=job_id)
@@ -124,7 +140,8 @@ def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]
         refused.add(own.refused_checkpoints, job=job_id)
         failures.add(record.failures, job=job_id)
     yield from (
-        info, state, generation, workers, bounds, rate, reforms, pauses, age, refused, failures
+        info, state, generation, workers, bounds, rate, samples, epoch, step, goodput, reforms,
+        pauses, age, refused, failures,
     )  # fmt: skip
 
 

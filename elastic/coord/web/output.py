@@ -26,8 +26,8 @@ LINE_CHARS_MAX = 2000
 PARTIAL_CHARS_MAX = 1 << 16
 NEW_WORKERS_S = 0.25
 
-Line = tuple[int, str, str]
-"""Rank (-1 for none), node, and text."""
+Line = tuple[float, int, int, str, str]
+"""Unix seconds (0 if not known), generation and rank then (-1 for none), node, and text."""
 
 
 @dataclass
@@ -63,9 +63,18 @@ class Lines:
             text, _, rest = text.rpartition("\n")
             self._partial[chunk.worker_id] = rest[-PARTIAL_CHARS_MAX:]
             if text:
-                told = clean_output(text).split("\n")
-                lines += [(chunk.rank, chunk.node_id, line[:LINE_CHARS_MAX]) for line in told]
-        return [line for line in lines if self.contains in line[2]]
+                at_s, where = round(chunk.unix_ns / NS_PER_S, 3), chunk.node_id
+                lines += [
+                    (at_s, chunk.generation, chunk.rank, where, line[:LINE_CHARS_MAX])
+                    for line in clean_output(text).split("\n")
+                ]
+        return [line for line in lines if self.contains in line[-1]]
+
+
+def head(line: Line) -> str:
+    """Return what stands before a line: "[g4 r3 gpu-07]"."""
+    _, generation, rank, node, _ = line
+    return f"[g{generation} r{rank} {node}]" if rank >= 0 else f"[{node}]"
 
 
 async def output_stream(
@@ -89,6 +98,7 @@ async def output_stream(
             notes.take()
             going_on = reader.look()
             waiting += lines.take(reader)
+            desk.follows.make_room(merged)
             now_ns = desk.clock.monotonic_ns()
             if now_ns - sent_ns >= TICK_S * NS_PER_S or not going_on:
                 sent_ns = now_ns
@@ -126,6 +136,7 @@ async def newest_lines(desk: Desk, job_id: JobId, query: Mapping[str, str]) -> l
         with anyio.move_on_after(TAIL_WAIT_S):
             while reader.look():
                 found += lines.take(reader)
+                desk.follows.make_room(merged)
                 await merged.wait(NEW_WORKERS_S)
         found += lines.take(reader)
     return found

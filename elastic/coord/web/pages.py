@@ -5,20 +5,21 @@ Rule: nothing is decided or asked here, and everything is text until `element` e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
 from elastic.client.wording import duration, has_ended, missing, parsed_metrics, world_size
 from elastic.coord.history import JobHistory, Span
 from elastic.coord.web.html import Html, element, escaped, joined
+from elastic.coord.web.output import Line, head
 from elastic.coord.web.parts import Page, Part, moment, number, pill, row, table
+from elastic.coord.web.spent import ROWS_MAX, goodput_bar, goodput_text, pace_facts, worker_rows
 from elastic.core.config import NS_PER_S
 from elastic.core.view import ClusterView, JobView, NodeView, WorkerView
 from elastic.core.world import NodeId
+from elastic.wire.codec_jobs import TimedNote
 
 ENDED_SHOWN = 50
-ROWS_MAX = 64
-"""Of workers: those that are slow come first. Programs ask `elastic status -o json` for all."""
 SPANS_SHOWN = 40
 EVENTS_SHOWN = 40
 CHECKPOINTS_SHOWN = 20
@@ -133,8 +134,22 @@ def _node_row(view: NodeView, clocks: Clocks) -> Html:
 # --------------------------------------------------------------------------------------- a job
 
 
-def job_page(view: ClusterView, job: JobView, history: JobHistory, unix_ns: int) -> Page:
-    """Return the page of one job."""
+def job_page(
+    view: ClusterView,
+    job: JobView,
+    history: JobHistory,
+    unix_ns: int,
+    events: Sequence[TimedNote] = (),
+) -> Page:
+    """Return the page of one job.
+
+    Args:
+        view: everything.
+        job: of it.
+        history: of the job.
+        unix_ns: now.
+        events: what happened to it, oldest first.
+    """
     spec, clocks = job.record.spec, Clocks(view.now_ns, unix_ns)
     place = f"/jobs/{quote(spec.job_id, safe='')}"
     body: list[Html | Part] = [
@@ -148,13 +163,15 @@ def job_page(view: ClusterView, job: JobView, history: JobHistory, unix_ns: int)
             *("generation", "cause", "workers", "formed", "pause", "lost in it", "why"),
             label="Generations",
         ),
+        element("h2", "Where the time of workers went"),
+        goodput_bar(job),
         element("h2", "Nodes and ranks"),
         Part("map", items=_node_cards(view, job), css="map"),
         element("h2", "Workers"),
         _more_workers(job),
         *table(
-            Part("workers", items=_worker_rows(job, clocks), tag="tbody"),
-            *("rank", "worker", "node", "state", "since", "steps", "pid"),
+            Part("workers", items=worker_rows(job), tag="tbody"),
+            *("rank", "worker", "state", "steps", "step", "where its time goes"),
             label="Workers",
         ),
         element("h2", "Metrics"),
@@ -172,7 +189,7 @@ def job_page(view: ClusterView, job: JobView, history: JobHistory, unix_ns: int)
         ),
         element("h2", "What happened"),
         *table(
-            Part("events", items=_event_rows(history), tag="tbody"),
+            Part("events", items=_event_rows(events), tag="tbody"),
             *("when", "what", ""),
             label="What happened",
         ),
@@ -190,7 +207,8 @@ def _head(job: JobView, history: JobHistory, clocks: Clocks) -> Part:
         "state": joined(pill(record.phase.value), " since ", moment(clocks.unix(job.since_ns))),
         "generation": record.generation or "–",
         "workers": f"{world_size(job)} of {_bounds(job)}",
-        "steps per second": number(history.rate() if world_size(job) else None),
+        **(pace_facts(job.telemetry) if world_size(job) else {}),
+        "goodput": goodput_text(job),
         "newest checkpoint": moment(history.checkpoints.get(newest, 0)) if newest else "none",
         "entry": record.spec.entry.target,
         "run": record.spec.run_path or "–",
@@ -319,24 +337,6 @@ def _more_workers(job: JobView) -> Part:
     return _paragraph("more-workers", text)
 
 
-def _worker_rows(job: JobView, clocks: Clocks) -> dict[str, Html]:
-    order = sorted(job.workers, key=lambda w: (w.rank < 0, w.rank, w.report.worker_id))
-    rows = {}
-    for worker in order[:ROWS_MAX]:
-        report, key = worker.report, f"w-{worker.report.worker_id}"
-        rows[key] = row(
-            key,
-            worker.rank if worker.rank >= 0 else "–",
-            report.worker_id,
-            worker.node_id,
-            pill(report.phase.value),
-            moment(clocks.unix(worker.since_ns)),
-            worker.steps,
-            report.pid or "–",
-        )
-    return rows
-
-
 def _metric_rows(job: JobView, history: JobHistory) -> dict[str, Html]:
     """Return the numbers that were charted, and the newest of what else was reported."""
     rows: dict[str, Html] = {}
@@ -379,9 +379,9 @@ def _metrics_text(metrics: Mapping[str, object]) -> str:
     return " ".join(told)[:300] or "–"
 
 
-def _event_rows(history: JobHistory) -> dict[str, Html]:
+def _event_rows(events: Sequence[TimedNote]) -> dict[str, Html]:
     rows = {}
-    for timed in list(history.events)[-EVENTS_SHOWN:][::-1]:
+    for timed in events[-EVENTS_SHOWN:][::-1]:
         key = f"e-{timed.unix_ns}-{timed.note.name}"
         told = " ".join(f"{name}={value}" for name, value in timed.note.fields)
         name = timed.note.name.replace("_", " ")
@@ -404,11 +404,11 @@ def _input(name: str, placeholder: str, **attributes: object) -> Html:
     return element("input", name=name, placeholder=placeholder, autocomplete="off", **attributes)
 
 
-def log_page(job: JobView, lines: Iterable[tuple[int, str, str]]) -> Page:
+def log_page(job: JobView, lines: Iterable[Line]) -> Page:
     """Return the newest lines of output, for browsers without JavaScript."""
     spec = job.record.spec
     place = f"/jobs/{quote(spec.job_id, safe='')}"
-    told = "\n".join(f"[{rank if rank >= 0 else '–'} {node}] {text}" for rank, node, text in lines)
+    told = "\n".join(f"{head(line)} {line[-1]}" for line in lines)
     body: list[Html | Part] = [
         element("h1", "Output of ", element("a", spec.name, href=place)),
         _log_form(place),

@@ -163,7 +163,10 @@ function showLines(log, told) {
     lines.append(line);
   };
   if (told.skipped) add("", `… ${told.skipped} lines came faster than they are shown …`);
-  for (const [rank, node, text] of told.lines || []) add(`[${rank < 0 ? "–" : rank} ${node}] `, text);
+  for (const [seconds, generation, rank, node, text] of told.lines || []) {
+    const time = seconds ? `${new Date(seconds * 1000).toLocaleTimeString([], { hour12: false })} ` : "";
+    add(`${time}${rank < 0 ? `[${node}]` : `[g${generation} r${rank} ${node}]`} `, text);
+  }
   if (told.over) add("", told.over);
   log.append(lines);
   while (log.children.length > LINES_MAX) log.firstChild.remove();

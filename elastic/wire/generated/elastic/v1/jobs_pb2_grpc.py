@@ -81,6 +81,11 @@ class JobsStub(object):
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.WatchRequest.SerializeToString,
                 response_deserializer=elastic_dot_v1_dot_jobs__pb2.JobEvent.FromString,
                 _registered_method=True)
+        self.Events = channel.unary_stream(
+                '/elastic.v1.Jobs/Events',
+                request_serializer=elastic_dot_v1_dot_jobs__pb2.EventsRequest.SerializeToString,
+                response_deserializer=elastic_dot_v1_dot_jobs__pb2.TimedNote.FromString,
+                _registered_method=True)
         self.Logs = channel.unary_stream(
                 '/elastic.v1.Jobs/Logs',
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.LogsRequest.SerializeToString,
@@ -171,6 +176,15 @@ class JobsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Events(self, request, context):
+        """Tell what happened to a job, oldest first: all that the coordinator remembers, then, if wished
+        for, what happens until it has ended. Reads only; idempotent, not fenced. A coordinator that has
+        just begun remembers nothing from before; the run's directory does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Logs(self, request, context):
         """Show the output of a job's workers. Reads only; idempotent, not fenced.
         """
@@ -225,6 +239,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=elastic_dot_v1_dot_jobs__pb2.WatchRequest.FromString,
                     response_serializer=elastic_dot_v1_dot_jobs__pb2.JobEvent.SerializeToString,
+            ),
+            'Events': grpc.unary_stream_rpc_method_handler(
+                    servicer.Events,
+                    request_deserializer=elastic_dot_v1_dot_jobs__pb2.EventsRequest.FromString,
+                    response_serializer=elastic_dot_v1_dot_jobs__pb2.TimedNote.SerializeToString,
             ),
             'Logs': grpc.unary_stream_rpc_method_handler(
                     servicer.Logs,
@@ -477,6 +496,33 @@ class Jobs(object):
             '/elastic.v1.Jobs/Watch',
             elastic_dot_v1_dot_jobs__pb2.WatchRequest.SerializeToString,
             elastic_dot_v1_dot_jobs__pb2.JobEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Events(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/elastic.v1.Jobs/Events',
+            elastic_dot_v1_dot_jobs__pb2.EventsRequest.SerializeToString,
+            elastic_dot_v1_dot_jobs__pb2.TimedNote.FromString,
             options,
             channel_credentials,
             insecure,
