@@ -129,18 +129,18 @@ class Figures:
 class FiguresServer:
     """Answers `GET /metrics` and nothing else; whoever is slow is let go."""
 
-    def __init__(self, host: str, port: int, text: Callable[[], str]) -> None:
+    def __init__(self, host: str, port: int) -> None:
         """Bind.
 
         Args:
             host: to listen on.
             port: 0 for a free one.
-            text: what is answered.
 
         Raises:
             Unavailable: the address cannot be bound.
         """
-        self._text, self._open = text, 0
+        self._text: Callable[[], str] = str
+        self._open = 0
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -153,8 +153,9 @@ class FiguresServer:
             ) from error
         self.address = format_endpoint(host, self._socket.getsockname()[1])
 
-    async def run(self) -> None:
-        """Answer until cancelled."""
+    async def run(self, text: Callable[[], str]) -> None:
+        """Answer with what `text` returns, until cancelled."""
+        self._text = text
         async with await asyncio.start_server(
             self._answer, sock=self._socket, limit=REQUEST_BYTES_MAX
         ) as server:

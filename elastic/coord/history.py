@@ -141,7 +141,8 @@ class JobHistory:
         elif name in ("group_training", "first_step"):
             self._trains(int(fields.get("generation", 0)), int(fields.get("unix_ns", now_ns)))
             if "pause_s" in fields and self.spans:
-                self.spans[-1].told_pause_s = float(fields["pause_s"])
+                pause_s = self.spans[-1].told_pause_s = float(fields["pause_s"])
+                self.pauses.add(pause_s)
         elif name in ("job_ended", "job_paused") and self.spans:
             self.spans[-1].ended_ns = self.spans[-1].ended_ns or now_ns
             self._stood_ns = 0
@@ -192,8 +193,6 @@ class JobHistory:
         if span is None or span.generation != generation or span.trains_ns:
             return
         span.trains_ns = unix_ns
-        if span.cause != "start":
-            self.pauses.add(span.pause_s or 0.0)
 
     def _report(self, text: str, now_ns: int) -> None:
         for name, value in numbers_of(text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -22,14 +23,23 @@ from elastic.coord.roles import Role
 from elastic.coord.server_desk import Desk
 from elastic.coord.web.app import Site
 from elastic.coord.web.studies import Studies
-from elastic.core.messages import FollowLogs, LogLines, Report, Reported, WorkerUpdate
+from elastic.core.messages import (
+    FollowLogs,
+    LogLines,
+    Progress,
+    Report,
+    Reported,
+    WorkerUpdate,
+)
+from elastic.core.telemetry import CATEGORIES, Goodput, Telemetry
 from elastic.core.world import ExitCause, ExitKind, WorkerPhase
 from elastic.runtime.clock import SystemClock
-from tests.integration.coordinator import Coordinator, ScriptedAgent, User, node, spec
+from tests.integration.coordinator import ROOT, Coordinator, ScriptedAgent, User, node, spec
 from tests.integration.locked import token
 from tests.patience import DEADLINE_S, in_time, wait_for_async
 
 pytestmark = pytest.mark.anyio
+METRIC = re.compile(r"\belastic_[a-z_]+\b")
 HOSTILE = '<script>alert("x")</script>'
 
 
@@ -78,6 +88,11 @@ class Browser:
             raise AssertionError(f"{path} ended")
 
         return await run_sync(read, abandon_on_cancel=True)
+
+
+def told_of(told: Telemetry) -> Goodput:
+    """What a worker has spent that was productive all the time."""
+    return Goodput(productive_ns=told.wall_ns)
 
 
 def ends_of(told: dict[str, Any]) -> list[list[Any]]:
@@ -253,6 +268,13 @@ async def test_a_login_shows_a_job_as_it_goes_on(
         row = f"g-{again.generation}"
         await browser.stream(f"/jobs/{job_id}/stream", lambda told: told.get("set") == row)
 
+        # All that the board and the alerts ask for is there to be asked for.
+        told = Telemetry(steps=4, wall_ns=10**9, samples=256, epoch=2, step=3)
+        done = Progress(again.worker_id, again.generation, 4, 1, told_of(told), told)
+        await agent.say(done)
+        saved = Report(again.worker_id, again.job_id, again.generation, 0, 0, "{}", "/saved")
+        await agent.say(Reported(saved))
+        await user.wait_job(job_id, lambda job: job.record.checkpoints and job.telemetry.steps)
         figures = {}
         answer = await browser.get("/metrics", Authorization=f"Bearer {shown[Role.READ]}")
         for family in text_string_to_metric_families(answer.text):
@@ -263,6 +285,18 @@ async def test_a_login_shows_a_job_as_it_goes_on(
         assert reforms.labels["job"] == of_job["job"]
         assert reforms.value == 1
         assert figures["elastic_leader"].samples[0].value == 1
+        assert [s.value for s in figures["elastic_job_epoch"].samples] == [2]
+        spent = {
+            s.labels["category"]: s.value for s in figures["elastic_job_goodput_seconds"].samples
+        }
+        assert set(spent) == set(CATEGORIES)
+        assert spent["productive"] > 0
+        names = {sample.name for family in figures.values() for sample in family.samples}
+        names |= set(METRIC.findall((ROOT / "elastic/agent/figures.py").read_text()))
+        for file in ("grafana.json", "alerts.yaml"):
+            asked = set(METRIC.findall((ROOT / "docker" / "monitoring" / file).read_text()))
+            assert len(asked) > 5
+            assert not asked - names, file
         status = json.loads((await browser.get("/api/v1/status")).text)
         assert [job["name"] for job in status["jobs"]] == ["digits"]
         await user.stop(job_id)

@@ -102,11 +102,19 @@ async def output_stream(
             now_ns = desk.clock.monotonic_ns()
             if now_ns - sent_ns >= TICK_S * NS_PER_S or not going_on:
                 sent_ns = now_ns
-                yield _message(waiting)
+                yield _message(by_time(waiting))
                 waiting = []
             if going_on:
                 await anyio.sleep(NEW_WORKERS_S)
     yield f"data: {json.dumps({'end': True})}\n\n"
+
+
+def by_time(lines: list[Line]) -> list[Line]:
+    """Return lines of several workers by time; one without follows the one that came before it."""
+    moments: list[float] = []
+    for line in lines:
+        moments.append(line[0] or (moments[-1] if moments else 0.0))
+    return [line for _, line in sorted(zip(moments, lines, strict=True), key=lambda pair: pair[0])]
 
 
 def _message(lines: list[Line]) -> str:

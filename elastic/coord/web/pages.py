@@ -229,7 +229,8 @@ def _why(job: JobView) -> Part:
         told: object = joined(element("strong", "Waits for: "), waits)
     else:
         told = job.reason or record.reason
-    parts = [element("p", told, class_="why") if told else None]
+    is_plain = not waits and not has_ended(job)
+    parts = [element("p", told, class_="now" if is_plain else "why") if told else None]
     failure = record.failure
     if failure is not None:
         said = failure.traceback.rstrip() or f"{failure.error_type}: {failure.message}"
@@ -383,7 +384,7 @@ def _event_rows(events: Sequence[TimedNote]) -> dict[str, Html]:
     rows = {}
     for timed in events[-EVENTS_SHOWN:][::-1]:
         key = f"e-{timed.unix_ns}-{timed.note.name}"
-        told = " ".join(f"{name}={value}" for name, value in timed.note.fields)
+        told = " ".join(f"{k}={v}" for k, v in timed.note.fields if k != "unix_ns")
         name = timed.note.name.replace("_", " ")
         rows[key] = row(key, moment(timed.unix_ns), name, told[:500])
     return rows
