@@ -111,7 +111,7 @@ class Site:
         return view, job, history.of(job.record.spec.job_id)
 
     async def _front(self, _: Request) -> Page:
-        view, standby, _ = await self._look()
+        view, standby, _history = await self._look()
         desk = self.desk
         about = f"coordinator {desk.name}, version {__version__}, store {desk.store}"
         about = f"{standby}; {about}" if standby else about
@@ -202,7 +202,7 @@ class Site:
         return _events(request, output_stream(self.desk, job_id, query))
 
     async def _status_json(self, _: Request) -> Response:
-        view, standby, _ = await self._look()
+        view, standby, _history = await self._look()
         desk = self.desk
         status = ClusterStatus(
             desk.name, __version__, PROTOCOL, desk.store, desk.uptime_ns(), view, standby,

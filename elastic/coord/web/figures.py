@@ -73,28 +73,19 @@ def _cluster(view: ClusterView, history: History) -> Iterator[Family]:
 
 def _jobs(view: ClusterView, history: History, unix_ns: int) -> Iterator[Family]:
     """Yield what is told of each job; of one that has ended no more than how."""
-    names = (
-        "info", "state", "generation", "workers", "bounds", "steps_per_second",
-        "samples_per_second", "epoch", "step",
-    )  # fmt: skip
-    info, state, generation, workers, bounds, rate, samples, epoch, step = (
-        Family(f"elastic_job_{name}", "gauge", about)
-        for name, about in zip(
-            names,
-            (
-                "1; the labels say what job it is.",
-                "1 for the state that the job is in, 0 for the others.",
-                "Number of the newest group.",
-                "Workers by what they do.",
-                "Smallest and largest group.",
-                "Steps of the group, over its last second.",
-                "The same of samples.",
-                "Of the next step to be committed, from 0.",
-                "The same within its epoch, from 0.",
-            ),
-            strict=True,
-        )
+    info = Family("elastic_job_info", "gauge", "1; the labels say what job it is.")
+    state = Family(
+        "elastic_job_state", "gauge", "1 for the state that the job is in, 0 for the others."
     )
+    generation = Family("elastic_job_generation", "gauge", "Number of the newest group.")
+    workers = Family("elastic_job_workers", "gauge", "Workers by what they do.")
+    bounds = Family("elastic_job_bounds", "gauge", "Smallest and largest group.")
+    rate = Family(
+        "elastic_job_steps_per_second", "gauge", "Steps of the group, over its last second."
+    )
+    samples = Family("elastic_job_samples_per_second", "gauge", "The same of samples.")
+    epoch = Family("elastic_job_epoch", "gauge", "Of the next step to be committed, from 0.")
+    step = Family("elastic_job_step", "gauge", "The same within its epoch, from 0.")
     reforms = Family(
         "elastic_job_reforms_total", "counter", "Groups after the first, by what made them needed."
     )

@@ -62,7 +62,7 @@ def front_page(view: ClusterView, unix_ns: int, *, about: str, studies: Iterable
         _paragraph("counts", _counts(view)),
         *table(
             Part("jobs", items=rows, tag="tbody"),
-            *("job", "state", "workers", "generation", "since", "why"),
+            *("job", "state", "workers", "generation", "goodput", "since", "why"),
             label="Jobs",
         ),
     ]
@@ -107,6 +107,7 @@ def _job_row(job: JobView, clocks: Clocks) -> Html:
         pill(job.record.phase.value),
         f"{world_size(job)} of {_bounds(job)}",
         job.record.generation,
+        goodput_text(job),
         moment(clocks.unix(job.since_ns)),
         job.reason.partition("\n")[0] or "–",
     )
