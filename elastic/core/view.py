@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from elastic.core.events.coordinator import Cordon, JobRecord
 from elastic.core.telemetry import Telemetry
 from elastic.core.world import Generation, Node, NodeId, NodePhase, WorkerReport
+
+NOTHING_TOLD = Telemetry()
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,15 @@ class JobView:
     copies: tuple[CopyView, ...] = ()
     untold_ns: int = 0
 
-    @property
+    @cached_property
     def telemetry(self) -> Telemetry:
         """Return how the group's newest steps went, as its first rank tells it."""
-        told = [w for w in self.workers if w.rank >= 0 and w.telemetry != Telemetry()]
-        return min(told, key=lambda w: w.rank).telemetry if told else Telemetry()
+        first: WorkerView | None = None
+        for worker in self.workers:
+            is_earlier = worker.rank >= 0 and (first is None or worker.rank < first.rank)
+            if is_earlier and worker.telemetry != NOTHING_TOLD:
+                first = worker
+        return first.telemetry if first is not None else NOTHING_TOLD
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ class Html(str):
 
 def clean(text: str) -> str:
     """Return a text without terminal sequences, in which unseen characters show their number."""
+    if text.isprintable():
+        return text
     text = TERMINAL.sub("", text)
     text = UNSEEN.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
     return SURROGATE.sub("\ufffd", text)

@@ -5,6 +5,7 @@ Rule: nothing is decided or asked here, and everything is text until `element` e
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
@@ -16,7 +17,7 @@ from elastic.coord.web.parts import Page, Part, moment, number, pill, row, table
 from elastic.coord.web.spent import ROWS_MAX, goodput_bar, goodput_text, pace_facts, worker_rows
 from elastic.core.config import NS_PER_S
 from elastic.core.view import ClusterView, JobView, NodeView, WorkerView
-from elastic.core.world import NodeId
+from elastic.core.world import NodeId, NodePhase, WorkerId, WorkerPhase
 from elastic.wire.codec_jobs import TimedNote
 
 ENDED_SHOWN = 50
@@ -25,6 +26,7 @@ EVENTS_SHOWN = 40
 CHECKPOINTS_SHOWN = 20
 TIMELINE_WIDTH, TIMELINE_HEIGHT = 1000, 34
 COLOURS = 8
+CARDS_KEPT = 8192
 
 
 class Clocks:
@@ -310,23 +312,29 @@ def _node_cards(view: ClusterView, job: JobView) -> dict[str, Html]:
     by_node: dict[NodeId, list[WorkerView]] = {}
     for worker in job.workers:
         by_node.setdefault(worker.node_id, []).append(worker)
-    return {
-        f"c-{node_id}": _node_card(node_id, nodes.get(node_id), by_node[node_id])
-        for node_id in sorted(by_node)
-    }
+    cards = {}
+    for node_id, workers in sorted(by_node.items()):
+        node = nodes.get(node_id)
+        phase = node.phase if node is not None else NodePhase.LOST
+        kind = node.node.accelerator_type if node is not None else ""
+        cells = tuple((w.rank, w.report.worker_id, w.report.phase) for w in workers)
+        cards[f"c-{node_id}"] = _node_card(node_id, phase.value, kind, cells)
+    return cards
 
 
-def _node_card(node_id: NodeId, node: NodeView | None, workers: list[WorkerView]) -> Html:
-    phase = node.phase.value if node is not None else "lost"
-    kind = node.node.accelerator_type if node is not None else ""
+@functools.lru_cache(CARDS_KEPT)
+def _node_card(
+    node_id: NodeId, phase: str, kind: str, workers: tuple[tuple[int, WorkerId, WorkerPhase], ...]
+) -> Html:
+    """Return the card of a node; thousands stay as they are for hours."""
     cells = [
         element(
             "li",
-            worker.rank if worker.rank >= 0 else "·",
-            class_=f"s-{worker.report.phase.value}",
-            title=f"{worker.report.worker_id}: {worker.report.phase.value}",
+            rank if rank >= 0 else "·",
+            class_=f"s-{does.value}",
+            title=f"{worker_id}: {does.value}",
         )
-        for worker in sorted(workers, key=lambda w: (w.rank < 0, w.rank, w.report.worker_id))
+        for rank, worker_id, does in sorted(workers, key=lambda w: (w[0] < 0, w[0], w[1]))
     ]
     state = None if phase == "ready" else pill(phase)
     head = element("h3", node_id, " ", element("small", kind), state)
