@@ -48,12 +48,12 @@ class Loop:
         self.take(data)
         self.timing.switch(COMPUTE)
         self.take(compute)
-        self.wait(wait)
+        self.exchange(wait)
         self.timing.exchanged([float(one) for one in busy], 64, 0)
         self.take(commit)
         self.timing.note_step(lambda: Look(epoch=1, step=2, logged="{}"))
 
-    def wait(self, ns: int) -> None:
+    def exchange(self, ns: int) -> None:
         before = self.timing.begin_wait()
         self.take(ns)
         self.timing.switch(before)
@@ -73,7 +73,7 @@ def test_a_step_that_breaks_was_computed_in_vain() -> None:
     loop.take(7)
     loop.timing.switch(COMPUTE)
     loop.take(30)
-    loop.wait(100)
+    loop.exchange(100)
     loop.timing.void()
     loop.take(40)
     loop.timing.switch(USER)
