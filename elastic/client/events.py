@@ -28,6 +28,7 @@ WORDS = {
     "worker_starting": "worker {worker} starts on {node}",
     "worker_gone": "worker {worker} (rank {rank}) {cause}",
     "group_formed": "generation {generation}: {world_size} workers ({cause}: {reason})",
+    "group_training": "generation {generation} has formed within {took_ms} ms",
     "group_suspended": "generation {generation} is over: {reason}",
     "change_planned": "the group changes at the next step boundary ({cause}: {reason})",
     "waiting": "waits: {reason}",

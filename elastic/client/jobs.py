@@ -20,7 +20,7 @@ from elastic.client.sources import EventSource, JobSource, LogSource
 from elastic.client.streams import OnOutage, Source, Stream
 from elastic.core.config import JobSpec
 from elastic.core.view import JobView
-from elastic.core.world import JobId, JobPhase
+from elastic.core.world import JobId, JobPhase, WorkerId
 from elastic.errors import NameTaken, NotFound
 from elastic.runtime.access import Access, as_access
 from elastic.runtime.clock import Clock, SystemClock
@@ -265,6 +265,24 @@ class Client:
             An iterator, which raises as the other methods do.
         """
         return self._stream(EventSource(job, follow=follow), OUTAGE_LIMIT_S if follow else 0.0)
+
+    def stacks(self, job: str, *, ranks: Sequence[int] = ()) -> tuple[WorkerId, ...]:
+        """Have a job's workers write the stacks of all their threads to their output.
+
+        Args:
+            job: see the class.
+            ranks: in the newest group; none for all workers.
+
+        Returns:
+            Who was asked.
+
+        Raises:
+            NotFound: there is no such job.
+            ElasticError: see the class.
+        """
+        request = jobs_pb2.StacksRequest(job=job, ranks=ranks)
+        answer = self._ask("Stacks", request, timeout_s=CHANGE_TIMEOUT_S)
+        return tuple(WorkerId(worker) for worker in answer.workers)
 
     def logs(
         self, job: str, *, ranks: Sequence[int] = (), tail: int = -1, follow: bool = False

@@ -5,7 +5,13 @@ Rule: pure text, the same words in `status`, `top` and the line of a followed jo
 
 from __future__ import annotations
 
-from elastic.client.wording import NS_PER_S, duration, num_bytes
+from elastic.client.wording import (
+    NS_PER_S,
+    duration,
+    metrics_line,
+    num_bytes,
+    parsed_metrics,
+)
 from elastic.core.telemetry import Goodput, Telemetry
 from elastic.core.view import JobView
 
@@ -28,6 +34,23 @@ def eta_ns(told: Telemetry) -> int | None:
         return None
     left = told.num_steps * (told.num_epochs - told.epoch) - told.step
     return max(0, left) * told.wall_ns // told.steps
+
+
+def progress_line(told: Telemetry) -> str:
+    """Return how far it is and how fast: "epoch 3/10 step 4/9, 12.3 steps/s, 4m left"."""
+    if not told.steps:
+        return ""
+    left_ns = eta_ns(told)
+    parts = [place_line(told), f"{told.per_second(told.steps):.3g} steps/s"]
+    if left_ns is not None:
+        parts.append(f"{duration(left_ns, digits=0)} left")
+    return ", ".join(filter(None, parts))
+
+
+def logged_line(told: Telemetry) -> str:
+    """Return the newest averages of what was logged: "loss=0.1234"; none that begin with "_"."""
+    known = parsed_metrics(told.logged)
+    return metrics_line({name: value for name, value in known.items() if not name.startswith("_")})
 
 
 def pace_line(told: Telemetry) -> str:

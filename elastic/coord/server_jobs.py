@@ -30,7 +30,7 @@ from elastic.core.events.coordinator import (
     ScaleRequested,
     StopRequested,
 )
-from elastic.core.messages import PROTOCOL
+from elastic.core.messages import PROTOCOL, DumpStacks
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId, NodeId, WorkerId
 from elastic.errors import UsageError
@@ -184,6 +184,18 @@ class JobsService:
                 if job is None or (has_ended(job) and not job.workers):
                     return
                 await watcher.wait(LOOK_INTERVAL_S)
+
+    @answering
+    async def Stacks(self, request: jobs_pb2.StacksRequest) -> jobs_pb2.StacksResponse:
+        """Have workers write their stacks to their output."""
+        job_id, asked = self._own(request.job), []
+        job, sessions = job_of(self._desk.view(), job_id), self._desk.driver.sessions
+        for worker in job.workers if job is not None else ():
+            session = sessions.of_node(worker.node_id)
+            if session is not None and (not request.ranks or worker.rank in request.ranks):
+                session.send(DumpStacks(worker.report.worker_id, "a user asks"))
+                asked.append(worker.report.worker_id)
+        return jobs_pb2.StacksResponse(workers=asked)
 
     @streaming
     async def Logs(self, request: jobs_pb2.LogsRequest) -> AsyncGenerator[jobs_pb2.LogChunk, None]:

@@ -31,7 +31,6 @@ from elastic.core.policy.streams import Data
 from elastic.core.telemetry import (
     CHECKPOINT_STALL,
     DATA_WAIT,
-    PRODUCTIVE,
     REFORM,
     RESTORE,
     USER,
@@ -61,7 +60,7 @@ from elastic.worker.step_values import StepValues
 from elastic.worker.stepping import Step
 from elastic.worker.stream_book import StreamBook
 from elastic.worker.streams import MicroBatches
-from elastic.worker.timing import Look
+from elastic.worker.timing import COMPUTE, Look
 from elastic.worker.tree_exchange import Deal
 
 log = logging.getLogger(__name__)
@@ -351,7 +350,7 @@ class StepEngine(Preparing):
         timing = self._context.timing
         timing.switch(DATA_WAIT)
         is_again, batch = self._padding.is_under_way, self._padding.take(loader.next)
-        timing.switch(PRODUCTIVE)
+        timing.switch(COMPUTE)
         check(batch.cursor == self.cursor, f"micro-batch of {batch.cursor}, not of {self.cursor}")
         reducer, epochs, place = self._the_reducer(), loader.epochs, self._context
         share = loader.share(batch, place.world_rank, place.world_size)
@@ -402,8 +401,9 @@ class StepEngine(Preparing):
             self._phase = Phase.OUTSIDE
             if self.streams.is_due(self.cursor, self._keeper.is_due):
                 self._together(lambda: share_book(default_group(), self.streams, self.cursor))
-            with self._context.timing.spending(CHECKPOINT_STALL):
-                self._keeper.at_boundary(self.cursor, self.data, self._is_broken)
+            before = self._context.timing.switch(CHECKPOINT_STALL)
+            self._keeper.at_boundary(self.cursor, self.data, self._is_broken)
+            self._context.timing.switch(before)
 
     def _note_step(self) -> None:
         self._context.timing.note_step(self._look)

@@ -37,9 +37,8 @@ INTERVAL_NS = NS_PER_S
 """Least time between two messages after the first step's."""
 SILENCE_NS = 2 * NS_PER_S
 """Who has made no step for so long is asked by the control thread."""
-EXCHANGE, COMMIT = len(CATEGORIES), len(CATEGORIES) + 1
+COMPUTE, EXCHANGE, COMMIT = range(len(CATEGORIES), len(CATEGORIES) + 3)
 """Parts of a step that are no categories: they become one or the other when it is over."""
-IN_STEP = (PRODUCTIVE, EXCHANGE, COMMIT)
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,13 @@ class Timing:
         self._tell: Callable[[Progress], None] = lambda _: None
         self._worker_id, self._generation = WorkerId(""), NO_GENERATION
         self._at, self._since_ns = START, 0
-        self._open = [0] * (COMMIT + 1)
-        self._total = [0] * len(CATEGORIES)
+        self._spent = [0] * (COMMIT + 1)
         self.steps, self._first_unix_ns, self._told_ns = 0, 0, 0
         self.busy_ns, self._pending_ns, self._cycle_ns = 0, 0, 0
         self._has_trained = False
         # Of the window that is told next.
-        self._window_ns, self._window_steps = 0, 0
-        self._data_ns = self._compute_ns = self._exchange_ns = 0
+        self._window_ns, self._window_steps, self._data_ns = 0, 0, 0
+        self._compute_ns = self._exchange_ns = 0
         self._straggler_ns = self._commit_ns = self._samples = self._tokens = self._bytes = 0
         self._waited_for: dict[int, int] = {}
         self._last = Telemetry()
@@ -122,7 +120,7 @@ class Timing:
         """Begin to spend time on something else; return what it was spent on."""
         if self._since_ns:
             now_ns = self._now()
-            self._open[self._at] += now_ns - self._since_ns
+            self._spent[self._at] += now_ns - self._since_ns
             self._since_ns = now_ns
         before, self._at = self._at, to
         return before
@@ -141,13 +139,13 @@ class Timing:
 
         Outside of steps a wait is part of what is done there, such as reading a checkpoint.
         """
-        return self.switch(EXCHANGE if self._at in IN_STEP else self._at)
+        return self.switch(EXCHANGE if self._at >= COMPUTE else self._at)
 
     def sees_no_steps(self) -> None:
         """The train function trains in a way of its own: all of that is taken for steps."""
         if self._at in (START, REFORM):
             self._has_trained = True
-            self.switch(PRODUCTIVE)
+            self.switch(COMPUTE)
 
     # ------------------------------------------------------------------- a step
 
@@ -161,8 +159,8 @@ class Timing:
         """
         self.switch(COMMIT)
         self._settle_exchange(busy)
-        now_ns, waited_ns = self._since_ns, self._open[EXCHANGE]
-        self._open[EXCHANGE] = 0
+        now_ns, waited_ns = self._since_ns, self._spent[EXCHANGE]
+        self._spent[EXCHANGE] = 0
         self.busy_ns = now_ns - self._cycle_ns - waited_ns if self._cycle_ns else 0
         self._pending_ns, self._cycle_ns = waited_ns, now_ns
         self._samples += samples
@@ -173,8 +171,8 @@ class Timing:
         pending_ns, self._pending_ns = self._pending_ns, 0
         most = max(busy, default=0.0) if self.busy_ns else 0.0
         late_ns = min(pending_ns, max(0, int(most) - self.busy_ns))
-        self._total[STRAGGLER_WAIT] += late_ns
-        self._total[PRODUCTIVE] += pending_ns - late_ns
+        self._spent[STRAGGLER_WAIT] += late_ns
+        self._spent[PRODUCTIVE] += pending_ns - late_ns
         self._exchange_ns += pending_ns
         self._straggler_ns += late_ns
         if most:
@@ -187,10 +185,7 @@ class Timing:
         """Count a step that is over and counts; the first is told at once, with the time of day."""
         self.steps += 1
         self._has_trained = True
-        self.switch(PRODUCTIVE if self._at in (COMMIT, START, REFORM) else self._at)
-        self._data_ns += self._open[DATA_WAIT]
-        self._compute_ns += self._open[PRODUCTIVE]
-        self._commit_ns += self._open[COMMIT]
+        self.switch(COMPUTE if self._at in (COMMIT, START, REFORM) else self._at)
         self._window_steps += 1
         self._fold()
         now_ns = self._since_ns or self._now()
@@ -201,23 +196,20 @@ class Timing:
         self._tell(self._told(look(), now_ns))
 
     def _fold(self) -> None:
-        """What is open counts as what it was meant for."""
-        opened, total = self._open, self._total
-        total[PRODUCTIVE] += opened[COMMIT]
-        opened[COMMIT] = 0
-        for place in range(len(total)):
-            total[place] += opened[place]
-            opened[place] = 0
+        """What was computed since the last step counts."""
+        spent = self._spent
+        spent[PRODUCTIVE] += spent[COMPUTE] + spent[COMMIT]
+        self._compute_ns += spent[COMPUTE]
+        self._commit_ns += spent[COMMIT]
+        spent[COMPUTE] = spent[COMMIT] = 0
 
     def void(self) -> None:
         """What was computed since the last step was in vain, and whoever was waited for is gone."""
         self.switch(REFORM)
-        opened = self._open
-        self._total[REDONE] += opened[PRODUCTIVE] + opened[COMMIT]
-        self._total[REFORM] += opened[EXCHANGE]
-        for place in IN_STEP:
-            opened[place] = 0
-        self._fold()
+        spent = self._spent
+        spent[REDONE] += spent[COMPUTE] + spent[COMMIT]
+        spent[REFORM] += spent[EXCHANGE]
+        spent[COMPUTE] = spent[EXCHANGE] = spent[COMMIT] = 0
 
     # ------------------------------------------------------------------- telling
 
@@ -227,15 +219,14 @@ class Timing:
         if not since_ns or now_ns < self._told_ns + SILENCE_NS:
             return None
         self._told_ns = now_ns
-        at, spent = self._at, [*self._total]
-        for place in range(len(spent)):
-            if place not in IN_STEP:
-                spent[place] += self._open[place] + (now_ns - since_ns if place == at else 0)
+        at, spent = self._at, self._spent[: len(CATEGORIES)]
+        if at < len(CATEGORIES):
+            spent[at] += now_ns - since_ns
         return self._progress(spent)
 
     def spent(self) -> Goodput:
         """Return where the time went so far; whole once the clock is stopped."""
-        return Goodput(*self._total)
+        return Goodput(*self._spent[: len(CATEGORIES)])
 
     def _told(self, seen: Look, now_ns: int) -> Progress:
         wall_ns = now_ns - self._window_ns if self._window_ns else 0
@@ -243,7 +234,7 @@ class Timing:
         self._last = Telemetry(
             steps=self._window_steps if wall_ns else 0,
             wall_ns=wall_ns,
-            data_wait_ns=self._data_ns,
+            data_wait_ns=self._spent[DATA_WAIT] - self._data_ns,
             compute_ns=self._compute_ns,
             exchange_ns=self._exchange_ns,
             straggler_wait_ns=self._straggler_ns,
@@ -270,12 +261,12 @@ class Timing:
 
     def _begin_window(self, now_ns: int) -> None:
         self._window_ns, self._told_ns, self._window_steps = now_ns, now_ns, 0
-        self._data_ns = self._compute_ns = self._exchange_ns = 0
+        self._data_ns, self._compute_ns, self._exchange_ns = self._spent[DATA_WAIT], 0, 0
         self._straggler_ns = self._commit_ns = self._samples = self._tokens = 0
         self._waited_for.clear()
 
     def _progress(self, spent: Sequence[int] | None = None) -> Progress:
-        goodput = Goodput(*(self._total if spent is None else spent))
+        goodput = self.spent() if spent is None else Goodput(*spent)
         return Progress(
             self._worker_id, self._generation, self.steps, self._first_unix_ns, goodput, self._last
         )

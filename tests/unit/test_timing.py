@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from elastic.core.config import NS_PER_S
 from elastic.core.messages import Progress
-from elastic.core.telemetry import CHECKPOINT_STALL, DATA_WAIT, PRODUCTIVE, USER, Goodput
+from elastic.core.telemetry import CHECKPOINT_STALL, DATA_WAIT, USER, Goodput
 from elastic.core.world import WorkerId
-from elastic.worker.timing import SILENCE_NS, Look, Timing
+from elastic.worker.timing import COMPUTE, SILENCE_NS, Look, Timing
 
 
 class HandClock:
@@ -46,14 +46,14 @@ class Loop:
         """One step; `busy` is what all ranks told with it."""
         self.timing.switch(DATA_WAIT)
         self.take(data)
-        self.timing.switch(PRODUCTIVE)
+        self.timing.switch(COMPUTE)
         self.take(compute)
-        self.wait(wait)
+        self.exchange(wait)
         self.timing.exchanged([float(one) for one in busy], 64, 0)
         self.take(commit)
         self.timing.note_step(lambda: Look(epoch=1, step=2, logged="{}"))
 
-    def wait(self, ns: int) -> None:
+    def exchange(self, ns: int) -> None:
         before = self.timing.begin_wait()
         self.take(ns)
         self.timing.switch(before)
@@ -71,9 +71,9 @@ def test_a_step_that_breaks_was_computed_in_vain() -> None:
     loop.step(data=10, compute=60, wait=20, commit=5)
     loop.timing.switch(DATA_WAIT)
     loop.take(7)
-    loop.timing.switch(PRODUCTIVE)
+    loop.timing.switch(COMPUTE)
     loop.take(30)
-    loop.wait(100)
+    loop.exchange(100)
     loop.timing.void()
     loop.take(40)
     loop.timing.switch(USER)

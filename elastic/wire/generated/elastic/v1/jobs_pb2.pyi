@@ -129,6 +129,20 @@ class TimedNote(_message.Message):
     unix_ns: int
     def __init__(self, note: _Optional[_Union[Note, _Mapping]] = ..., unix_ns: _Optional[int] = ...) -> None: ...
 
+class StacksRequest(_message.Message):
+    __slots__ = ("job", "ranks")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StacksResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, workers: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class EventsRequest(_message.Message):
     __slots__ = ("job", "follow", "after_unix_ns")
     JOB_FIELD_NUMBER: _ClassVar[int]

@@ -86,6 +86,11 @@ class JobsStub(object):
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.EventsRequest.SerializeToString,
                 response_deserializer=elastic_dot_v1_dot_jobs__pb2.TimedNote.FromString,
                 _registered_method=True)
+        self.Stacks = channel.unary_unary(
+                '/elastic.v1.Jobs/Stacks',
+                request_serializer=elastic_dot_v1_dot_jobs__pb2.StacksRequest.SerializeToString,
+                response_deserializer=elastic_dot_v1_dot_jobs__pb2.StacksResponse.FromString,
+                _registered_method=True)
         self.Logs = channel.unary_stream(
                 '/elastic.v1.Jobs/Logs',
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.LogsRequest.SerializeToString,
@@ -185,6 +190,14 @@ class JobsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stacks(self, request, context):
+        """Have a job's workers write the stacks of all their threads to their output. Answers at once.
+        Changes nothing; idempotent, not fenced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Logs(self, request, context):
         """Show the output of a job's workers. Reads only; idempotent, not fenced.
         """
@@ -244,6 +257,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.Events,
                     request_deserializer=elastic_dot_v1_dot_jobs__pb2.EventsRequest.FromString,
                     response_serializer=elastic_dot_v1_dot_jobs__pb2.TimedNote.SerializeToString,
+            ),
+            'Stacks': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stacks,
+                    request_deserializer=elastic_dot_v1_dot_jobs__pb2.StacksRequest.FromString,
+                    response_serializer=elastic_dot_v1_dot_jobs__pb2.StacksResponse.SerializeToString,
             ),
             'Logs': grpc.unary_stream_rpc_method_handler(
                     servicer.Logs,
@@ -523,6 +541,33 @@ class Jobs(object):
             '/elastic.v1.Jobs/Events',
             elastic_dot_v1_dot_jobs__pb2.EventsRequest.SerializeToString,
             elastic_dot_v1_dot_jobs__pb2.TimedNote.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stacks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elastic.v1.Jobs/Stacks',
+            elastic_dot_v1_dot_jobs__pb2.StacksRequest.SerializeToString,
+            elastic_dot_v1_dot_jobs__pb2.StacksResponse.FromString,
             options,
             channel_credentials,
             insecure,
