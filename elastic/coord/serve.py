@@ -263,13 +263,15 @@ def open_door(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, PageS
         server = Server(
             options.listen, guard, tls=tls, connections=connections, silence_s=options.silence_s
         )
-        return audit, server, open_page(options, locks, audit, clock)
+        return audit, server, open_page(options, guard, locks, audit, clock)
     except BaseException:
         audit.close()
         raise
 
 
-def open_page(options: ServeOptions, locks: Locks, audit: Audit, clock: Clock) -> PageServer | None:
+def open_page(
+    options: ServeOptions, guard: Guard, locks: Locks, audit: Audit, clock: Clock
+) -> PageServer | None:
     """Bind the address of the page; None where none is wanted.
 
     Raises:
@@ -287,7 +289,7 @@ def open_page(options: ServeOptions, locks: Locks, audit: Audit, clock: Clock) -
         ) from error
     return PageServer(
         options.http, locks=locks, audit=audit, clock=clock, tls=options.tls,
-        studies=options.studies,
+        studies=options.studies, answered=guard.answered,
     )  # fmt: skip
 
 

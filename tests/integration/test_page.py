@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -35,7 +36,7 @@ from elastic.core.telemetry import CATEGORIES, Goodput, Telemetry
 from elastic.core.world import ExitCause, ExitKind, WorkerPhase
 from elastic.runtime.clock import SystemClock
 from tests.integration.coordinator import ROOT, Coordinator, ScriptedAgent, User, node, spec
-from tests.integration.locked import token
+from tests.integration.locked import authority, certificate, token
 from tests.patience import DEADLINE_S, in_time, wait_for_async
 
 pytestmark = pytest.mark.anyio
@@ -53,9 +54,9 @@ class Answer:
 class Browser:
     """Asks for pages; does not follow where it is sent, keeps one cookie."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, trust: ssl.SSLContext | None = None) -> None:
         self.url, self.cookie = url, ""
-        opener = urllib.request.build_opener(NoRedirect)
+        opener = urllib.request.build_opener(NoRedirect, urllib.request.HTTPSHandler(context=trust))
         self._open = opener.open
 
     async def get(self, path: str, **headers: str) -> Answer:
@@ -285,6 +286,8 @@ async def test_a_login_shows_a_job_as_it_goes_on(
         assert reforms.labels["job"] == of_job["job"]
         assert reforms.value == 1
         assert figures["elastic_leader"].samples[0].value == 1
+        rpcs = figures["elastic_rpc_seconds"].samples
+        assert {"Submit", "Get"} <= {sample.labels["method"] for sample in rpcs}
         assert [s.value for s in figures["elastic_job_epoch"].samples] == [2]
         spent = {
             s.labels["category"]: s.value for s in figures["elastic_job_goodput_seconds"].samples
@@ -337,6 +340,23 @@ async def test_a_revoked_token_ends_what_it_has_opened(
         tasks.start_soon(listen)
         revoke_token(path, "leaver", SystemClock().unix_ns())
     assert (await browser.get("/")).status == 401
+
+
+async def test_where_certificates_are_asked_for_browsers_show_one(tmp_path: Path) -> None:
+    ours = authority(tmp_path / "ours")
+    statuses = {Role.READ: 200, Role.NODE: 403}
+    shown = {role: certificate(ours, f"the-{role.value}", role).tls for role in statuses}
+    args = ("--tls-dir", str(ours / "coordinator"), "--http", "0")
+    with Coordinator(tmp_path / "c", args=args) as running:
+        for role, expected in statuses.items():
+            files = shown[role]
+            assert files is not None
+            trust = ssl.create_default_context(cafile=str(files.ca))
+            with pytest.raises(OSError, match=r"(?i)ssl|reset|closed"):
+                await Browser(page_url(running), trust).get("/")
+            assert files.cert is not None
+            trust.load_cert_chain(files.cert, files.key)
+            assert (await Browser(page_url(running), trust).get("/")).status == expected
 
 
 async def test_without_locks_only_this_machine_is_answered(tmp_path: Path) -> None:

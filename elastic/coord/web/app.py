@@ -13,7 +13,7 @@ look at is made once a second.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from importlib.resources import files as package_files
@@ -46,7 +46,7 @@ from elastic.coord.web.studies import Studies
 from elastic.core.messages import PROTOCOL
 from elastic.core.view import ClusterView, JobView
 from elastic.errors import ElasticError, NotFound
-from elastic.runtime.exposition import CONTENT_TYPE
+from elastic.runtime.exposition import CONTENT_TYPE, Histogram
 from elastic.wire.codec_jobs import ClusterStatus
 
 TICK_S = 1.0
@@ -68,10 +68,12 @@ class Site:
     Attributes:
         desk: what is shown.
         studies: studies that are shown, too.
+        answered: by method of gRPC, how long requests took.
     """
 
     desk: Desk
     studies: Studies
+    answered: Mapping[str, Histogram] = field(default_factory=dict)
     _made: dict[str, tuple[int, Page]] = field(default_factory=dict)
 
     def app(self) -> Starlette:
@@ -215,7 +217,7 @@ class Site:
         return JSONResponse(job_as_dict(job, view.now_ns))
 
     async def _metrics(self, _: Request) -> Response:
-        text = await exposition(self.desk)
+        text = exposition(self.desk, self.answered)
         return Response(text, media_type=CONTENT_TYPE)
 
 

@@ -6,7 +6,7 @@ tells of jobs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from elastic.client.wording import has_ended, world_size
 from elastic.coord.history import History
@@ -18,8 +18,8 @@ from elastic.runtime import exposition as text
 from elastic.runtime.exposition import Family, Histogram
 
 
-async def exposition(desk: Desk) -> str:
-    """Return all of them as text."""
+def exposition(desk: Desk, answered: Mapping[str, Histogram]) -> str:
+    """Return all of them as text; `answered` has how long gRPC's requests took, by method."""
     tenure = desk.office.tenure
     leader = Family("elastic_leader", "gauge", "1 on the coordinator that leads.")
     leader.add(1 if tenure is not None else 0)
@@ -36,7 +36,10 @@ async def exposition(desk: Desk) -> str:
             "elastic_store_commit_seconds", "Writing a record until it is durable.", driver.commits
         ),
     ]  # fmt: skip
-    return text.exposition(families)
+    requests = Family("elastic_rpc_seconds", "histogram", "Requests over gRPC until the answer.")
+    for method, took in sorted(answered.items()):
+        requests.add_histogram(took, method=method.rpartition("/")[2])
+    return text.exposition([*families, requests])
 
 
 def _histogram(name: str, about: str, values: Histogram) -> Family:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import anyio
@@ -27,6 +27,7 @@ from elastic.coord.web.studies import Studies
 from elastic.errors import Unavailable
 from elastic.runtime.access import TlsFiles, file_signature
 from elastic.runtime.clock import Clock
+from elastic.runtime.exposition import Histogram
 from elastic.runtime.rpc import format_endpoint, is_loopback
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class PageServer:
         clock: Clock,
         tls: TlsFiles | None,
         studies: str,
+        answered: Mapping[str, Histogram],
     ) -> None:
         """Bind.
 
@@ -80,6 +82,7 @@ class PageServer:
             clock: for ages.
             tls: the coordinator's certificate; None to serve in the clear.
             studies: folder of studies, "" for none.
+            answered: by method of gRPC, how long requests took.
 
         Raises:
             Unavailable: the address cannot be bound.
@@ -97,7 +100,7 @@ class PageServer:
                 f"({error.strerror or error}): free it, or choose another --http"
             ) from error
         self._host, self._locks, self._audit, self._clock = host, locks, audit, clock
-        self._tls, self._studies = tls, studies
+        self._tls, self._studies, self._answered = tls, studies, answered
         scheme = "https" if tls is not None else "http"
         self.url = f"{scheme}://{format_endpoint(host, self._socket.getsockname()[1])}"
         if tls is None and not is_loopback(host):
@@ -108,7 +111,7 @@ class PageServer:
 
     async def run(self, desk: Desk) -> None:
         """Answer requests until cancelled."""
-        site = Site(desk, Studies(self._studies, self._clock))
+        site = Site(desk, Studies(self._studies, self._clock), self._answered)
         gate = Gate(
             site.app(),
             locks=self._locks,

@@ -121,9 +121,11 @@ def _split(told: Telemetry) -> Html:
         ("data", "data_wait", told.data_wait_ns),
         ("commit", "checkpoint_stall", told.commit_ns),
     )
+    # An exchange goes on while others of the same step are computed.
+    total_ns = max(told.wall_ns, sum(spent_ns for _, _, spent_ns in parts))
     bars, words, x = [], [], 0.0
     for name, css, spent_ns in parts:
-        width = 100 * spent_ns / told.wall_ns
+        width = 100 * spent_ns / total_ns
         bars.append(
             element("rect", x=f"{x:.0f}", width=f"{width:.0f}", height=8, class_=f"c-{css}")
         )
