@@ -26,22 +26,24 @@ SendLines = Callable[[LogLines], Awaitable[bool]]
 
 
 class Room:
-    """How many pieces a reader still has room for; without a limit if it never said so."""
+    """How many characters a reader still has room for; without a limit if it never said so."""
 
-    def __init__(self, pieces: int) -> None:
+    def __init__(self, chars: int) -> None:
         """Begin with this much, 0 for no limit."""
-        self._is_limited = pieces > 0
-        self._pieces = asyncio.Semaphore(pieces)
+        self._is_limited, self._left = chars > 0, chars
+        self._more = asyncio.Event()
 
-    def give(self, pieces: int) -> None:
+    def give(self, chars: int) -> None:
         """The reader has taken so many."""
-        for _ in range(pieces if self._is_limited else 0):
-            self._pieces.release()
+        self._left += chars
+        self._more.set()
 
-    async def take(self) -> None:
-        """Wait until there is room for one more."""
-        if self._is_limited:
-            await self._pieces.acquire()
+    async def take(self, chars: int) -> None:
+        """Wait until there is some room, and take this much, or a little more than there is."""
+        while self._is_limited and self._left <= 0:
+            self._more.clear()
+            await self._more.wait()
+        self._left -= chars
 
 
 class Followers:
@@ -111,7 +113,7 @@ class Followers:
                     last = found.ended or not request.follow
                     stamped = pieces.read(last=last)
                     for stamp, text in stamped:
-                        await self._rooms[request.follow_id].take()
+                        await self._rooms[request.follow_id].take(len(text))
                         lines = LogLines(
                             request.follow_id, request.worker_id, text,
                             unix_ns=stamp.unix_ns, generation=stamp.generation, rank=stamp.rank,
