@@ -105,7 +105,8 @@ class Followers:
 
     async def _send_log(self, found: LogFile, request: FollowLogs) -> None:
         changed = asyncio.Event()
-        pieces = LogReader(found.path, request.tail_lines)
+        piece_bytes = min(PIECE_BYTES, request.room or PIECE_BYTES)
+        pieces = LogReader(found.path, request.tail_lines, piece_bytes)
         try:
             with found.watched(changed):
                 while True:
@@ -134,9 +135,9 @@ class Followers:
 class LogReader:
     """Reads a log and its older files in order, piece by piece, from a place near its end."""
 
-    def __init__(self, path: Path, tail_lines: int) -> None:
+    def __init__(self, path: Path, tail_lines: int, piece_bytes: int = PIECE_BYTES) -> None:
         """Go to where the last `tail_lines` lines begin; -1 is the very beginning."""
-        self._path = path
+        self._path, self._piece_bytes = path, piece_bytes
         self._file: BinaryIO | None = None
         self._marks: MarksReader | None = None
         self._stamp = Stamp()
@@ -158,10 +159,10 @@ class LogReader:
             last: nothing more will be written: also a line without an end is given out.
         """
         while True:
-            data = self._file.read(PIECE_BYTES) if self._file is not None else b""
+            data = self._file.read(self._piece_bytes) if self._file is not None else b""
             self._pending += data
             cut = 1 + max(self._pending.rfind(b"\n"), self._pending.rfind(b"\r"))
-            if not cut and len(self._pending) >= PIECE_BYTES:
+            if not cut and len(self._pending) >= self._piece_bytes:
                 cut = whole_characters(self._pending)
             if not cut and not data:
                 if self._open_next():

@@ -19,15 +19,15 @@ from elastic.coord.sessions import Sessions
 from elastic.core.messages import FollowLogs, LogLines
 from elastic.core.world import NodeId, SessionId, WorkerId
 
-MERGED_CHARS_MAX = 64 * 1024 * 1024
+MERGED_CHARS_MAX = 8 * 1024 * 1024
 ALL_CHARS_MAX = 128 * 1024 * 1024
 """What waits for all readers together; one that never reads must not cost the others theirs for
 long: the guard ends it."""
 
 
-ROOM, LITTLE_ROOM, FEW = 256 * 1024, 1024, 32
+ROOM, LITTLE_ROOM, FEW = 256 * 1024, 4096, 16
 """Characters that an agent may send ahead for a worker, and a piece more; the second if more than
-the third are followed. So there is room for two thousand at once."""
+the third are followed, and pieces are no larger then: there is room for a thousand at once."""
 
 
 @dataclass
