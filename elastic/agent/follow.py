@@ -26,22 +26,24 @@ SendLines = Callable[[LogLines], Awaitable[bool]]
 
 
 class Room:
-    """How many pieces a reader still has room for; without a limit if it never said so."""
+    """How many characters a reader still has room for; without a limit if it never said so."""
 
-    def __init__(self, pieces: int) -> None:
+    def __init__(self, chars: int) -> None:
         """Begin with this much, 0 for no limit."""
-        self._is_limited = pieces > 0
-        self._pieces = asyncio.Semaphore(pieces)
+        self._is_limited, self._left = chars > 0, chars
+        self._more = asyncio.Event()
 
-    def give(self, pieces: int) -> None:
+    def give(self, chars: int) -> None:
         """The reader has taken so many."""
-        for _ in range(pieces if self._is_limited else 0):
-            self._pieces.release()
+        self._left += chars
+        self._more.set()
 
-    async def take(self) -> None:
-        """Wait until there is room for one more."""
-        if self._is_limited:
-            await self._pieces.acquire()
+    async def take(self, chars: int) -> None:
+        """Wait until there is some room, and take this much, or a little more than there is."""
+        while self._is_limited and self._left <= 0:
+            self._more.clear()
+            await self._more.wait()
+        self._left -= chars
 
 
 class Followers:
@@ -103,7 +105,8 @@ class Followers:
 
     async def _send_log(self, found: LogFile, request: FollowLogs) -> None:
         changed = asyncio.Event()
-        pieces = LogReader(found.path, request.tail_lines)
+        piece_bytes = min(PIECE_BYTES, request.room or PIECE_BYTES)
+        pieces = LogReader(found.path, request.tail_lines, piece_bytes)
         try:
             with found.watched(changed):
                 while True:
@@ -111,7 +114,7 @@ class Followers:
                     last = found.ended or not request.follow
                     stamped = pieces.read(last=last)
                     for stamp, text in stamped:
-                        await self._rooms[request.follow_id].take()
+                        await self._rooms[request.follow_id].take(len(text))
                         lines = LogLines(
                             request.follow_id, request.worker_id, text,
                             unix_ns=stamp.unix_ns, generation=stamp.generation, rank=stamp.rank,
@@ -132,9 +135,9 @@ class Followers:
 class LogReader:
     """Reads a log and its older files in order, piece by piece, from a place near its end."""
 
-    def __init__(self, path: Path, tail_lines: int) -> None:
+    def __init__(self, path: Path, tail_lines: int, piece_bytes: int = PIECE_BYTES) -> None:
         """Go to where the last `tail_lines` lines begin; -1 is the very beginning."""
-        self._path = path
+        self._path, self._piece_bytes = path, piece_bytes
         self._file: BinaryIO | None = None
         self._marks: MarksReader | None = None
         self._stamp = Stamp()
@@ -156,10 +159,10 @@ class LogReader:
             last: nothing more will be written: also a line without an end is given out.
         """
         while True:
-            data = self._file.read(PIECE_BYTES) if self._file is not None else b""
+            data = self._file.read(self._piece_bytes) if self._file is not None else b""
             self._pending += data
             cut = 1 + max(self._pending.rfind(b"\n"), self._pending.rfind(b"\r"))
-            if not cut and len(self._pending) >= PIECE_BYTES:
+            if not cut and len(self._pending) >= self._piece_bytes:
                 cut = whole_characters(self._pending)
             if not cut and not data:
                 if self._open_next():

@@ -266,6 +266,20 @@ class Client:
         """
         return self._stream(EventSource(job, follow=follow), OUTAGE_LIMIT_S if follow else 0.0)
 
+    def profile(self, job: str, *, rank: int, seconds: float) -> str:
+        """Have a worker sample its stacks for so long, and write them into the run's directory.
+
+        Returns:
+            The name of the file, which is there when that is over.
+
+        Raises:
+            NotFound: there is no such job, or nobody has this rank.
+            Refused: the job has no run directory.
+            ElasticError: see the class.
+        """
+        request = jobs_pb2.ProfileRequest(job=job, rank=rank, seconds=seconds)
+        return str(self._ask("Profile", request, timeout_s=CHANGE_TIMEOUT_S).name)
+
     def stacks(self, job: str, *, ranks: Sequence[int] = ()) -> tuple[WorkerId, ...]:
         """Have a job's workers write the stacks of all their threads to their output.
 

@@ -25,8 +25,9 @@ ALL_CHARS_MAX = 128 * 1024 * 1024
 long: the guard ends it."""
 
 
-ROOM = 4
-"""Pieces of output that an agent may send ahead, for each worker that is followed."""
+ROOM, LITTLE_ROOM, FEW = 256 * 1024, 4096, 16
+"""Characters that an agent may send ahead for a worker, and a piece more; the second if more than
+the third are followed, and pieces are no larger then: there is room for a thousand at once."""
 
 
 @dataclass
@@ -68,9 +69,17 @@ class Merged:
         self._waiting = 0
         self._dropped: dict[WorkerId, int] = {}
         self._taken: Counter[WorkerId] = Counter()
+        # Who is followed, and has nothing here.
+        self._awaited: set[WorkerId] = set()
         self._awake = anyio.Event()
         self.follows: dict[WorkerId, Follow] = {}
         self.lost: set[WorkerId] = set()
+
+    def begin(self, wish: Follow) -> None:
+        """Somebody was asked for a worker's output."""
+        self.follows[wish.worker_id] = wish
+        if wish.worker_id not in self._queues:
+            self._awaited.add(wish.worker_id)
 
     def put(self, worker_id: WorkerId, text: str, lines: LogLines | None = None) -> None:
         """Queue output, or count it as dropped.
@@ -87,6 +96,7 @@ class Merged:
             self._dropped[worker_id] = self._dropped.get(worker_id, 0) + len(text)
         else:
             queue = self._queues.setdefault(worker_id, deque())
+            self._awaited.discard(worker_id)
             queue.append(lines or LogLines("", worker_id, text))
             if len(queue) == 1:
                 self._show_head(worker_id)
@@ -102,6 +112,7 @@ class Merged:
     def finish(self, worker_id: WorkerId, *, lost: bool) -> None:
         """Take the end of one worker's output; `lost` when its agent went away instead."""
         self.follows.pop(worker_id, None)
+        self._awaited.discard(worker_id)
         if lost:
             self.lost.add(worker_id)
         self._awake.set()
@@ -112,7 +123,7 @@ class Merged:
         Args:
             is_exact: only as far as nobody can still send something older.
         """
-        while self._heads and not (is_exact and self._awaits_somebody()):
+        while self._heads and not (is_exact and self._awaited):
             worker_id = heapq.heappop(self._heads)[2]
             queue = self._queues[worker_id]
             lines = queue.popleft()
@@ -120,9 +131,11 @@ class Merged:
                 self._show_head(worker_id)
             else:
                 del self._queues[worker_id]
+                if worker_id in self.follows:
+                    self._awaited.add(worker_id)
             self._waiting -= len(lines.text)
             self._all.chars -= len(lines.text)
-            self._taken[worker_id] += 1
+            self._taken[worker_id] += len(lines.text)
             yield lines
         dropped, self._dropped = self._dropped, {}
         for worker_id, number in sorted(dropped.items()):
@@ -133,11 +146,8 @@ class Merged:
                 f"than they were read; the file on the node has them\n",
             )
 
-    def _awaits_somebody(self) -> bool:
-        return any(worker_id not in self._queues for worker_id in self.follows)
-
     def taken(self) -> dict[WorkerId, int]:
-        """Return how many pieces were taken since the last call, by worker."""
+        """Return how many characters were taken since the last call, by worker."""
         taken, self._taken = self._taken, Counter()
         return taken
 
@@ -198,11 +208,12 @@ class Follows:
         if session is None:
             return False
         self._number += 1
+        room = ROOM if len(merged.follows) < FEW else LITTLE_ROOM
         wish = Follow(f"f{self._number}", session.session_id, worker_id)
         self._open[wish.follow_id] = (wish, merged)
-        merged.follows[worker_id] = wish
+        merged.begin(wish)
         session.send(
-            FollowLogs(wish.follow_id, worker_id, tail_lines=tail_lines, follow=follow, room=ROOM)
+            FollowLogs(wish.follow_id, worker_id, tail_lines=tail_lines, follow=follow, room=room)
         )
         return True
 
@@ -218,11 +229,11 @@ class Follows:
 
     def make_room(self, merged: Merged) -> None:
         """Let agents send on, as much as the reader has taken."""
-        for worker_id, pieces in merged.taken().items():
+        for worker_id, chars in merged.taken().items():
             wish = merged.follows.get(worker_id)
             session = self._sessions.find(wish.session_id) if wish is not None else None
             if wish is not None and session is not None:
-                session.send(FollowLogs(wish.follow_id, worker_id, room=pieces))
+                session.send(FollowLogs(wish.follow_id, worker_id, room=chars))
 
     def _on_session_end(self, session_id: SessionId) -> None:
         for wish, merged in list(self._open.values()):

@@ -65,6 +65,7 @@ RULES: dict[str, Rule] = {
     "/elastic.v1.Jobs/Watch": _READS,
     "/elastic.v1.Jobs/Events": _READS,
     "/elastic.v1.Jobs/Stacks": _CHANGES,
+    "/elastic.v1.Jobs/Profile": _CHANGES,
     "/elastic.v1.Jobs/Logs": _READS,
     "/elastic.v1.Cluster/Status": _READS,
     "/elastic.v1.Cluster/Drain": _GOVERNS,

@@ -30,10 +30,10 @@ from elastic.core.events.coordinator import (
     ScaleRequested,
     StopRequested,
 )
-from elastic.core.messages import PROTOCOL, DumpStacks
+from elastic.core.messages import PROTOCOL, DumpStacks, Profile
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId, NodeId, WorkerId
-from elastic.errors import UsageError
+from elastic.errors import NotFound, Refused, UsageError
 from elastic.wire.codec_jobs import (
     ClusterStatus,
     LogChunk,
@@ -53,15 +53,22 @@ LOOK_INTERVAL_S = 1.0
 NEW_WORKERS_INTERVAL_S = 0.25
 """Who follows output sees that of a new worker, all of it, within this."""
 
+PROFILE_S_MAX = 600.0
+
 ID_CHARS = "abcdefghijklmnopqrstuvwxyz234567"
 ID_LENGTH = 6
+
+
+def new_suffix() -> str:
+    """Return random characters, for names that are never used twice."""
+    return "".join(secrets.choice(ID_CHARS) for _ in range(ID_LENGTH))
 
 
 def new_job_id(view: ClusterView) -> JobId:
     """Return an id that no job has: "j-" and six random characters."""
     taken = {job.record.spec.job_id for job in view.jobs}
     while True:
-        job_id = JobId("j-" + "".join(secrets.choice(ID_CHARS) for _ in range(ID_LENGTH)))
+        job_id = JobId(f"j-{new_suffix()}")
         if job_id not in taken:
             return job_id
 
@@ -196,6 +203,28 @@ class JobsService:
                 session.send(DumpStacks(worker.report.worker_id, "a user asks"))
                 asked.append(worker.report.worker_id)
         return jobs_pb2.StacksResponse(workers=asked)
+
+    @answering
+    async def Profile(self, request: jobs_pb2.ProfileRequest) -> jobs_pb2.ProfileResponse:
+        """Have a worker sample its stacks."""
+        seconds, rank = request.seconds, request.rank
+        if not 0 < seconds <= PROFILE_S_MAX:
+            raise UsageError(
+                f"profile {request.job}: {seconds:g} s: expected more than 0 and at most "
+                f"{PROFILE_S_MAX:g} seconds"
+            )
+        job = job_of(self._desk.view(), self._own(request.job))
+        if job is None or not job.record.spec.run_path:
+            raise Refused(
+                f"profile {request.job}: it has no run directory that a profile could be written to"
+            )
+        for worker in job.workers:
+            session = self._desk.driver.sessions.of_node(worker.node_id)
+            if worker.rank == rank and session is not None:
+                name = f"profiles/gen{job.record.generation}-rank{rank}-{new_suffix()}.json"
+                session.send(Profile(worker.report.worker_id, seconds, name))
+                return jobs_pb2.ProfileResponse(name=name)
+        raise NotFound(f"profile {request.job}: no worker has rank {rank} now")
 
     @streaming
     async def Logs(self, request: jobs_pb2.LogsRequest) -> AsyncGenerator[jobs_pb2.LogChunk, None]:

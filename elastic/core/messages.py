@@ -384,8 +384,8 @@ class FollowLogs:
     Attributes:
         tail_lines: how many lines of what there is already, -1 for all.
         follow: go on until the worker ends or `stop` comes.
-        room: how many `LogLines` the reader has room for, 0 for as many as come. Said again with
-            the same id: so many more.
+        room: for how many characters the reader has room, 0 for all that come. Said again with
+            the same id: for so many more.
     """
 
     follow_id: str
@@ -424,6 +424,20 @@ class RunEvents:
     lines: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Profile:
+    """A user wants to know where a worker spends its time: sample its stacks for so long.
+
+    Attributes:
+        seconds: for how long.
+        name: of the file, in the run's directory.
+    """
+
+    worker_id: WorkerId
+    seconds: float
+    name: str
+
+
 CoordinatorMessage = (
     Welcome
     | Coordinators
@@ -446,6 +460,7 @@ CoordinatorMessage = (
     | DropCopy
     | Replicate
     | RunEvents
+    | Profile
 )
 
 
@@ -500,7 +515,16 @@ class Ping:
 
 
 PipeToWorker = (
-    Assign | Announce | LeaveGroup | ReportAck | Stop | Ping | SaveState | Preemption | RunEvents
+    Assign
+    | Announce
+    | LeaveGroup
+    | ReportAck
+    | Stop
+    | Ping
+    | SaveState
+    | Preemption
+    | RunEvents
+    | Profile
 )
 
 

@@ -40,7 +40,7 @@ from elastic.core.events.worker import (
     WorkerEvent,
 )
 from elastic.core.machine.worker import EXIT_AGENT_GONE, WorkerMachine
-from elastic.core.messages import Assign, PipeToAgent, Pong, Progress, RunEvents
+from elastic.core.messages import Assign, PipeToAgent, Pong, Profile, Progress, RunEvents
 from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import Begun
 from elastic.errors import ElasticError, Unavailable
@@ -54,6 +54,7 @@ from elastic.worker.event_writer import EventWriter
 from elastic.worker.exchange import Exchange, Told
 from elastic.worker.group import ProcessGroups
 from elastic.worker.interrupt import Interrupter
+from elastic.worker.profiling import start_profile
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +151,10 @@ class ControlThread:
                 if isinstance(message, RunEvents):
                     if self._run_path:
                         self._events.add(self._run_path, message.lines)
+                    continue
+                if isinstance(message, Profile):
+                    if self._run_path:
+                        start_profile(self._run_path, message.name, message.seconds)
                     continue
                 if isinstance(message, Assign):
                     self._run_path = message.spec.run_path

@@ -65,6 +65,14 @@ def test_a_run_with_two_kills_tells_all_of_it(cluster: LocalCluster, tmp_path: P
     assert {worker["rank"] for worker in shown["workers"]} == set(range(WORKERS))
     assert "seen" in elastic(cluster, "top", "--once")
 
+    # Where ranks stand, and where one of them spends its time.
+    assert "main (" in elastic(cluster, "stack", job_id, "--rank", "0")
+    path = elastic(cluster, "profile", job_id, "--rank", "1", "--seconds", "1").strip()
+    profile = json.loads(Path(path).read_text())
+    main, frames = profile["profiles"][0], profile["shared"]["frames"]
+    assert main["name"] == "MainThread"
+    assert seen_job.__file__ in {frames[place]["file"] for one in main["samples"] for place in one}
+
     (tmp_path / "finish").touch()
     ended = cluster.wait(
         job_id, lambda view: view.record.phase is JobPhase.SUCCEEDED and not view.workers, "the end"

@@ -143,6 +143,22 @@ class StacksResponse(_message.Message):
     workers: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, workers: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class ProfileRequest(_message.Message):
+    __slots__ = ("job", "rank", "seconds")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    rank: int
+    seconds: float
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
 class EventsRequest(_message.Message):
     __slots__ = ("job", "follow", "after_unix_ns")
     JOB_FIELD_NUMBER: _ClassVar[int]

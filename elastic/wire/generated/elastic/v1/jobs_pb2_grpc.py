@@ -91,6 +91,11 @@ class JobsStub(object):
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.StacksRequest.SerializeToString,
                 response_deserializer=elastic_dot_v1_dot_jobs__pb2.StacksResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/elastic.v1.Jobs/Profile',
+                request_serializer=elastic_dot_v1_dot_jobs__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=elastic_dot_v1_dot_jobs__pb2.ProfileResponse.FromString,
+                _registered_method=True)
         self.Logs = channel.unary_stream(
                 '/elastic.v1.Jobs/Logs',
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.LogsRequest.SerializeToString,
@@ -198,6 +203,14 @@ class JobsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Have a worker sample its stacks, and write them into the run's directory. Answers at once.
+        FAILED_PRECONDITION when the job has none; NOT_FOUND when nobody has the rank. Not fenced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Logs(self, request, context):
         """Show the output of a job's workers. Reads only; idempotent, not fenced.
         """
@@ -262,6 +275,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.Stacks,
                     request_deserializer=elastic_dot_v1_dot_jobs__pb2.StacksRequest.FromString,
                     response_serializer=elastic_dot_v1_dot_jobs__pb2.StacksResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=elastic_dot_v1_dot_jobs__pb2.ProfileRequest.FromString,
+                    response_serializer=elastic_dot_v1_dot_jobs__pb2.ProfileResponse.SerializeToString,
             ),
             'Logs': grpc.unary_stream_rpc_method_handler(
                     servicer.Logs,
@@ -568,6 +586,33 @@ class Jobs(object):
             '/elastic.v1.Jobs/Stacks',
             elastic_dot_v1_dot_jobs__pb2.StacksRequest.SerializeToString,
             elastic_dot_v1_dot_jobs__pb2.StacksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elastic.v1.Jobs/Profile',
+            elastic_dot_v1_dot_jobs__pb2.ProfileRequest.SerializeToString,
+            elastic_dot_v1_dot_jobs__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

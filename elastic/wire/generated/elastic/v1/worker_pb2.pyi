@@ -23,7 +23,7 @@ REFUSAL_CODE_GENERATION_OVER: RefusalCode
 REFUSAL_CODE_NO_MEMBER: RefusalCode
 
 class PipeToWorker(_message.Message):
-    __slots__ = ("assign", "announce", "leave_group", "report_ack", "stop", "ping", "save_state", "preemption", "run_events")
+    __slots__ = ("assign", "announce", "leave_group", "report_ack", "stop", "ping", "save_state", "preemption", "run_events", "profile")
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class PipeToWorker(_message.Message):
     SAVE_STATE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
     RUN_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     assign: Assign
     announce: Announce
     leave_group: LeaveGroup
@@ -42,7 +43,8 @@ class PipeToWorker(_message.Message):
     save_state: SaveState
     preemption: Preemption
     run_events: RunEvents
-    def __init__(self, assign: _Optional[_Union[Assign, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., leave_group: _Optional[_Union[LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ..., preemption: _Optional[_Union[Preemption, _Mapping]] = ..., run_events: _Optional[_Union[RunEvents, _Mapping]] = ...) -> None: ...
+    profile: Profile
+    def __init__(self, assign: _Optional[_Union[Assign, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., leave_group: _Optional[_Union[LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ..., preemption: _Optional[_Union[Preemption, _Mapping]] = ..., run_events: _Optional[_Union[RunEvents, _Mapping]] = ..., profile: _Optional[_Union[Profile, _Mapping]] = ...) -> None: ...
 
 class PipeToAgent(_message.Message):
     __slots__ = ("warm", "worker_update", "reported", "progress", "pong", "pulse")
@@ -135,6 +137,16 @@ class RunEvents(_message.Message):
     worker_id: str
     lines: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, worker_id: _Optional[str] = ..., lines: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Profile(_message.Message):
+    __slots__ = ("worker_id", "seconds", "name")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    seconds: float
+    name: str
+    def __init__(self, worker_id: _Optional[str] = ..., seconds: _Optional[float] = ..., name: _Optional[str] = ...) -> None: ...
 
 class ReportAck(_message.Message):
     __slots__ = ("worker_id", "generation", "index", "accepted", "reason", "code")
