@@ -1,6 +1,7 @@
 """Parts of the reference that are read from the code while the pages are built.
 
     {events}                   every line of the event log: its name and fields
+    {figures}                  every metric for Prometheus, who tells it, and what it is
     {docstring} MODULE         a module's docstring, as it stands
     {environment}              the variables that training processes find
 
@@ -57,6 +58,29 @@ class Events(SphinxDirective):
             for name, (fields, files) in sorted(found.items())
         ]
         return parsed(self, table(("event", "fields", "written in"), rows))
+
+
+class Figures(SphinxDirective):
+    """A table of the metrics for Prometheus."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return the table."""
+        rows = []
+        for part, who in (("coord/web", "coordinator"), ("agent", "agent")):
+            path = ROOT / "elastic" / part / "figures.py"
+            self.env.note_dependency(str(path))
+            for call in ast.walk(ast.parse(path.read_text())):
+                arguments = call.args if isinstance(call, ast.Call) else []
+                texts = [ast.literal_eval(a) for a in arguments if is_text(a)]
+                if texts and texts[0].startswith("elastic_"):
+                    kind = texts[1] if len(texts) > 2 else "histogram"
+                    rows.append((f"`{texts[0]}`", who, kind, texts[-1]))
+        return parsed(self, table(("metric", "told by", "kind", "what it is"), sorted(rows)))
+
+
+def is_text(node: ast.expr) -> bool:
+    """Return whether an argument is a text as it stands."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 class Environment(SphinxDirective):
@@ -127,6 +151,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", show_code, priority=400)
     app.connect("source-read", drop_unmatched)
     app.add_directive("events", Events)
+    app.add_directive("figures", Figures)
     app.add_directive("environment", Environment)
     app.add_directive("docstring", Docstring)
     return {"parallel_read_safe": True}

@@ -1,9 +1,9 @@
 """The demonstration behind `make demo`: a cluster on this machine loses parts, training goes on.
 
 Starts a coordinator and three agents as real processes, trains `digits.py` on 2 to 3 workers,
-kills a worker, kills a whole node, lets a new node join, and prints what happened and how long
-each recovery took, from the kill to the end of the first step of the new group. Then trains once
-more in one process, undisturbed, and compares the weights, bit by bit.
+kills a worker, kills a whole node, lets a new node join, and prints what happened and for how long
+training paused each time, to the end of the first step of the new group. Then trains once more in
+one process, undisturbed, and compares the weights, bit by bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,26 +106,22 @@ class Demo:
         start = epoch_of(self.cluster.job(self.job_id))
         return self.wait(lambda v: epoch_of(v) >= start + more, f"{more} more epochs")
 
-    def disturb(self, what: str, action: Callable[[JobView], str], *, planned: bool) -> None:
-        """Do something to the cluster, and measure until the next group's first step is over.
+    def disturb(self, what: str, action: Callable[[JobView], str]) -> None:
+        """Do something to the cluster, and wait until the next group's first step is over.
 
         Args:
             what: the row's name.
             action: does it, and returns the node that is lost, "" for none.
-            planned: nobody is lost: measure from when the members were asked.
         """
         before = self.cluster.job(self.job_id)
         generation, size = before.record.generation, world_size(before)
         mark = len(self.cluster.notes)
         self.tell(f"[bold]{what}[/bold]")
-        began_ns = time.time_ns()
         lost = action(before)
         note = self.cluster.wait_note(
             "first_step", self.job_id, after=mark, generation=generation + 1
         )
         self.refresh()
-        if planned:
-            began_ns = self.asked_ns(generation)
         said = dict(note.note.fields)
         after = pids_of(self.cluster.job(self.job_id))
         survivors = {w: p for w, p in pids_of(before).items() if not w.startswith(f"{lost}/")}
@@ -136,18 +131,9 @@ class Demo:
                 what,
                 f"{size} → {said['world_size']}",
                 generation + 1,
-                (int(said["unix_ns"]) - began_ns) / 1e9,
+                float(said["pause_s"]),
                 f"{len(kept)} of {len(survivors)}",
             )
-        )
-
-    def asked_ns(self, generation: int) -> int:
-        """Return when the members of this generation were asked to let someone in or go."""
-        return max(
-            timed.unix_ns
-            for timed in self.cluster.notes
-            if timed.note.name == "change_planned"
-            and dict(timed.note.fields)["generation"] == str(generation)
         )
 
     def table(self) -> Table:
@@ -268,7 +254,7 @@ def disturb_training(demo: Demo, cluster: LocalCluster) -> None:
 
     demo.wait(whole(3), "three workers to train")
     demo.wait_epoch(3)
-    demo.disturb("a worker is SIGKILLed", kill_worker, planned=False)
+    demo.disturb("a worker is SIGKILLed", kill_worker)
     demo.wait(whole(3), "the spare to take the slot")
     demo.wait_epoch(3)
 
@@ -280,9 +266,9 @@ def disturb_training(demo: Demo, cluster: LocalCluster) -> None:
         cluster.start_node("n4")
         return ""
 
-    demo.disturb("node n3 dies (agent and worker)", kill_node, planned=False)
+    demo.disturb("node n3 dies (agent and worker)", kill_node)
     demo.wait_epoch(3)
-    demo.disturb("node n4 joins", start_node, planned=True)
+    demo.disturb("node n4 joins", start_node)
     demo.wait_epoch(2)
 
 

@@ -41,6 +41,7 @@ from elastic.agent.devices import (
 )
 from elastic.agent.doctor.cli import doctor
 from elastic.agent.driver import AgentDriver, AgentSettings
+from elastic.agent.figures import FiguresServer
 from elastic.agent.health import HealthWatch, watch_health
 from elastic.agent.node_lock import hold_node
 from elastic.agent.notices.choosing import choose_sources
@@ -57,7 +58,7 @@ from elastic.runtime.descriptors import raise_limit
 from elastic.runtime.eventlog import quoted
 from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.ready import wait_address
-from elastic.runtime.rpc import parse_endpoints
+from elastic.runtime.rpc import parse_endpoint, parse_endpoints
 from elastic.runtime.tether import check_tether
 
 log = logging.getLogger("elastic.agent")
@@ -97,6 +98,7 @@ class Flags:
     log_dir: str
     run_dir: str
     event_log: str
+    metrics: str
     log_level: str
     tether_fd: int
 
@@ -226,6 +228,14 @@ class Flags:
     help="JSON Lines file; auto: in LOG_DIR; or none.",
 )
 @click.option(
+    "--metrics",
+    default="",
+    show_default=False,
+    metavar="[HOST:]PORT",
+    help="Serve /metrics for Prometheus; a port alone is one of this machine. Whoever reaches it "
+    "reads numbers, ranks and ids of jobs.",
+)
+@click.option(
     "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"])
 )
 @click.option(
@@ -293,9 +303,26 @@ def run_agent(flags: Flags, env: Mapping[str, str]) -> int:
         path = choose_run_dir(flags) / f"agent-{node.node_id}.coordinators"
         book = AddressBook(path, settings.endpoints)
         settings = dataclasses.replace(settings, node=node, book=book)
-        ended = asyncio.run(live(settings, clock, flags.tether_fd, read_sources(flags, env)))
+        figures = open_metrics(flags.metrics)
+        sources = read_sources(flags, env)
+        ended = asyncio.run(live(settings, clock, flags.tether_fd, sources, figures))
     log.info("agent_ended code=%d reason=%s", ended.code, quoted(ended.reason))
     return ended.code
+
+
+def open_metrics(text: str) -> FiguresServer | None:
+    """Take the address of --metrics; a port alone is one of this machine, "" is none.
+
+    Raises:
+        UsageError: it is no address.
+        Unavailable: it is taken.
+    """
+    if not text:
+        return None
+    host, _, port = (f"127.0.0.1:{text}" if text.isdecimal() else text).rpartition(":")
+    # Unlike an address to call, the port may be 0.
+    host, _ = parse_endpoint(f"{host}:{port if port != '0' else 1}")
+    return FiguresServer(host, int(port))
 
 
 def check_log_dir(log_dir: Path) -> None:
@@ -384,9 +411,13 @@ def read_sources(flags: Flags, env: Mapping[str, str]) -> tuple[Source, ...]:
 
 
 async def live(
-    settings: AgentSettings, clock: Clock, tether_fd: int, sources: tuple[Source, ...] = ()
+    settings: AgentSettings,
+    clock: Clock,
+    tether_fd: int,
+    sources: tuple[Source, ...] = (),
+    figures: FiguresServer | None = None,
 ) -> ExitAgent:
-    """Run the driver under the signals and notices that drain it."""
+    """Run the driver under the signals and notices that drain it; `figures` tells of it."""
     stopping = Stopping(settings.config.drain_timeout_s)
     failure: ElasticError | None = None
     loop = asyncio.get_running_loop()
@@ -401,6 +432,8 @@ async def live(
         watching.start_soon(watch_health, watch, stopping.on_health)
         if settings.book is not None:
             watching.start_soon(settings.book.write_news)
+        if figures is not None:
+            watching.start_soon(figures.run, stopping.figures)
         try:
             ended = await drive(settings, clock, stopping, notices=[each.name for each in sources])
         except ElasticError as error:
@@ -445,6 +478,10 @@ class Stopping:
         self._asked: tuple[str, float] | None = None
         self._driver: AgentDriver | None = None
         self._problems: tuple[str, ...] = ()
+
+    def figures(self) -> str:
+        """Return what the driver knows, for Prometheus; "" before there is one."""
+        return self._driver.figures.text() if self._driver is not None else ""
 
     def attach(self, driver: AgentDriver) -> None:
         """Drain this driver from now on, and at once if a signal came already."""

@@ -20,6 +20,7 @@ import anyio
 from elastic.agent.address_book import AddressBook
 from elastic.agent.arenas import Arenas
 from elastic.agent.copy_desk import CopyDesk
+from elastic.agent.figures import Figures
 from elastic.agent.follow import Followers
 from elastic.agent.link import Link, LinkCallbacks
 from elastic.agent.logs import Logs
@@ -101,7 +102,11 @@ class AgentSettings:
 
 
 class AgentDriver:
-    """Owns one machine and all that acts for it; lives on one event loop, in the main thread."""
+    """Owns one machine and all that acts for it; lives on one event loop, in the main thread.
+
+    Attributes:
+        figures: for Prometheus.
+    """
 
     def __init__(self, settings: AgentSettings, *, clock: Clock, draws: random.Random) -> None:
         """Build everything, start nothing.
@@ -116,6 +121,7 @@ class AgentDriver:
         """
         node = settings.node
         self._clock = clock
+        self.figures = Figures()
         self._tls = PeerTls.of(settings.access.tls)
         self._arenas = Arenas()
         own = OwnRows(node.node_id, self._arenas)
@@ -192,7 +198,9 @@ class AgentDriver:
         if isinstance(event, ProcessExited):
             # Not when it is posted: the machine may still give it a job before it takes this.
             self._arenas.exited(event.process_id, event.cause)
+        self.figures.hear(event)
         for effect in self._machine.step(event, self._clock.monotonic_ns()):
+            self.figures.tell(effect)
             self._perform(effect)
 
     def _perform(self, effect: AgentEffect) -> None:

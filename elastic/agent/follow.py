@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from elastic.agent.log_marks import MarksReader, Stamp
 from elastic.agent.logs import LogFile, Logs
 from elastic.agent.old_logs import hold
 from elastic.core.messages import FollowLogs, LogLines
@@ -24,6 +25,27 @@ SendLines = Callable[[LogLines], Awaitable[bool]]
 """Sends when there is room; False when nobody listens any more."""
 
 
+class Room:
+    """How many characters a reader still has room for; without a limit if it never said so."""
+
+    def __init__(self, chars: int) -> None:
+        """Begin with this much, 0 for no limit."""
+        self._is_limited, self._left = chars > 0, chars
+        self._more = asyncio.Event()
+
+    def give(self, chars: int) -> None:
+        """The reader has taken so many."""
+        self._left += chars
+        self._more.set()
+
+    async def take(self, chars: int) -> None:
+        """Wait until there is some room, and take this much, or a little more than there is."""
+        while self._is_limited and self._left <= 0:
+            self._more.clear()
+            await self._more.wait()
+        self._left -= chars
+
+
 class Followers:
     """Everyone who reads logs of this node at the moment."""
 
@@ -32,14 +54,18 @@ class Followers:
         self._logs = logs
         self._send = send
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._rooms: dict[str, Room] = {}
 
     def handle(self, request: FollowLogs) -> None:
-        """Begin to send, or stop; the same follow id again changes nothing."""
+        """Begin to send, or stop; the same follow id again makes room for more."""
         if request.stop:
             task = self._tasks.pop(request.follow_id, None)
             if task is not None:
                 task.cancel()
-        elif request.follow_id not in self._tasks:
+        elif request.follow_id in self._tasks:
+            self._rooms[request.follow_id].give(request.room)
+        else:
+            self._rooms[request.follow_id] = Room(request.room)
             task = asyncio.ensure_future(self._follow(request))
             self._tasks[request.follow_id] = task
 
@@ -73,24 +99,34 @@ class Followers:
             text = f"elastic-agent: output of worker {worker_id} cannot be read any more: {why}\n"
             await self._send(LogLines(request.follow_id, worker_id, text, end=True))
         finally:
-            if self._tasks.get(request.follow_id) is asyncio.current_task():
-                del self._tasks[request.follow_id]
+            if self._tasks.get(request.follow_id) in (None, asyncio.current_task()):
+                self._tasks.pop(request.follow_id, None)
+                self._rooms.pop(request.follow_id, None)
 
     async def _send_log(self, found: LogFile, request: FollowLogs) -> None:
         changed = asyncio.Event()
-        pieces = LogReader(found.path, request.tail_lines)
+        piece_bytes = min(PIECE_BYTES, request.room or PIECE_BYTES)
+        pieces = LogReader(found.path, request.tail_lines, piece_bytes)
         try:
             with found.watched(changed):
                 while True:
                     changed.clear()
                     last = found.ended or not request.follow
-                    text = pieces.read(last=last)
-                    if text or last:
-                        end = last and not text
-                        lines = LogLines(request.follow_id, request.worker_id, text, end=end)
-                        if not await self._send(lines) or end:
+                    stamped = pieces.read(last=last)
+                    for stamp, text in stamped:
+                        await self._rooms[request.follow_id].take(len(text))
+                        lines = LogLines(
+                            request.follow_id, request.worker_id, text,
+                            unix_ns=stamp.unix_ns, generation=stamp.generation, rank=stamp.rank,
+                        )  # fmt: skip
+                        if not await self._send(lines):
                             return
-                    else:
+                    if last and not stamped:
+                        await self._send(
+                            LogLines(request.follow_id, request.worker_id, "", end=True)
+                        )
+                        return
+                    if not stamped:
                         await changed.wait()
         finally:
             pieces.close()
@@ -99,28 +135,34 @@ class Followers:
 class LogReader:
     """Reads a log and its older files in order, piece by piece, from a place near its end."""
 
-    def __init__(self, path: Path, tail_lines: int) -> None:
+    def __init__(self, path: Path, tail_lines: int, piece_bytes: int = PIECE_BYTES) -> None:
         """Go to where the last `tail_lines` lines begin; -1 is the very beginning."""
-        self._path = path
+        self._path, self._piece_bytes = path, piece_bytes
         self._file: BinaryIO | None = None
+        self._marks: MarksReader | None = None
+        self._stamp = Stamp()
         self._pending = b""
+        # Where `_pending` begins in the file.
+        self._at = 0
         paths = log_files(path)
         if paths:
             chosen, offset = tail_start(paths, tail_lines)
-            self._file = _open(chosen)
-            self._file.seek(offset)
+            self._go_to(chosen)
+            if self._file is not None:
+                self._file.seek(offset)
+            self._at = offset
 
-    def read(self, *, last: bool) -> str:
-        """Return some more text, "" when there is none now.
+    def read(self, *, last: bool) -> list[tuple[Stamp, str]]:
+        """Return some more lines, cut where their stamps change; none when there are none now.
 
         Args:
             last: nothing more will be written: also a line without an end is given out.
         """
         while True:
-            data = self._file.read(PIECE_BYTES) if self._file is not None else b""
+            data = self._file.read(self._piece_bytes) if self._file is not None else b""
             self._pending += data
             cut = 1 + max(self._pending.rfind(b"\n"), self._pending.rfind(b"\r"))
-            if not cut and len(self._pending) >= PIECE_BYTES:
+            if not cut and len(self._pending) >= self._piece_bytes:
                 cut = whole_characters(self._pending)
             if not cut and not data:
                 if self._open_next():
@@ -128,13 +170,26 @@ class LogReader:
                 cut = len(self._pending) if last else 0
             if cut or not data:
                 text, self._pending = self._pending[:cut], self._pending[cut:]
-                return text.decode("utf-8", "replace")
+                found = [(self._stamp, text)] if text else []
+                if self._marks is not None:
+                    found = self._marks.split(text, self._at, self._stamp)
+                self._at += cut
+                self._stamp = found[-1][0] if found else self._stamp
+                return [(stamp, part.decode("utf-8", "replace")) for stamp, part in found]
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._marks is not None:
+            self._marks.close()
+            self._marks = None
+
+    def _go_to(self, path: Path) -> None:
+        file = _open(path)
+        self.close()
+        self._file, self._marks, self._at = file, MarksReader(path), -len(self._pending)
 
     def _open_next(self) -> bool:
         """Go on to the file that came after this one; False if this is the newest."""
@@ -147,9 +202,7 @@ class LogReader:
             following = paths[same.index(True) + 1 :] if True in same else paths
         if not following:
             return False
-        file = _open(following[0])
-        self.close()
-        self._file = file
+        self._go_to(following[0])
         return True
 
 

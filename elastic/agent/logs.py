@@ -14,10 +14,12 @@ import fcntl
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.agent.log_marks import MarksFile, Stamp, marks_path
 from elastic.agent.old_logs import hold, prune_logs
 from elastic.core.messages import Assign
 from elastic.core.world import WorkerId
@@ -47,13 +49,19 @@ class LogLimits:
 
 
 class LogFile:
-    """One log: appended to by this agent, readable by all while it grows."""
+    """One log: appended to by this agent, readable by all while it grows.
+
+    Attributes:
+        generation, rank: of the worker that prints, from here on; 0 and -1 before its first group.
+    """
 
     def __init__(self, path: Path, limits: LogLimits) -> None:
         """Name the newest file; it is opened by the first write."""
         self.path = path
         self.ended = False
+        self.generation, self.rank = 0, -1
         self._limits = limits
+        self._marks = MarksFile()
         self._fd = -1
         self._size = 0
         self._lost = 0
@@ -78,6 +86,7 @@ class LogFile:
     def end(self) -> None:
         """Close the file: nothing more will come, and those who follow may go."""
         self.ended = True
+        self._marks.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -103,7 +112,9 @@ class LogFile:
                 os.close(self._fd)
                 self._fd = -1
                 shift_files(self.path, self._limits.num_old_files)
+                shift_files(marks_path(self.path), self._limits.num_old_files)
                 self._open()
+            self._marks.mark(self._size, Stamp(time.time_ns(), self.generation, self.rank))
             while view:
                 written = os.write(self._fd, view)
                 self._size += written
@@ -130,6 +141,7 @@ class LogFile:
         else:
             raise OSError(errno.ESTALE, f"it was removed {OPENED_MAX} times while it was opened")
         self._size = os.fstat(self._fd).st_size
+        self._marks.open(self.path)
 
 
 class OutputCopy:

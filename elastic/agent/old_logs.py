@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.agent.log_marks import marks_path
+
 log = logging.getLogger(__name__)
 
 NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
@@ -154,6 +156,8 @@ def _remove(path: str) -> None:
         fd = locks.enter_context(_locked(path))
         if stat.S_ISREG(os.fstat(fd).st_mode):
             os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.unlink(marks_path(Path(path)))
 
 
 @contextlib.contextmanager

@@ -42,8 +42,8 @@ from elastic.core.events.agent import (
     ProcessStopped,
     SpawnFailed,
 )
-from elastic.core.messages import PROTOCOL, Assign, PipeToWorker
-from elastic.core.world import Entry
+from elastic.core.messages import PROTOCOL, Announce, Assign, PipeToWorker, WorkerUpdate
+from elastic.core.world import Assignment, Entry, WorkerReport
 from elastic.errors import ElasticError, PeerError, check
 from elastic.wire.async_pipe import AsyncPipe
 
@@ -67,6 +67,7 @@ class Child:
         listener: posts what it says, until it says no more.
         assigned: its output belongs to a worker.
         exited: its exit was told; only its zombie is left.
+        place: in the newest group that it was told of, None before.
     """
 
     process_id: int
@@ -78,6 +79,17 @@ class Child:
     stopped: bool = False
     assigned: bool = False
     exited: bool = False
+    place: Assignment | None = None
+
+
+def _take_place(child: Child, report: WorkerReport) -> None:
+    """From here on what a worker prints is printed in the group that it says it is in."""
+    place, log_file = child.place, child.output.target
+    if place is None or place.generation != report.generation:
+        return
+    if (log_file.generation, log_file.rank) != (place.generation, place.rank):
+        child.output.drain()
+        log_file.generation, log_file.rank = place.generation, place.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +194,8 @@ class ChildProcesses:
         child = self._children.get(process_id)
         if child is None or child.exited:
             return
+        if isinstance(message, Announce):
+            child.place = message.assignment
         try:
             child.pipe.send(message)
         except ElasticError as error:
@@ -393,6 +407,8 @@ class ChildProcesses:
         """Post what the process says; one that speaks nonsense is killed."""
         try:
             async for message in child.pipe:
+                if isinstance(message, WorkerUpdate):
+                    _take_place(child, message.report)
                 self._post(ProcessSaid(child.process_id, message))
         except PeerError as error:
             # Death in the middle of a message is no nonsense: its exit is on its way here.

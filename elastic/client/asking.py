@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
+from dataclasses import dataclass, replace
+from typing import Any
 
 import click
 
@@ -33,11 +36,12 @@ from elastic.client.terminal import (
     reporting_errors,
     stdout_console,
 )
-from elastic.client.values import parse_ranks
+from elastic.client.values import parse_pattern, parse_ranks, parse_since
 from elastic.client.wording import waiting_line
 from elastic.core.messages import PROTOCOL
 from elastic.core.view import JobView
 from elastic.runtime.clock import SystemClock
+from elastic.wire.codec_jobs import LogChunk
 
 _clock = SystemClock()
 
@@ -112,22 +116,57 @@ def nodes(target: Target, output: str) -> None:
     "--tail", default=-1, type=click.IntRange(min=-1, max=2**31 - 1), metavar="N",
     help="Only the last N lines of each worker, before what follows.",
 )  # fmt: skip
+@click.option(
+    "--grep", default=None, callback=parse_pattern, metavar="PATTERN",
+    help="Only lines in which this regular expression is found.",
+)  # fmt: skip
+@click.option(
+    "--since", "since_ns", default="", callback=parse_since, metavar="WHEN",
+    help="Only lines that are not older: 90s, 5m, 2h, 1d, or a moment such as 2026-11-25T10:00.",
+)  # fmt: skip
 @output_option
 @click.pass_obj
 @reporting_errors
-def logs(
-    target: Target, job: str, follow: bool, ranks: tuple[int, ...], tail: int, output: str
-) -> None:
-    """Print what the workers of JOB (id or name) printed.
+def logs(target: Target, job: str, follow: bool, output: str, **wanted: Any) -> None:
+    """Print what the workers of JOB (id or name) printed, all of them together by time.
 
-    Lines begin with generation, rank and node, unless one rank is asked for. JSON is one object
-    for each piece of output.
+    Also of workers that were killed and of jobs that have ended. Lines begin with generation, rank
+    and node, unless one rank is asked for. JSON is one object for each piece of output.
     """
+    wish = LogWish(follow=follow, **wanted)
     with target.connect() as client:
         view = client.get(job)
         if follow:
             _say_wait(view)
-        _print_logs(client, view, follow=follow, ranks=ranks, tail=tail, output=output)
+        _print_logs(client, view, wish, output=output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogWish:
+    """Which lines are wanted.
+
+    Attributes:
+        ranks: of whom, () for all.
+        tail: how many of each, before what follows; -1 for all.
+        grep: found in each, None for all.
+        since_ns: not printed before, nanoseconds since 1970; 0 for all.
+    """
+
+    follow: bool
+    ranks: tuple[int, ...]
+    tail: int
+    grep: re.Pattern[str] | None
+    since_ns: int
+
+    def of(self, chunk: LogChunk) -> LogChunk | None:
+        """Return what is wanted of a piece of output, None if nothing is."""
+        if chunk.unix_ns and chunk.unix_ns < self.since_ns:
+            return None
+        if self.grep is None:
+            return chunk
+        lines = chunk.text.splitlines(keepends=True)
+        text = "".join(line for line in lines if self.grep.search(line))
+        return replace(chunk, text=text) if text else None
 
 
 def _say_wait(view: JobView) -> None:
@@ -139,23 +178,22 @@ def _say_wait(view: JobView) -> None:
 def _print_logs(
     client: Client,
     view: JobView,
+    wish: LogWish,
     *,
-    follow: bool,
-    ranks: tuple[int, ...],
-    tail: int,
     output: str,
 ) -> None:
-    lines = Lines(shows_prefix=len(ranks) != 1, holds_tracebacks=False)
+    lines = Lines(shows_prefix=len(wish.ranks) != 1, holds_tracebacks=False)
     shown = plain_output if sys.stdout.isatty() else str
     job_id = view.record.spec.job_id
-    with client.logs(job_id, ranks=ranks, tail=tail, follow=follow) as chunks:
-        for chunk in chunks:
+    with client.logs(job_id, ranks=wish.ranks, tail=wish.tail, follow=wish.follow) as chunks:
+        for chunk in filter(None, map(wish.of, chunks)):
             if output == "json":
                 fields = {
                     "worker_id": chunk.worker_id,
                     "rank": chunk.rank,
                     "generation": chunk.generation,
                     "node": chunk.node_id,
+                    "unix_ns": chunk.unix_ns,
                     "text": chunk.text,
                 }
                 click.echo(json.dumps(fields))

@@ -11,7 +11,20 @@ import click
 from click.core import ParameterSource
 
 from elastic import __version__
-from elastic.client import asking, changing, checkpoints, daemons, run, steering, tuning
+from elastic.client import (
+    asking,
+    changing,
+    checkpoints,
+    daemons,
+    events,
+    profiling,
+    run,
+    stacks,
+    steering,
+    top,
+    tracking,
+    tuning,
+)
 from elastic.client.started import find_started
 from elastic.client.terminal import Target, with_timeout
 
@@ -72,6 +85,10 @@ for command in (
     asking.ps,
     asking.status,
     asking.logs,
+    events.events,
+    stacks.stack,
+    profiling.profile,
+    top.top,
     checkpoints.checkpoint,
     checkpoints.checkpoints,
     steering.pause,
@@ -88,6 +105,7 @@ for command in (
 main.add_command(daemons.start)
 main.add_command(run.run)
 main.add_command(checkpoints.verify)
+main.add_command(tracking.track)
 main.add_command(tuning.tune)
 
 

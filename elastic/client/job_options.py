@@ -14,8 +14,9 @@ from typing import Any
 import click
 
 from elastic.client.values import parse_amounts, parse_pairs
-from elastic.core.config import PRIORITY_MAX, JobSpec
+from elastic.core.config import PRIORITY_MAX, TRACKERS_VARIABLE, JobSpec
 from elastic.core.world import Resources, Strategy, sorted_pairs
+from elastic.storage.trackers import parse_trackers
 
 Command = Callable[..., Any]
 
@@ -53,6 +54,11 @@ OPTIONS = (
         help="Whether it gives way as a whole, saved, when a job of higher priority waits.",
     ),
     _option(
+        "--tracker", "trackers", multiple=True, metavar="KIND[:WHERE]",
+        help="Show what is reported in tensorboard[:DIR], json[:FILE], wandb:PROJECT or "
+        "mlflow:URI, each report once; may be repeated.",
+    ),
+    _option(
         "--env", multiple=True, callback=parse_pairs, metavar="NAME=VALUE",
         help="For the workers' environment; may be repeated.",
     ),
@@ -71,6 +77,7 @@ class JobOptions:
         labels: that a node must carry.
         max_preemptions: -1 for no limit.
         env: of the workers, set by the user.
+        trackers: as `storage.trackers.parse_trackers` reads them.
     """
 
     resources: dict[str, float] = field(default_factory=dict)
@@ -82,6 +89,7 @@ class JobOptions:
     project: str = ""
     preemptible: bool = True
     env: dict[str, str] = field(default_factory=dict)
+    trackers: tuple[str, ...] = ()
 
     def apply(self, spec: JobSpec, defaults: dict[str, float]) -> JobSpec:
         """Return a job that is as these options say.
@@ -94,6 +102,9 @@ class JobOptions:
             ConfigError: values that cannot work.
         """
         env = {**dict(spec.entry.env), **self.env}
+        if self.trackers:
+            env[TRACKERS_VARIABLE] = ",".join(self.trackers)
+            parse_trackers(env[TRACKERS_VARIABLE])
         return replace(
             spec,
             entry=replace(spec.entry, env=sorted_pairs(env)),

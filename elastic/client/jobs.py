@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import grpc
 
 from elastic.client.endpoints import Endpoints
-from elastic.client.sources import JobSource, LogSource
+from elastic.client.sources import EventSource, JobSource, LogSource
 from elastic.client.streams import OnOutage, Source, Stream
 from elastic.core.config import JobSpec
 from elastic.core.view import JobView
-from elastic.core.world import JobId, JobPhase
+from elastic.core.world import JobId, JobPhase, WorkerId
 from elastic.errors import NameTaken, NotFound
 from elastic.runtime.access import Access, as_access
 from elastic.runtime.clock import Clock, SystemClock
@@ -29,6 +29,7 @@ from elastic.wire.codec_jobs import (
     ClusterStatus,
     JobEvent,
     LogChunk,
+    TimedNote,
     job_from_proto,
     status_from_proto,
     submit_request,
@@ -252,6 +253,50 @@ class Client:
             An iterator, which raises as the other methods do.
         """
         return self._stream(JobSource(job), limit_s, on_outage)
+
+    def events(self, job: str, *, follow: bool = False) -> Stream[TimedNote]:
+        """Read what happened to a job, oldest first, as far as the coordinator remembers.
+
+        Args:
+            job: see the class.
+            follow: go on until the job has ended.
+
+        Returns:
+            An iterator, which raises as the other methods do.
+        """
+        return self._stream(EventSource(job, follow=follow), OUTAGE_LIMIT_S if follow else 0.0)
+
+    def profile(self, job: str, *, rank: int, seconds: float) -> str:
+        """Have a worker sample its stacks for so long, and write them into the run's directory.
+
+        Returns:
+            The name of the file, which is there when that is over.
+
+        Raises:
+            NotFound: there is no such job, or nobody has this rank.
+            Refused: the job has no run directory.
+            ElasticError: see the class.
+        """
+        request = jobs_pb2.ProfileRequest(job=job, rank=rank, seconds=seconds)
+        return str(self._ask("Profile", request, timeout_s=CHANGE_TIMEOUT_S).name)
+
+    def stacks(self, job: str, *, ranks: Sequence[int] = ()) -> tuple[WorkerId, ...]:
+        """Have a job's workers write the stacks of all their threads to their output.
+
+        Args:
+            job: see the class.
+            ranks: in the newest group; none for all workers.
+
+        Returns:
+            Who was asked.
+
+        Raises:
+            NotFound: there is no such job.
+            ElasticError: see the class.
+        """
+        request = jobs_pb2.StacksRequest(job=job, ranks=ranks)
+        answer = self._ask("Stacks", request, timeout_s=CHANGE_TIMEOUT_S)
+        return tuple(WorkerId(worker) for worker in answer.workers)
 
     def logs(
         self, job: str, *, ranks: Sequence[int] = (), tail: int = -1, follow: bool = False

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from elastic.client.losses import SOON_S, Losses
 from elastic.client.output import Lines
+from elastic.client.pace import logged_line, progress_line
 from elastic.client.plain import PlainConsole, plain, plain_output
 from elastic.client.voices import Voices
 from elastic.client.wording import (
@@ -94,6 +95,7 @@ class Printer:
         self._view: JobView | None = None
         self._said: tuple[object, ...] = ()
         self._said_ns = 0
+        self._paced_ns = self._clock.monotonic_ns()
         self._generation = 0
         self._losses = Losses()
         self._planned: tuple[str, int] = ("", 0)
@@ -213,6 +215,8 @@ class Printer:
             self._say_metrics()
         if self._live is None and self._age_s(self._said_ns) >= REPEAT_S:
             self._say_state()
+        if self._live is None and self._age_s(self._paced_ns) >= REPEAT_S:
+            self._say_pace()
 
     def say(self, text: str, *, style: str = "") -> None:
         """Print one line about the job."""
@@ -254,6 +258,16 @@ class Printer:
         if waiting:
             self.say(f"job {name} {waiting}")
 
+    def _say_pace(self) -> None:
+        """Say how far a job is that trains, where no line moves."""
+        self._paced_ns = self._clock.monotonic_ns()
+        view = self._view
+        if view is None or not world_size(view) or not view.telemetry.steps:
+            return
+        parts = (progress_line(view.telemetry), logged_line(view.telemetry))
+        size, generation = workers(world_size(view)), view.record.generation
+        self.say(f"{', '.join(filter(None, parts))} ({size}, generation {generation})")
+
     def _say_metrics(self) -> None:
         self._metrics_due, self._metrics_ns = False, self._clock.monotonic_ns()
         line = metrics_line(self._metrics)
@@ -271,8 +285,11 @@ class Printer:
         )
         if world_size(view):
             text.append(f"  generation {record.generation}  {workers(world_size(view))}")
-        if self._metrics:
-            text.append(f"  {metrics_line(self._metrics)}", style="cyan")
+        pace, said = progress_line(view.telemetry), logged_line(view.telemetry)
+        if pace and world_size(view):
+            text.append(f"  {pace}", style="green")
+        if said or self._metrics:
+            text.append(f"  {said or metrics_line(self._metrics)}", style="cyan")
         if self._outage_since_ns is not None:
             away = duration(now_ns - self._outage_since_ns)
             text.append(f"  coordinator unreachable since {away}, training goes on", "yellow")

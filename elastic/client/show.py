@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from elastic.client.pace import job_goodput, pace_line, place_line, step_line
 from elastic.client.plain import plain
 from elastic.client.wording import (
     duration,
@@ -21,6 +22,7 @@ from elastic.client.wording import (
     waiting_line,
     world_size,
 )
+from elastic.core.telemetry import Telemetry
 from elastic.core.view import JobView, NodeView
 from elastic.wire.codec_jobs import ClusterStatus
 
@@ -100,6 +102,8 @@ def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
         "run_path": spec.run_path,
         "entry": spec.entry.target,
         "metrics": parsed_metrics(record.metrics),
+        "goodput": record.goodput.as_dict() | {"untold_s": round(view.untold_ns / NS_PER_S, 6)},
+        "telemetry": view.telemetry.as_dict(),
         "failed_worker": record.failed_worker,
         "failure": None
         if failure is None
@@ -119,6 +123,7 @@ def job_as_dict(view: JobView, now_ns: int) -> dict[str, Any]:
                 "pid": worker.report.pid,
                 "steps": worker.steps,
                 "since_s": _age_s(now_ns, worker.since_ns),
+                "telemetry": worker.telemetry.as_dict(),
             }
             for worker in view.workers
         ],
@@ -208,7 +213,7 @@ def print_jobs(jobs: tuple[JobView, ...], now_ns: int, console: Console) -> None
             *((str(spec.priority), escape(spec.project) or "-") if with_turn else ()),
             coloured(view.record.phase.value),
             duration(now_ns - view.since_ns),
-            f"{world_size(view)} of {_bounds(view)}",
+            f"{world_size(view)} of {bounds(view)}",
             str(view.record.generation),
             escape(view.reason.partition("\n")[0]) or "-",
         )
@@ -221,7 +226,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
     console.print(
         f"[bold]{spec.name}[/bold] ({spec.job_id})  {coloured(record.phase.value)} since "
         f"{duration(now_ns - view.since_ns)}  generation {record.generation}  "
-        f"workers {world_size(view)} of {_bounds(view)}"
+        f"workers {world_size(view)} of {bounds(view)}"
     )
     state = waiting_line(view, now_ns) or (ending_line(view) if has_ended(view) else view.reason)
     facts = [
@@ -232,6 +237,10 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
         ("submitter", record.submitter),
         ("priority", _priority(view)),
         ("metrics", metrics_line(parsed_metrics(record.metrics))),
+        ("place", "" if has_ended(view) else place_line(view.telemetry)),
+        ("pace", pace_line(view.telemetry)),
+        ("step", step_line(view.telemetry)),
+        ("goodput", job_goodput(view)),
         ("checkpoint", record.checkpoints[-1].path if record.checkpoints else ""),
         ("copies", copies_line(view, now_ns)),
         (
@@ -246,9 +255,12 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
             console.print(f"  {name:<11}{escape(text)}")
     if not view.workers:
         return
-    table = new_table("worker", "node", "rank", "phase", "since", "generation", "steps", "pid")
+    columns = ("step time", "data", "exchange", "commit")
+    table = new_table(
+        "worker", "node", "rank", "phase", "since", "generation", "steps", *columns, "pid"
+    )
     for worker in view.workers:
-        report = worker.report
+        report, told = worker.report, worker.telemetry
         table.add_row(
             report.worker_id,
             worker.node_id,
@@ -257,9 +269,18 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
             duration(now_ns - worker.since_ns),
             str(report.generation),
             str(worker.steps),
+            *parts_of_step(told),
             str(report.pid or "-"),
         )
     console.print(table)
+
+
+def parts_of_step(told: Telemetry) -> list[str]:
+    """Return the time of a step, and which parts of it go where."""
+    if not told.steps:
+        return ["-"] * 4
+    parts = (told.data_wait_ns, told.exchange_ns, told.commit_ns)
+    return [f"{told.step_s * 1e3:.3g} ms", *(f"{ns / told.wall_ns:.0%}" for ns in parts)]
 
 
 def copies_line(view: JobView, now_ns: int) -> str:
@@ -300,7 +321,8 @@ def _priority(view: JobView) -> str:
     return f"{text}, not preemptible" if spec.non_preemptible else text
 
 
-def _bounds(view: JobView) -> str:
+def bounds(view: JobView) -> str:
+    """Return between which numbers of workers a job may have: "2-3"."""
     low, high = view.record.bounds
     return str(low) if low == high else f"{low}-{high}"
 

@@ -16,8 +16,10 @@ from elastic.core.world import ENDED, WorkerId
 from elastic.wire.codec_jobs import (
     JobEvent,
     LogChunk,
+    TimedNote,
     job_event_from_proto,
     log_chunk_from_proto,
+    timed_note_from_proto,
 )
 from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
 
@@ -55,6 +57,32 @@ class JobSource:
             self._job = event.record.spec.job_id  # Names are used again, ids are not.
             self.is_complete = event.record.phase in ENDED
         return event
+
+
+class EventSource:
+    """What happened to a job, each event once, also over several calls.
+
+    Attributes:
+        is_complete: True: the coordinator says when there is no more.
+    """
+
+    def __init__(self, job: str, *, follow: bool) -> None:
+        """Ask for the events of the job of this id or name."""
+        self.is_complete = True
+        self._request = jobs_pb2.EventsRequest(job=job, follow=follow)
+
+    def opened(self) -> None:
+        """Nothing to prepare: a call says what was seen."""
+
+    def start(self, channel: grpc.Channel, **options: Any) -> Any:
+        """Begin the call."""
+        return jobs_pb2_grpc.JobsStub(channel).Events(self._request, **options)
+
+    def decode(self, message: jobs_pb2.TimedNote, now_ns: int) -> TimedNote:
+        """Return the event."""
+        del now_ns
+        self._request.after_unix_ns = message.unix_ns
+        return timed_note_from_proto(message)
 
 
 class LogSource:

@@ -56,14 +56,20 @@ PIPED_WIDTH = 500
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-output_option = click.option(
-    "-o",
-    "--output",
-    type=click.Choice(["table", "json"]),
-    default="table",
-    show_default=True,
-    help="For people or for programs.",
-)
+
+def output_option(command: Command) -> Command:
+    """Let a command say its answer for people or for programs: `-o json`, or `--json`."""
+
+    @click.option(
+        "-o", "--output", type=click.Choice(["table", "json"]), default="table",
+        show_default=True, help="For people or for programs.",
+    )  # fmt: skip
+    @click.option("--json", "is_json", is_flag=True, help="The same as --output json.")
+    @functools.wraps(command)
+    def run(*args: Any, output: str, is_json: bool, **options: Any) -> Any:
+        return command(*args, output="json" if is_json else output, **options)
+
+    return run  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,10 @@ Rule: what cannot be read is a usage error that names the option and what was ex
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterable
+from datetime import datetime
 
 import click
 
@@ -59,6 +62,28 @@ def parse_duration(_: click.Context, __: click.Parameter, text: str | None) -> f
     if not 0 <= seconds < float("inf"):
         raise click.BadParameter(f"{text!r}: expected seconds, or such as 30s, 2m or 1h")
     return seconds
+
+
+def parse_pattern(
+    _: click.Context, __: click.Parameter, text: str | None
+) -> re.Pattern[str] | None:
+    """Read a regular expression; None for what was not given."""
+    try:
+        return re.compile(text) if text is not None else None
+    except re.error as error:
+        raise click.BadParameter(f"{text!r}: no regular expression: {error}") from None
+
+
+def parse_since(context: click.Context, option: click.Parameter, text: str) -> int:
+    """Read "5m" or "2026-11-25T10:00" as nanoseconds since 1970; "" is 0, the beginning."""
+    if not text:
+        return 0
+    try:
+        return round(datetime.fromisoformat(text).astimezone().timestamp() * 1e9)
+    except ValueError:
+        days = text.removesuffix("d") if text.endswith("d") else ""
+        seconds = parse_duration(context, option, f"{days}h" if days else text)
+        return time.time_ns() - round((seconds or 0.0) * (24 if days else 1) * 1e9)
 
 
 def parse_ranks(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:

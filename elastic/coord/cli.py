@@ -25,7 +25,7 @@ from elastic.client.terminal import stdout_console
 from elastic.coord.backup import Copied, back_up, check, restore, salvage
 from elastic.coord.cli_locks import certs, tokens
 from elastic.coord.collector import stop_collector
-from elastic.coord.serve import PREFIX, ServeOptions, parse_listen, serve
+from elastic.coord.serve import PREFIX, ServeOptions, parse_http, parse_listen, serve
 from elastic.coord.server_probe import fetch_health, first_answer
 from elastic.coord.store_access import StoreFiles
 from elastic.core.config import PREEMPTIONS, CoordinatorConfig
@@ -205,6 +205,16 @@ def main() -> None:
     help="Write the 'ready' line to this file too, once requests are answered.",
 )  # fmt: skip
 @click.option(
+    "--http", envvar="ELASTIC_HTTP", default="", metavar="[HOST:]PORT",
+    help="Serve a page with jobs, metrics and output, and /metrics for Prometheus, at this "
+    "address; a port alone is one of this machine. Behind the same tokens or certificates. Needs "
+    "'elastic-torch[page]'. [default: no page]",
+)  # fmt: skip
+@click.option(
+    "--studies", envvar="ELASTIC_STUDIES", default="", metavar="DIR",
+    help="Show the studies of elastic.tune below this storage_path on the page, too.",
+)  # fmt: skip
+@click.option(
     "--probe-timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
     default=CoordinatorConfig.probe_timeout_s, show_default=True,
     help="While workers wait for a peer, a node whose agent does not answer this long is lost. "
@@ -280,6 +290,8 @@ def serve_command(log_level: str, **settings: Any) -> None:
             tokens=Path(settings["tokens"]).absolute() if settings["tokens"] else None,
             tls=find_tls(**paths_of(settings)),
             insecure=settings["insecure"],
+            http=parse_http(settings["http"]),
+            studies=settings["studies"],
             audit_log=settings["audit_log"],
             event_log=settings["event_log"],
             ready_file=settings["ready_file"],

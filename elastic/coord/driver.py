@@ -21,6 +21,7 @@ from elastic.coord.journal import Journal
 from elastic.coord.leadership import SLOW_S, patiently
 from elastic.coord.naps import watch_naps
 from elastic.coord.pieces import PIECE_BYTES
+from elastic.coord.run_history import RunHistory
 from elastic.coord.sessions import Session, Sessions
 from elastic.coord.staging import Staging
 from elastic.coord.watchers import Watchers, jobs_of
@@ -50,6 +51,7 @@ from elastic.core.world import JobId
 from elastic.errors import Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import EventLog, note_text
+from elastic.runtime.exposition import Histogram
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class Driver:
     Attributes:
         sessions: the agents' streams.
         watchers: who follows jobs.
+        commits: how long records took until they were durable.
     """
 
     def __init__(
@@ -104,6 +107,8 @@ class Driver:
         """Own the machine; nothing happens before `run`, and nothing while another may lead."""
         self.sessions = Sessions()
         self.watchers = Watchers(clock)
+        self.commits = Histogram()
+        self._history = RunHistory(self.watchers, self.sessions)
         self._machine = machine
         self._journal = journal
         self._clock = clock
@@ -364,6 +369,8 @@ class Driver:
             if session is not None:
                 session.close(effect.reason)
         elif isinstance(effect, Forget):
+            self.watchers.forget(effect.job_ids)
+            self._history.forget(effect.job_ids)
             await self._journal.forget(effect.job_ids)
 
     def _send(self, effect: SendAgent) -> None:
@@ -372,6 +379,7 @@ class Driver:
             return
         self._journal.check_office()
         session.send(effect.message)
+        self._history.sent(effect)
         if isinstance(effect.message, Welcome):
             self.sessions.register(session)
             if self._coordinators is not None:
@@ -382,11 +390,13 @@ class Driver:
         if self._event_log is not None:
             self._event_log.write(note)
         self.watchers.tell(note)
+        self._history.tell(JobId(note.job_id))
 
     async def _persist(self, effect: Persist) -> None:
         """Return when the records are durable, however long that takes."""
         self._persisting_since_ns = self._clock.monotonic_ns()
         await patiently("a record", lambda: self._journal.write(effect.records), self._clock)
+        self.commits.add((self._clock.monotonic_ns() - self._persisting_since_ns) / 1e9)
         self._persisting_since_ns = 0
 
 

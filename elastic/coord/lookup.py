@@ -82,6 +82,10 @@ def origins_of(job: JobView, ranks: frozenset[int]) -> tuple[Origin, ...]:
         found[report.worker_id] = Origin(
             report.worker_id, view.node_id, view.rank, report.generation
         )
+    for former in record.former:
+        node_id = NodeId(former.worker_id.rpartition("/")[0])
+        origin = Origin(former.worker_id, node_id, former.rank, former.generation)
+        found.setdefault(former.worker_id, origin)
     for member in record.group.members if record.group is not None else ():
         origin = Origin(member.worker_id, member.node_id, member.rank, record.generation)
         found.setdefault(member.worker_id, origin)

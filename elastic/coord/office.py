@@ -13,6 +13,7 @@ import anyio
 
 from elastic.coord.driver import Driver
 from elastic.coord.follows import Follows
+from elastic.coord.history import History
 from elastic.coord.leadership import Holder, describe
 from elastic.errors import NotLeading
 from elastic.runtime.clock import Clock
@@ -29,11 +30,13 @@ class Tenure:
         driver: runs the machine of this term; the next term has another.
         follows: of this term's agents.
         since_ns: when it began to answer, monotonic.
+        history: what happened to jobs in it; None where no page shows it.
     """
 
     driver: Driver
     follows: Follows
     since_ns: int
+    history: History | None = None
 
 
 class Office:

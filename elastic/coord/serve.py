@@ -18,6 +18,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -26,6 +27,7 @@ from elastic.coord.collector import collect_for_ever
 from elastic.coord.driver import Driver
 from elastic.coord.follower import Follower
 from elastic.coord.follows import Follows
+from elastic.coord.history import History
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import Holder, Leadership
 from elastic.coord.office import Office, Tenure
@@ -50,9 +52,14 @@ from elastic.runtime.tether import check_tether
 from elastic.store.interface import Store
 from elastic.store.open import open_store
 
+if TYPE_CHECKING:  # It needs an extra.
+    from elastic.coord.web.serve import PageServer
+
+
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
+LOOK_S = 1.0
 PREFIX = "coord"
 WILDCARDS = ("0.0.0.0", "::")
 
@@ -77,6 +84,8 @@ class ServeOptions:
         event_log: file for the event log, None for none.
         ready_file: written when it serves, with the line that is printed too.
         tether_fd: the reading end of a pipe whose closing ends this process too, -1 for none.
+        http: host and port of the page, None for no page.
+        studies: folder of the studies that it shows, "" for none.
         silence_s: an agent whose host is silent so long is lost.
         prefix: of all keys in the store.
         config: of the machine.
@@ -94,6 +103,8 @@ class ServeOptions:
     event_log: Path | None = None
     ready_file: Path | None = None
     tether_fd: int = -1
+    http: tuple[str, int] | None = None
+    studies: str = ""
     silence_s: float = SILENCE_S
     prefix: str = PREFIX
     config: CoordinatorConfig = field(default_factory=CoordinatorConfig)
@@ -113,9 +124,11 @@ class ServeOptions:
                 "caller is; leave out --token-file and --tokens, or pass --tls-cert and --tls-key "
                 "without --tls-ca so that callers show tokens over TLS"
             )
-        if not (is_loopback(host) or has_token or asks_certificate or self.insecure):
+        for flag, named in (("--listen", host), ("--http", self.http[0] if self.http else host)):
+            if is_loopback(named) or has_token or asks_certificate or self.insecure:
+                continue
             raise ConfigError(
-                f"--listen {host} reaches beyond this machine, and whoever reaches a coordinator "
+                f"{flag} {named} reaches beyond this machine, and whoever reaches a coordinator "
                 f"runs code on all its nodes; pass --tls-dir (see 'elastic-coord certs init'), "
                 f"--tokens or --token-file FILE (a long random word, mode 600, the same file for "
                 f"agents and users), or --insecure if everybody on that network may do so"
@@ -168,6 +181,18 @@ def parse_listen(text: str) -> tuple[str, int]:
     return parse_endpoint(text)
 
 
+def parse_http(text: str) -> tuple[str, int] | None:
+    """Read the address of the page: a port alone is one of this machine; None for "".
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    text = text.strip()
+    if not text:
+        return None
+    return parse_listen(f"127.0.0.1:{text}" if text.isdecimal() else text)
+
+
 def is_shared(store: str) -> bool:
     """Return whether several coordinators may use the store of this URL at once."""
     return store.startswith("etcd:")
@@ -189,7 +214,7 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
     """
     options.check_logs()
     clock = SystemClock()
-    audit, server = open_door(options, clock)
+    audit, server, page = open_door(options, clock)
     access = StoreAccess(options.store_files) if options.store_files is not None else None
     store = await open_store(options.store, access=access.now if access is not None else None)
     event_log = None
@@ -198,7 +223,7 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
         event_log = EventLog(options.event_log, process=process, clock=clock)
     try:
         follow = [access.keep] if access is not None else []
-        await _Life(options, server, store, event_log).run(announce, follow)
+        await _Life(options, server, store, event_log, page).run(announce, follow)
     finally:
         with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await store.close()
@@ -207,8 +232,8 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
         audit.close()
 
 
-def open_door(options: ServeOptions, clock: Clock) -> tuple[Audit, Server]:
-    """Bind the address behind the locks that were asked for.
+def open_door(options: ServeOptions, clock: Clock) -> tuple[Audit, Server, PageServer | None]:
+    """Bind the addresses behind the locks that were asked for.
 
     Raises:
         UsageError: a token or TLS file is no good.
@@ -235,21 +260,52 @@ def open_door(options: ServeOptions, clock: Clock) -> tuple[Audit, Server]:
         # Its name holds the port, which is known once that is bound.
         office = Office("", clock)
         guard = Guard(locks, audit, clock, office)
-        return audit, Server(
+        server = Server(
             options.listen, guard, tls=tls, connections=connections, silence_s=options.silence_s
         )
+        return audit, server, open_page(options, guard, locks, audit, clock)
     except BaseException:
         audit.close()
         raise
+
+
+def open_page(
+    options: ServeOptions, guard: Guard, locks: Locks, audit: Audit, clock: Clock
+) -> PageServer | None:
+    """Bind the address of the page; None where none is wanted.
+
+    Raises:
+        ConfigError: what it is made with is not installed.
+        Unavailable: the address cannot be bound.
+    """
+    if options.http is None:
+        return None
+    try:
+        from elastic.coord.web.serve import PageServer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--http needs {error.name}, which is not installed: pip install "
+            f"'elastic-torch[page]', or leave --http out"
+        ) from error
+    return PageServer(
+        options.http, locks=locks, audit=audit, clock=clock, tls=options.tls,
+        studies=options.studies, answered=guard.answered,
+    )  # fmt: skip
 
 
 class _Life:
     """The parts of a running coordinator and the order in which they begin and end."""
 
     def __init__(
-        self, options: ServeOptions, server: Server, store: Store, event_log: EventLog | None
+        self,
+        options: ServeOptions,
+        server: Server,
+        store: Store,
+        event_log: EventLog | None,
+        page: PageServer | None,
     ) -> None:
         self._options = options
+        self._page = page
         self._server = server
         self._store = store
         self._event_log = event_log
@@ -281,6 +337,9 @@ class _Life:
         ]
         if self._shared:
             parts += [self._roster.keep, Watchdog().keep]
+        page = self._page
+        if page is not None:
+            parts.append(lambda: page.run(desk))
         if self._options.tether_fd >= 0:
             parts.append(self._end_with_tether)
         try:
@@ -310,10 +369,16 @@ class _Life:
         machine = CoordinatorMachine(options.config, self._name)
         journal = Journal(self._store, options.prefix, self._leadership, compacts=not self._shared)
         driver = Driver(machine, journal, self._clock, event_log=self._event_log)
+        history = History() if self._page is not None else None
+        parts: list[Part] = [self._leadership.keep, driver.run]
+        if history is not None:
+            driver.watchers.listen(history.take)
+            parts.append(lambda: look_for_ever(history, driver, self._clock))
 
         async def answer() -> None:
             await driver.wait_recovered()
-            tenure = Tenure(driver, Follows(driver.sessions), self._clock.monotonic_ns())
+            follows = Follows(driver.sessions)
+            tenure = Tenure(driver, follows, self._clock.monotonic_ns(), history)
             self._office.enter(tenure, self._leadership.is_valid)
             await self._server.tell_health()
             self._say_ready(announce)
@@ -321,7 +386,7 @@ class _Life:
 
         is_over = True
         try:
-            await run_until_one_ends([self._leadership.keep, driver.run, answer])
+            await run_until_one_ends([*parts, answer])
         except anyio.get_cancelled_exc_class():
             is_over = False  # This process ends in order: what was sent still goes out.
             raise
@@ -332,8 +397,9 @@ class _Life:
             driver.end(f"the term of coordinator {self._name} is over", at_once=is_over)
 
     def _say_ready(self, announce: Callable[[str], None]) -> None:
+        page = f"page={self._page.url} " if self._page is not None else ""
         line = (
-            f"elastic-coord ready address={self._server.address} "
+            f"elastic-coord ready address={self._server.address} {page}"
             f"store={self._options.store} pid={os.getpid()}"
         )
         if self._options.ready_file is not None:
@@ -382,6 +448,14 @@ async def run_until_one_ends(parts: Sequence[Part]) -> None:
             tasks.start_soon(run, part)
     if failures:
         raise failures[0]
+
+
+async def look_for_ever(history: History, driver: Driver, clock: Clock) -> None:
+    """Let the history look at all jobs, once a second."""
+    await driver.wait_recovered()
+    while True:
+        history.look(driver.view(), clock.unix_ns())
+        await anyio.sleep(LOOK_S)
 
 
 def advertised(address: str) -> str:

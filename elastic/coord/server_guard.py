@@ -31,11 +31,13 @@ from elastic.coord.office import Office
 from elastic.coord.roles import ANYONE, CALLER, RULES, Caller, Role, Rule, caller_of_uri
 from elastic.coord.server_limits import Door, Limits
 from elastic.coord.tokens import TokenList
+from elastic.core.config import NS_PER_S
 from elastic.core.messages import PROTOCOL
 from elastic.errors import Busy, ElasticError, NotAuthorized, NotLeading, PeerError, Refused
 from elastic.runtime.certificates import RevokedList, read_shown
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import quoted
+from elastic.runtime.exposition import Histogram
 from elastic.runtime.rpc import (
     COORDINATORS_KEY,
     FRESH_KEY,
@@ -171,6 +173,9 @@ class Guard(grpc.aio.ServerInterceptor):
     """Lets calls in or refuses them with what to do.
 
     The one base class is gRPC's: it recognises interceptors by nothing else.
+
+    Attributes:
+        answered: by method, how long requests took until they were answered.
     """
 
     def __init__(
@@ -198,6 +203,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self._clock = clock
         self._door = Door(self._limits, clock)
         self._calls: dict[_Call, None] = {}
+        self.answered: dict[str, Histogram] = {}
 
     async def watch_locks(self) -> None:
         """Follow what is revoked, and end calls of whom it concerns; never returns.
@@ -327,7 +333,7 @@ class Guard(grpc.aio.ServerInterceptor):
             await self._write_all(behaviour(messages, context), context)
             return
         behaviour = handler.unary_unary or handler.unary_stream
-        request = await self._request(method, context)
+        request, began_ns = await self._request(method, context), self._clock.monotonic_ns()
         if self.office.coordinators and RULES[method].roles is not None:
             told = ",".join(self.office.coordinators)
             await context.send_initial_metadata(((COORDINATORS_KEY, told),))
@@ -338,6 +344,8 @@ class Guard(grpc.aio.ServerInterceptor):
                 await self._write_all(answer, context)
             elif (response := await answer) is not None:
                 await self._write(response, context)
+                took_s = (self._clock.monotonic_ns() - began_ns) / NS_PER_S
+                self.answered.setdefault(method, Histogram()).add(took_s)
             outcome = OK
         except grpc.aio.AbortError:
             outcome = context.details()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import replace
+from typing import Protocol
 
 import anyio
 
@@ -18,6 +19,7 @@ from elastic.coord.follows import Merged
 from elastic.coord.lookup import Origin, find_job, has_ended, origins_of
 from elastic.coord.roles import CALLER
 from elastic.coord.server_desk import Desk, answering, streaming
+from elastic.coord.watchers import UNTOLD
 from elastic.core.config import DRAIN_TIMEOUT_S_MAX, NS_PER_S, check_name, check_text, ns
 from elastic.core.events.coordinator import (
     CheckpointRequested,
@@ -28,10 +30,10 @@ from elastic.core.events.coordinator import (
     ScaleRequested,
     StopRequested,
 )
-from elastic.core.messages import PROTOCOL
+from elastic.core.messages import PROTOCOL, DumpStacks, Profile
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId, NodeId, WorkerId
-from elastic.errors import UsageError
+from elastic.errors import NotFound, Refused, UsageError
 from elastic.wire.codec_jobs import (
     ClusterStatus,
     LogChunk,
@@ -40,6 +42,7 @@ from elastic.wire.codec_jobs import (
     log_chunk_to_proto,
     spec_of,
     status_to_proto,
+    timed_note_to_proto,
 )
 from elastic.wire.generated.elastic.v1 import jobs_pb2
 
@@ -50,15 +53,22 @@ LOOK_INTERVAL_S = 1.0
 NEW_WORKERS_INTERVAL_S = 0.25
 """Who follows output sees that of a new worker, all of it, within this."""
 
+PROFILE_S_MAX = 600.0
+
 ID_CHARS = "abcdefghijklmnopqrstuvwxyz234567"
 ID_LENGTH = 6
+
+
+def new_suffix() -> str:
+    """Return random characters, for names that are never used twice."""
+    return "".join(secrets.choice(ID_CHARS) for _ in range(ID_LENGTH))
 
 
 def new_job_id(view: ClusterView) -> JobId:
     """Return an id that no job has: "j-" and six random characters."""
     taken = {job.record.spec.job_id for job in view.jobs}
     while True:
-        job_id = JobId("j-" + "".join(secrets.choice(ID_CHARS) for _ in range(ID_LENGTH)))
+        job_id = JobId(f"j-{new_suffix()}")
         if job_id not in taken:
             return job_id
 
@@ -162,6 +172,61 @@ class JobsService:
                 await watcher.wait(LOOK_INTERVAL_S)
 
     @streaming
+    async def Events(
+        self, request: jobs_pb2.EventsRequest
+    ) -> AsyncGenerator[jobs_pb2.TimedNote, None]:
+        """Tell what happened to a job."""
+        job_id = self._find(request.job)
+        driver = self._desk.driver
+        with driver.watchers.subscribe(job_id) as watcher:
+            for note in driver.watchers.history(job_id):
+                if note.unix_ns > request.after_unix_ns:
+                    yield timed_note_to_proto(note)
+            while request.follow:
+                self._desk.stay_with(driver)
+                job = job_of(self._desk.view(), job_id)
+                for note in watcher.take():
+                    if note.note.name not in UNTOLD:
+                        yield timed_note_to_proto(note)
+                if job is None or (has_ended(job) and not job.workers):
+                    return
+                await watcher.wait(LOOK_INTERVAL_S)
+
+    @answering
+    async def Stacks(self, request: jobs_pb2.StacksRequest) -> jobs_pb2.StacksResponse:
+        """Have workers write their stacks to their output."""
+        job_id, asked = self._own(request.job), []
+        job, sessions = job_of(self._desk.view(), job_id), self._desk.driver.sessions
+        for worker in job.workers if job is not None else ():
+            session = sessions.of_node(worker.node_id)
+            if session is not None and (not request.ranks or worker.rank in request.ranks):
+                session.send(DumpStacks(worker.report.worker_id, "a user asks"))
+                asked.append(worker.report.worker_id)
+        return jobs_pb2.StacksResponse(workers=asked)
+
+    @answering
+    async def Profile(self, request: jobs_pb2.ProfileRequest) -> jobs_pb2.ProfileResponse:
+        """Have a worker sample its stacks."""
+        seconds, rank = request.seconds, request.rank
+        if not 0 < seconds <= PROFILE_S_MAX:
+            raise UsageError(
+                f"profile {request.job}: {seconds:g} s: expected more than 0 and at most "
+                f"{PROFILE_S_MAX:g} seconds"
+            )
+        job = job_of(self._desk.view(), self._own(request.job))
+        if job is None or not job.record.spec.run_path:
+            raise Refused(
+                f"profile {request.job}: it has no run directory that a profile could be written to"
+            )
+        for worker in job.workers:
+            session = self._desk.driver.sessions.of_node(worker.node_id)
+            if worker.rank == rank and session is not None:
+                name = f"profiles/gen{job.record.generation}-rank{rank}-{new_suffix()}.json"
+                session.send(Profile(worker.report.worker_id, seconds, name))
+                return jobs_pb2.ProfileResponse(name=name)
+        raise NotFound(f"profile {request.job}: no worker has rank {rank} now")
+
+    @streaming
     async def Logs(self, request: jobs_pb2.LogsRequest) -> AsyncGenerator[jobs_pb2.LogChunk, None]:
         """Show the output of a job's workers."""
         job_id = self._find(request.job)
@@ -179,6 +244,7 @@ class JobsService:
                 going_on = reader.look()
                 for chunk in reader.chunks():
                     yield log_chunk_to_proto(chunk)
+                self._desk.follows.make_room(merged)
                 if going_on:
                     await merged.wait(NEW_WORKERS_INTERVAL_S)
 
@@ -202,12 +268,29 @@ def job_of(view: ClusterView, job_id: JobId) -> JobView | None:
     return next((job for job in view.jobs if job.record.spec.job_id == job_id), None)
 
 
+class LogWish(Protocol):
+    """Whose output is wanted; the fields are those of the request."""
+
+    @property
+    def follow(self) -> bool:
+        """Return whether to go on until the job has ended."""
+        ...
+
+    @property
+    def tail_lines(self) -> int:
+        """Return how many lines of what is there, -1 for all."""
+        ...
+
+    @property
+    def ranks(self) -> Iterable[int]:
+        """Return these ranks only; none for all."""
+        ...
+
+
 class LogReader:
     """One request for output: which workers are asked, and what came back."""
 
-    def __init__(
-        self, desk: Desk, job_id: JobId, request: jobs_pb2.LogsRequest, merged: Merged
-    ) -> None:
+    def __init__(self, desk: Desk, job_id: JobId, request: LogWish, merged: Merged) -> None:
         """Ask nobody yet."""
         self._desk = desk
         self._job_id = job_id
@@ -225,18 +308,23 @@ class LogReader:
         job = job_of(self._desk.view(), self._job_id)
         ended = job is None or has_ended(job)
         if job is not None and (self._first_look or self._follow):
-            for origin in origins_of(job, self._ranks):
+            # Whoever has this rank may have had another one before, and others this one.
+            for origin in origins_of(job, self._ranks if self._follow else frozenset()):
                 self._ask(origin, ended=ended)
         self._first_look = False
         return bool(self._merged.follows) or (self._follow and not ended)
 
-    def chunks(self) -> list[LogChunk]:
-        """Return what came since the last call."""
-        chunks = []
-        for worker_id, text in self._merged.take():
-            origin = self._origins[worker_id]
-            chunks.append(LogChunk(worker_id, origin.rank, origin.generation, origin.node_id, text))
-        return chunks
+    def chunks(self) -> Iterator[LogChunk]:
+        """Yield what came since the last call, the oldest first."""
+        for lines in self._merged.take(is_exact=not self._follow):
+            origin = self._origins[lines.worker_id]
+            rank, generation = lines.rank, lines.generation
+            if not lines.unix_ns:  # A remark of ours, or of an agent's.
+                rank, generation = origin.rank, origin.generation
+            if not self._ranks or rank in self._ranks or (rank < 0 and origin.rank in self._ranks):
+                yield LogChunk(
+                    lines.worker_id, rank, generation, origin.node_id, lines.text, lines.unix_ns
+                )
 
     def _ask(self, origin: Origin, *, ended: bool) -> None:
         """Ask for a worker's output, anew if its agent went away meanwhile and came back."""

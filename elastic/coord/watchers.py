@@ -26,6 +26,8 @@ from elastic.runtime.clock import Clock
 from elastic.wire.codec_jobs import TimedNote
 
 NOTES_MAX = 1000
+UNTOLD = frozenset({"report"})
+"""Not remembered: there may be one a second, and the run's directory has them."""
 
 
 class Watcher:
@@ -83,6 +85,13 @@ class Watchers:
         """Begin with none; the clock stamps notes with the wall clock."""
         self._clock = clock
         self._by_job: dict[JobId, list[Watcher]] = {}
+        self._listeners: list[Callable[[TimedNote], None]] = []
+        self._history: dict[JobId, deque[TimedNote]] = {}
+        self._last_ns: dict[JobId, int] = {}
+
+    def listen(self, listener: Callable[[TimedNote], None]) -> None:
+        """Have a function called with each note, of whatever job; for as long as this lives."""
+        self._listeners.append(listener)
 
     @contextmanager
     def subscribe(
@@ -100,12 +109,33 @@ class Watchers:
                 del self._by_job[job_id]
 
     def tell(self, note: Note) -> None:
-        """Pass a note on to those who follow its job."""
-        followers = self._by_job.get(JobId(note.job_id), ())
-        if followers:
+        """Pass a note on to those who follow its job or all, and remember it."""
+        job_id = JobId(note.job_id)
+        if not job_id:
             timed = TimedNote(note, self._clock.unix_ns())
-            for watcher in followers:
-                watcher.tell(timed)
+            for listener in self._listeners:
+                listener(timed)
+            return
+        # Of one job no two have the same moment, which thereby names them.
+        unix_ns = max(self._clock.unix_ns(), self._last_ns.get(job_id, 0) + 1)
+        timed = TimedNote(note, unix_ns)
+        self._last_ns[job_id] = unix_ns
+        if note.name not in UNTOLD:
+            self._history.setdefault(job_id, deque(maxlen=NOTES_MAX)).append(timed)
+        for listener in self._listeners:
+            listener(timed)
+        for watcher in self._by_job.get(job_id, ()):
+            watcher.tell(timed)
+
+    def history(self, job_id: JobId) -> tuple[TimedNote, ...]:
+        """Return what happened to a job in this coordinator's life, oldest first."""
+        return tuple(self._history.get(job_id, ()))
+
+    def forget(self, job_ids: Iterable[JobId]) -> None:
+        """Jobs that ended long ago are not known any more."""
+        for job_id in job_ids:
+            self._history.pop(job_id, None)
+            self._last_ns.pop(job_id, None)
 
     def wake(self, job_ids: Iterable[JobId]) -> None:
         """Let those who follow one of these jobs look at it."""

@@ -20,6 +20,8 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ENTRY_BYTES_MAX = 16 * 1024 * 1024
 """A pickled train function larger than this carries data that belongs in a file."""
 PRIORITY_MAX = 1000
+TRACKERS_VARIABLE = "ELASTIC_TRACKERS"
+"""In a job's environment: where its metrics are shown, see `storage.trackers`."""
 VIRTUAL_LOCAL_RANK = "ELASTIC_VIRTUAL_LOCAL_RANK"
 """Variable of a job's environment; "1": each worker sees its own GPU only, and LOCAL_RANK is 0."""
 PREEMPT_SHRINK, PREEMPT_WHOLE = "shrink", "whole"

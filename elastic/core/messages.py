@@ -7,7 +7,7 @@ says all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.core.cluster_messages import Coordinators, Drain
 from elastic.core.config import JobSpec
@@ -20,7 +20,9 @@ from elastic.core.copy_messages import (
     Replicate,
 )
 from elastic.core.link_messages import LinksTried, TryLinks
+from elastic.core.telemetry import Goodput, Telemetry
 from elastic.core.world import (
+    NO_GENERATION,
     Assignment,
     Begun,
     CheckpointStatus,
@@ -144,17 +146,22 @@ class NodeHealth:
 
 @dataclass(frozen=True)
 class Progress:
-    """Telemetry: the first step of a generation is over, and then at most one a second.
+    """Telemetry: the first step of a generation is over, and then about one a second.
 
     Attributes:
         steps: optimizer steps (loader iterations) that this worker did in this generation.
         first_step_unix_ns: wall clock at the end of the first one.
+        spent: where its time in train functions went, since its process became this worker; the
+            numbers never fall, so that one which is lost is made good by the next.
+        telemetry: how its newest steps went.
     """
 
     worker_id: WorkerId
     generation: Generation
     steps: int
     first_step_unix_ns: int = 0
+    spent: Goodput = field(default_factory=Goodput)
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
 
 @dataclass(frozen=True)
@@ -197,12 +204,20 @@ class ProbeAck:
 
 @dataclass(frozen=True)
 class LogLines:
-    """Output of a worker, for whoever follows. Never passes through a machine."""
+    """Output of a worker, for whoever follows. Never passes through a machine.
+
+    Attributes:
+        unix_ns: the agent's wall clock when these lines were printed, 0 if not known.
+        generation, rank: that the worker had then; 0 and -1 before its first group.
+    """
 
     follow_id: str
     worker_id: WorkerId
     text: str
     end: bool = False
+    unix_ns: int = 0
+    generation: Generation = NO_GENERATION
+    rank: int = -1
 
 
 AgentMessage = (
@@ -369,6 +384,8 @@ class FollowLogs:
     Attributes:
         tail_lines: how many lines of what there is already, -1 for all.
         follow: go on until the worker ends or `stop` comes.
+        room: for how many characters the reader has room, 0 for all that come. Said again with
+            the same id: for so many more.
     """
 
     follow_id: str
@@ -376,6 +393,7 @@ class FollowLogs:
     tail_lines: int = -1
     follow: bool = False
     stop: bool = False
+    room: int = 0
 
 
 @dataclass(frozen=True)
@@ -391,6 +409,33 @@ class DumpStacks:
 
     worker_id: WorkerId
     reason: str
+
+
+@dataclass(frozen=True)
+class RunEvents:
+    """What happened to a job, for the run's directory; its first rank writes it there.
+
+    Attributes:
+        lines: JSON objects, oldest first, in the schema of the event log; those that the file has
+            already are told again to another worker. No two have the same `time_unix_ns`.
+    """
+
+    worker_id: WorkerId
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A user wants to know where a worker spends its time: sample its stacks for so long.
+
+    Attributes:
+        seconds: for how long.
+        name: of the file, in the run's directory.
+    """
+
+    worker_id: WorkerId
+    seconds: float
+    name: str
 
 
 CoordinatorMessage = (
@@ -414,6 +459,8 @@ CoordinatorMessage = (
     | KeepCopy
     | DropCopy
     | Replicate
+    | RunEvents
+    | Profile
 )
 
 
@@ -467,7 +514,18 @@ class Ping:
     number: int
 
 
-PipeToWorker = Assign | Announce | LeaveGroup | ReportAck | Stop | Ping | SaveState | Preemption
+PipeToWorker = (
+    Assign
+    | Announce
+    | LeaveGroup
+    | ReportAck
+    | Stop
+    | Ping
+    | SaveState
+    | Preemption
+    | RunEvents
+    | Profile
+)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from elastic.core.events.coordinator import Cordon, JobRecord
+from elastic.core.telemetry import Telemetry
 from elastic.core.world import Generation, Node, NodeId, NodePhase, WorkerReport
+
+NOTHING_TOLD = Telemetry()
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class WorkerView:
     Attributes:
         rank: in the newest group, -1 if it is not part of it.
         steps: optimizer steps in its generation, as far as telemetry told.
+        telemetry: how its newest steps went.
     """
 
     report: WorkerReport
@@ -41,6 +46,7 @@ class WorkerView:
     rank: int
     since_ns: int
     steps: int = 0
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,8 @@ class JobView:
 
     Attributes:
         copies: of its state, by node and source.
+        untold_ns: time of its workers that `record.goodput` does not have yet, because they have
+            not told how they spent it: about a second for each.
     """
 
     record: JobRecord
@@ -74,6 +82,17 @@ class JobView:
     since_ns: int
     workers: tuple[WorkerView, ...]
     copies: tuple[CopyView, ...] = ()
+    untold_ns: int = 0
+
+    @cached_property
+    def telemetry(self) -> Telemetry:
+        """Return how the group's newest steps went, as its first rank tells it."""
+        first: WorkerView | None = None
+        for worker in self.workers:
+            is_earlier = worker.rank >= 0 and (first is None or worker.rank < first.rank)
+            if is_earlier and worker.telemetry != NOTHING_TOLD:
+                first = worker
+        return first.telemetry if first is not None else NOTHING_TOLD
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from elastic.core.events.shared import Note
 from elastic.runtime.clock import Clock
@@ -100,13 +100,7 @@ class EventLog:
             log.warning("event_log_unfinished path=%s lines=%d", self._path, self._queue.qsize())
 
     def _line(self, note: Note) -> str:
-        record = {
-            "time_unix_ns": self._clock.unix_ns(),
-            "process": self._process,
-            "job": note.job_id,
-            "event": note.name,
-            "fields": dict(note.fields),
-        }
+        record = event_record(note, self._clock.unix_ns(), self._process)
         return json.dumps(record, ensure_ascii=False)
 
     def _count_dropped(self, lines: int) -> None:
@@ -173,6 +167,17 @@ class EventLog:
         about = os.fstat(self._file.fileno())
         self._size, self._rotates = about.st_size, stat.S_ISREG(about.st_mode)
         return self._file
+
+
+def event_record(note: Note, unix_ns: int, process: str) -> dict[str, Any]:
+    """Return an event as a line of the log has it."""
+    return {
+        "time_unix_ns": unix_ns,
+        "process": process,
+        "job": note.job_id,
+        "event": note.name,
+        "fields": dict(note.fields),
+    }
 
 
 def for_owner(path: str, flags: int) -> int:

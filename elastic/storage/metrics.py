@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from elastic.errors import StorageError
@@ -186,6 +187,42 @@ class MetricsReader:
         whole = data[: data.rfind(b"\n") + 1]
         self._seen += len(whole)
         return _rows_in(whole)
+
+
+class Numbering:
+    """Numbers the reports of a run: one that is made again after a loss has its number again.
+
+    In a loop over `train.epochs()` a place tells it. Other code begins again in a new process, with
+    a checkpoint or from the start, and counts on from there.
+    """
+
+    def __init__(
+        self, begins: Mapping[str, int] | None = None, named: Mapping[str, int] | None = None
+    ) -> None:
+        """Begin before the first row of a run directory.
+
+        Args:
+            begins: a checkpoint's name -> the report that it came with, of those that the run may
+                begin with and that no report of its own names.
+            named: the same of the run's reports that are known already.
+        """
+        self._named = {**(named or {}), **(begins or {})}
+        self._places: dict[str, int] = {}
+        self._number = max((begins or {}).values(), default=0)
+
+    def take(self, row: Mapping[str, Any]) -> int:
+        """Return the number of the next row, from 1."""
+        place = json.dumps(row["at"]) if "at" in row else ""
+        if place and place in self._places:
+            return self._places[place]
+        if not place and not self._places and row["index"] == 0:
+            self._number = self._named.get(row.get("resumed_from", ""), 0)
+        self._number += 1
+        if place:
+            self._places[place] = self._number
+        if name := row.get("checkpoint"):
+            self._named[name] = self._number
+        return self._number
 
 
 METRICS_BYTES_MAX = 1 << 40

@@ -4,6 +4,8 @@
     RUN/metrics.jsonl            what rank 0 reported, one JSON object a line
     RUN/metrics-rank3.jsonl      the same of rank 3
     RUN/metrics/*-rank0.jsonl    the same in parts, on object stores (see `metrics`)
+    RUN/events.jsonl             what happened to the run; see `events`
+    RUN/profiles/*.json          what `elastic profile` has sampled, for speedscope
     RUN/checkpoints/NAME/        files of one checkpoint
     RUN/checkpoints/NAME/_COMMITTED    written last: a directory without it does not exist
     RUN/checkpoints/NAME/_RECORDED     the coordinator has it in its records, as far as we heard

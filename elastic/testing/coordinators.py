@@ -7,7 +7,8 @@ barrier) and can die between any two effects.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from elastic.core.config import CoordinatorConfig
 from elastic.core.events import coordinator as events
@@ -18,6 +19,7 @@ from elastic.core.messages import (
     Hello,
     Probe,
 )
+from elastic.core.view import ClusterView
 from elastic.core.world import SessionId
 from elastic.testing.disk import Disk
 from elastic.testing.network import Network
@@ -27,6 +29,8 @@ from elastic.testing.world import MS, Alarm, S, Timeline
 NAP_NS = 1 * S
 """The driver notices a nap of this length."""
 WRITES = (events.Persist, events.PersistNodes)
+OnStep = Callable[[int, Sequence[events.CoordinatorEffect], Callable[[], ClusterView], int], None]
+"""Is shown each step of the machine: its life, what it asks for, a view of it, the moment."""
 UNIX_NS = 1_700_000_000 * 1000 * MS
 """The wall clock at the beginning."""
 
@@ -66,6 +70,7 @@ class CoordinatorHost:
         self.life = 0
         self.replies: dict[str, events.Reply] = {}
         self.on_note: Callable[[Note], None] = lambda note: None
+        self.on_step: OnStep = lambda life, effects, look, now_ns: None
         self.is_frozen = False
         self.doze_ns = 0
         self.stepped_ns = 0
@@ -184,7 +189,10 @@ class CoordinatorHost:
                 self._inbox.clear()
                 event = events.Several(waiting) if len(waiting) > 1 else waiting[0]
                 self.stepped_ns = self.timeline.now_ns
-                self._effects.extend(self.machine.step(event, self.stepped_ns))
+                effects = self.machine.step(event, self.stepped_ns)
+                look = partial(self.machine.view, self.stepped_ns)
+                self.on_step(self.life, effects, look, self.stepped_ns)
+                self._effects.extend(effects)
             else:
                 self._arm()
                 return

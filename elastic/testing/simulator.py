@@ -50,6 +50,7 @@ from elastic.testing.checkers import Checkers, CheckFailed
 from elastic.testing.coordinators import CoordinatorHost
 from elastic.testing.disk import Disk
 from elastic.testing.faults import PREEMPTIONS_ONLY, Faults, draw_mix
+from elastic.testing.goodput_checks import GoodputChecks
 from elastic.testing.hosts import AgentHost
 from elastic.testing.network import Conditions, Network, Stream
 from elastic.testing.terms import LeaseStore
@@ -159,6 +160,7 @@ class Simulation:
         )
         for host in self.coordinators:
             host.on_note = self._noted
+            host.on_step = GoodputChecks(self.checkers.failed).stepped
         self.crowd = crowd.Crowd(
             self.timeline,
             crowd.Place(self.disk, [str(a.node_id) for a in self.agents], config.projects),

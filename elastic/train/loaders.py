@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from elastic.core.policy.streams import Cut
+from elastic.core.telemetry import EVAL
 from elastic.errors import UsageError
 from elastic.train.dealing import Order, Pass, RankBatches, RankSampler, loader_like
 from elastic.train.devices import get_device
@@ -324,6 +325,7 @@ class PreparedLoader:
         batches.epoch = self._next_epoch()
         read = self.evaluated = begin_pass(context.generation)
         counts = context.engine is None or not context.engine.has_begun
+        before = context.timing.switch(EVAL)
         try:
             for (number, size), batch in zip(batches.sizes().items(), loader, strict=True):
                 read.sizes[number] = size
@@ -332,6 +334,7 @@ class PreparedLoader:
                     context.note_step()
         finally:
             read.is_open = False
+            context.timing.switch(before)
 
     def _next_epoch(self) -> int:
         """Return the number of the pass that begins, and count it."""

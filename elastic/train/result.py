@@ -12,6 +12,7 @@ import fsspec
 
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.policy import retention
+from elastic.core.telemetry import Goodput
 from elastic.core.world import CheckpointRecord, CheckpointStatus
 from elastic.errors import ElasticError, TrainingFailed, UsageError
 from elastic.storage.files import Files
@@ -41,6 +42,8 @@ class Result:
             made again at the same place only the last.
         return_value: what rank 0's train function returned, as far as JSON can say it.
         error: why the run failed, None if it did not.
+        goodput: where the time of the workers went; None where that is not known, such as of a
+            run that was read from its directory.
         config: of a trial of `tune.Tuner` what it was called with, None for other runs.
     """
 
@@ -52,6 +55,7 @@ class Result:
     return_value: Any = None
     error: ElasticError | None = None
     config: Any = None
+    goodput: Goodput | None = None
 
     @classmethod
     def from_path(cls, path: str | Path, storage_filesystem: Any = None) -> Result:
@@ -200,6 +204,7 @@ def result_of(
     checkpoints: tuple[CheckpointRecord, ...],
     returned: str,
     error: ElasticError | None = None,
+    goodput: Goodput | None = None,
 ) -> Result:
     """Put a result together from the run directory and what is known of the run.
 
@@ -208,6 +213,7 @@ def result_of(
         checkpoints: recorded and kept, oldest first; automatic ones in an order of their own.
         returned: JSON of rank 0's return value, "" for none.
         error: why the run failed.
+        goodput: where the time of its workers went, if that is known.
     """
     history = read_history(run_path) if run_path else []
     kept = [(Checkpoint(c.path), from_json(c.metrics)) for c in checkpoints if not c.automatic]
@@ -224,4 +230,5 @@ def result_of(
         history=history,
         return_value=json.loads(returned) if returned else None,
         error=error,
+        goodput=goodput,
     )

@@ -329,7 +329,7 @@ class DataParallelTrainer:
                 raise failed_here(run, error) from None
             finally:
                 telling.finish()
-        return result_of(run.run_path, outcome.checkpoints, outcome.result)
+        return result_of(run.run_path, outcome.checkpoints, outcome.result, goodput=outcome.goodput)
 
     def _fit_on_cluster(self) -> Result:
         """Submit, follow, and bring the result home."""
@@ -496,9 +496,11 @@ class DataParallelTrainer:
             phase = JobPhase.SUCCEEDED
         note_end(spec.run_path, spec.job_id, phase, record.reason)
         if phase is JobPhase.SUCCEEDED:
-            return result_of(spec.run_path, kept_of(record), record.result)
+            return result_of(spec.run_path, kept_of(record), record.result, goodput=record.goodput)
         error = failed_on_cluster(record)
-        error.result = result_of(spec.run_path, kept_of(record), record.result, error)
+        error.result = result_of(
+            spec.run_path, kept_of(record), record.result, error, goodput=record.goodput
+        )
         raise error
 
     def _keep_output(self, client: Client, spec: JobSpec) -> None:

@@ -27,13 +27,13 @@ from elastic.core.view import JobView, NodeView
 from elastic.core.world import ENDED, JobPhase
 from elastic.errors import ElasticError, NotFound, Refused, UsageError
 from elastic.runtime.clock import SystemClock
-from elastic.storage.metrics import MetricsReader
+from elastic.storage.metrics import MetricsReader, Numbering
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.study_log import StudyLog
 from elastic.train.cluster import check_fits
 from elastic.train.metrics import as_reported
 from elastic.tune.callback import Callbacks
-from elastic.tune.following import Events, Following, Numbering, Watch
+from elastic.tune.following import Events, Following, Watch
 from elastic.tune.schedulers import TrialScheduler
 from elastic.tune.search import Exhausted, Searcher
 from elastic.tune.stopper import Stopper
@@ -43,6 +43,7 @@ from elastic.tune.trials import Recipe, from_log, room_for, to_log
 if TYPE_CHECKING:
     from elastic.core.config import JobSpec
     from elastic.train.cluster import Cluster
+
 
 TICK_S = 0.25
 LOOK_S = 2.0
@@ -286,10 +287,11 @@ class Controller:
         if before is not None:
             before.watch.close()
         run = RunDirectory(self._log.files.folder(trial.attempt.run).path)
+        named = {one.checkpoint: one.number for one in trial.reports if one.checkpoint}
         self._following[trial.number] = Following(
             Watch(self._client, trial, self._events),
             MetricsReader(run.files, 0),
-            Numbering(trial.attempt, trial.reports),
+            Numbering(trial.attempt.begins, named),
             run,
         )
 

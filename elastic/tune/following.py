@@ -6,57 +6,22 @@ has happened comes from the coordinator, which may be away meanwhile: nothing is
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elastic.core.study import Attempt, Report, Trial
+from elastic.core.study import Trial
 from elastic.core.view import JobView
-from elastic.storage.metrics import MetricsReader
+from elastic.storage.metrics import MetricsReader, Numbering
 from elastic.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from elastic.client.jobs import Client
 
+
 Events = queue.SimpleQueue[tuple[int, str, Any]]
 """Number of a trial, id of its job, and a view, None for something else, or an error."""
-
-
-class Numbering:
-    """Numbers the reports of a run: one that is made again after a loss has its number again.
-
-    In a loop over `train.epochs()` a place tells it. Other code begins again in a new process, with
-    a checkpoint or from the start, and counts on from there.
-    """
-
-    def __init__(self, attempt: Attempt, reports: Sequence[Report]) -> None:
-        """Begin before the first row of a run directory.
-
-        Args:
-            attempt: the present one.
-            reports: those of the trial that are known.
-        """
-        self._named = {report.checkpoint: report.number for report in reports if report.checkpoint}
-        self._named.update(attempt.begins)
-        self._places: dict[str, int] = {}
-        self._number = max(attempt.begins.values(), default=0)
-
-    def take(self, row: Mapping[str, Any]) -> int:
-        """Return the number of the next row, from 1."""
-        place = json.dumps(row["at"]) if "at" in row else ""
-        if place and place in self._places:
-            return self._places[place]
-        if not place and not self._places and row["index"] == 0:
-            self._number = self._named.get(row.get("resumed_from", ""), 0)
-        self._number += 1
-        if place:
-            self._places[place] = self._number
-        if name := row.get("checkpoint"):
-            self._named[name] = self._number
-        return self._number
 
 
 class Watch:

@@ -33,8 +33,9 @@ class LogChunk:
     """Output of one worker.
 
     Attributes:
-        rank: in the newest group, -1 if the worker is not part of it.
-        generation: that the worker is, or was last, part of.
+        rank: of the worker when it printed this, -1 before its first group.
+        generation: of its group then.
+        unix_ns: its agent's wall clock at that moment, 0 if not known.
     """
 
     worker_id: WorkerId
@@ -42,6 +43,7 @@ class LogChunk:
     generation: Generation
     node_id: NodeId
     text: str
+    unix_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ _RENAMED = {"JobView": "Job", "_Status": "ClusterStatus", "since_ns": "age_ns"}
 _SPEC = Codec(JobSpec, facts_pb2.JobSpec.DESCRIPTOR)
 _JOB = Codec(JobView, jobs_pb2.Job.DESCRIPTOR, _RENAMED)
 _LOG_CHUNK = Codec(LogChunk, jobs_pb2.LogChunk.DESCRIPTOR)
+_TIMED_NOTE = Codec(TimedNote, jobs_pb2.TimedNote.DESCRIPTOR)
 _STATUS = Codec(_Status, jobs_pb2.ClusterStatus.DESCRIPTOR, _RENAMED)
 _EVENT: Envelope[JobEvent, jobs_pb2.JobEvent] = Envelope(
     jobs_pb2.JobEvent, (JobView, TimedNote), _RENAMED
@@ -155,6 +158,22 @@ def job_event_from_proto(proto: jobs_pb2.JobEvent, now_ns: int) -> JobEvent:
     return _turned(event, now_ns) if isinstance(event, JobView) else event
 
 
+def timed_note_to_proto(note: TimedNote) -> jobs_pb2.TimedNote:
+    """Return what happened to a job."""
+    proto = jobs_pb2.TimedNote()
+    _TIMED_NOTE.fill(note, proto)
+    return proto
+
+
+def timed_note_from_proto(proto: jobs_pb2.TimedNote) -> TimedNote:
+    """Return what happened to a job.
+
+    Raises:
+        PeerError: the message states what cannot be.
+    """
+    return _TIMED_NOTE.read(proto)
+
+
 def log_chunk_to_proto(chunk: LogChunk) -> jobs_pb2.LogChunk:
     """Return output of a worker for those who follow it."""
     proto = jobs_pb2.LogChunk()
@@ -209,8 +228,13 @@ def status_from_proto(proto: jobs_pb2.ClusterStatus, now_ns: int) -> ClusterStat
 
 
 def without_secrets(job: JobView) -> JobView:
-    """Return a job as it is shown: without its code, the values of its environment, its key."""
+    """Return a job as it is shown: without its code, the values of its environment, its key.
+
+    Nor with the workers that it had: there may be thousands, and whoever needs them has the record.
+    """
     record = job.record
+    if record.former:
+        record = replace(record, former=())
     entry, group = record.spec.entry, record.group
     if entry.payload or entry.env:
         shown = tuple((name, HIDDEN) for name, _ in entry.env)

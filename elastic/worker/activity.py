@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from elastic.worker.timing import Timing
+
 FLOW_AFTER_NS = 5 * 10**9
 """Who waits so long is asked whether anything still comes: before, it makes no difference."""
 
@@ -33,6 +35,7 @@ class Activity:
         has_stepped: a step was committed in this process. Before, compilers and devices start.
         epoch, step: where it is, for people.
         is_sharded: the model is, so that it also waits where it cannot say so.
+        timing: where the time goes.
     """
 
     def __init__(self) -> None:
@@ -44,6 +47,7 @@ class Activity:
         self.epoch = 0
         self.step = 0
         self.is_sharded = False
+        self.timing = Timing()
 
     def reset(self) -> None:
         """The train function is called anew: unseen until it trains."""
@@ -60,9 +64,11 @@ class Activity:
     def waiting(self) -> Iterator[None]:
         """Say that what happens in this block is waiting for peers, and nothing else."""
         self.waiting_since_ns = time.monotonic_ns()
+        before = self.timing.begin_wait()
         try:
             yield
         finally:
+            self.timing.switch(before)
             # First that it moves: between the two it must not look as if it stood still.
             self.beats += 1
             self.waiting_since_ns = 0

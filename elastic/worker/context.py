@@ -11,14 +11,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from elastic.core.telemetry import CHECKPOINT_STALL
 from elastic.core.world import Generation, JobId, WorkerId
 from elastic.errors import check
 from elastic.worker.activity import Activity
 from elastic.worker.delivery import Brought
 from elastic.worker.mesh import Reach
-from elastic.worker.progress import StepCounter
 from elastic.worker.reporting import Link, Reporter
 from elastic.worker.saving import Saver
+from elastic.worker.timing import Timing
 from elastic.worker.validating import Validator
 
 if TYPE_CHECKING:
@@ -83,7 +84,6 @@ class WorkerContext:
     copies_fingerprints: tuple[str, ...] = ()
     tls: tuple[str, ...] = ()
     reporter: Reporter | None = field(repr=False)
-    step_counter: StepCounter = field(repr=False)
     link: Link = field(repr=False)
     activity: Activity = field(default_factory=Activity, repr=False)
     saver: Saver | None = field(default=None, repr=False)
@@ -118,9 +118,15 @@ class WorkerContext:
             GroupChanged: all members leave the group here.
         """
         if self.engine is not None and self.engine.has_begun:
-            self.engine.report(metrics, checkpoint, name)
+            report = self.engine.report
         else:
-            self.the_reporter().report(metrics, checkpoint, name)
+            report = self.the_reporter().report
+            self.timing.sees_no_steps()
+        if checkpoint is None:
+            report(metrics, checkpoint, name)
+            return
+        with self.timing.spending(CHECKPOINT_STALL):
+            report(metrics, checkpoint, name)
 
     def the_reporter(self) -> Reporter:
         """Return the reporter of a worker that has its place."""
@@ -128,9 +134,14 @@ class WorkerContext:
         return cast("Reporter", self.reporter)
 
     def note_step(self) -> None:
-        """Count one iteration of the training loop that is over."""
-        self.step_counter.note()
+        """Count one iteration of a training loop without steps of ours."""
+        self.timing.note_step()
         self.activity.has_stepped = True
+
+    @property
+    def timing(self) -> Timing:
+        """Return where this worker's time goes."""
+        return self.activity.timing
 
     def at_boundary(self) -> bool:
         """Return whether a planned change waits for a boundary.

@@ -40,7 +40,7 @@ from elastic.core.events.worker import (
     WorkerEvent,
 )
 from elastic.core.machine.worker import EXIT_AGENT_GONE, WorkerMachine
-from elastic.core.messages import PipeToAgent, Pong, Progress
+from elastic.core.messages import Assign, PipeToAgent, Pong, Profile, Progress, RunEvents
 from elastic.core.policy.hang import FIRST_TIMES
 from elastic.core.world import Begun
 from elastic.errors import ElasticError, Unavailable
@@ -50,9 +50,11 @@ from elastic.wire.pipe import Pipe
 from elastic.worker import c10d, signals
 from elastic.worker.activity import Flow
 from elastic.worker.collective_watch import CollectiveWatch
+from elastic.worker.event_writer import EventWriter
 from elastic.worker.exchange import Exchange, Told
 from elastic.worker.group import ProcessGroups
 from elastic.worker.interrupt import Interrupter
+from elastic.worker.profiling import start_profile
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class ControlThread:
         self._machine = WorkerMachine()
         self._collectives = CollectiveWatch()
         self._flow = Flow(groups.received_bytes)
+        self._events, self._run_path = EventWriter(), ""
         self._closed = False
 
     def start(self) -> None:
@@ -124,6 +127,8 @@ class ControlThread:
             self._hear()
         if deadline_ns is not None and self._clock.monotonic_ns() >= deadline_ns:
             self._step(self._look())
+            if (untold := self._exchange.activity.timing.overdue()) is not None:
+                self._send(untold)
 
     def _look(self) -> Looked:
         """Return what can be seen of the main thread."""
@@ -143,6 +148,16 @@ class ControlThread:
     def _hear(self) -> None:
         try:
             while (message := self._pipe.receive(0)) is not None:
+                if isinstance(message, RunEvents):
+                    if self._run_path:
+                        self._events.add(self._run_path, message.lines)
+                    continue
+                if isinstance(message, Profile):
+                    if self._run_path:
+                        start_profile(self._run_path, message.name, message.seconds)
+                    continue
+                if isinstance(message, Assign):
+                    self._run_path = message.spec.run_path
                 is_handled, times = signals.is_handled(signal.SIGTERM), self._silent_times()
                 self._step(AgentTold(message, is_handled, times))
         except Unavailable:
@@ -203,6 +218,7 @@ class ControlThread:
             self._exchange.resolve(effect)
         elif isinstance(effect, ExitWorker):
             log.info("worker_exits code=%d reason=%r", effect.code, effect.reason)
+            self._events.finish()
             leave_process(effect.code, with_goodbye=effect.code != EXIT_AGENT_GONE)
         elif isinstance(effect, Note):
             log.info("%s", note_text(effect))

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import UserReported, WorkerEvent
 from elastic.core.messages import Progress
+from elastic.core.telemetry import Goodput
 from elastic.core.world import (
     CheckpointRecord,
     Entry,
@@ -42,7 +43,6 @@ from elastic.worker.entry import call_with_config
 from elastic.worker.exchange import Answer
 from elastic.worker.mesh import Reach
 from elastic.worker.outcome import NO_RESULT, exit_code_of, result_json
-from elastic.worker.progress import StepCounter
 from elastic.worker.pruning import Pruner
 from elastic.worker.reporting import Place, Reporter
 from elastic.worker.saving import Saver
@@ -62,10 +62,12 @@ class LocalOutcome:
     Attributes:
         result: JSON of what it returned.
         checkpoints: committed ones, oldest first; on rank 0, as a rule.
+        goodput: where this process's time went.
     """
 
     result: str
     checkpoints: tuple[CheckpointRecord, ...]
+    goodput: Goodput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
     kept: tuple[CheckpointRecord, ...] = ()
     if run.run_path:
         kept = RunDirectory(run.run_path).records()
-    return LocalOutcome(result, kept)
+    return LocalOutcome(result, kept, context.timing.spent())
 
 
 class NoCoordinator:
@@ -225,9 +227,13 @@ def local_context(run: LocalRun) -> Iterator[WorkerContext]:
             engine.enter(context)
             set_current(context)
             seed_everything(FIRST_SEED)
+            context.timing.call_begins()
+            context.timing.enter(context.worker_id, context.generation, context.link.post)
+            context.timing.resume()
             try:
                 yield context
             finally:
+                context.timing.stop()
                 context.the_reporter().close()
                 context.the_reporter().flush()
                 if context.saver is not None:
@@ -363,7 +369,6 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
             pruner=Pruner(directory, spec, newest) if directory else None,
             on_commit=validator.look if validator is not None else lambda: None,
         ),
-        step_counter=StepCounter(worker_id, generation, tell=link.post, clock=clock),
         link=link,
         saver=saver,
         validator=validator,

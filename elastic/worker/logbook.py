@@ -7,7 +7,9 @@ are averaged before the optimizer steps (`step_values.py`), for whoever drives t
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -143,6 +145,11 @@ class Logbook:
         """Return the latest averages for members that have missed them."""
         names = [name for name in self._names if name in self.latest]
         return [fingerprint(names), 1.0, *(self.latest[name] for name in names)]
+
+    def latest_json(self) -> str:
+        """Return the latest averages as a JSON object; what is no number there is a word."""
+        known = self.latest.items()
+        return json.dumps({n: value if math.isfinite(value) else str(value) for n, value in known})
 
     def take_latest(self, row: Sequence[float]) -> None:
         """Take what a member tells that has heard of everyone's last step, as we have not."""

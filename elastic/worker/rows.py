@@ -24,7 +24,7 @@ ROW = 44
 TAG = 1
 """Those of buckets are above it."""
 STEP_BITS = 32
-HEAD = 6
+HEAD = 7
 """Numbers before the logged ones."""
 WISHES, SAVES, BUSY, RESTS = 1, 2, 4, 8
 """Bits of a row's first number."""
@@ -45,6 +45,7 @@ class StepRow:
         rests: it knows that all leave after the step, and come back later or never.
         rates: fingerprint of the learning rates that they stepped by, 0 before the first step.
         print: checksum of a part of the weights before this step, 0 for none; see `divergence`.
+        busy_ns: how long it worked between its last two exchanges, 0 if not known; see `timing`.
         cursor: the step that its gradients belong to.
         stepped: bits of the optimizers that stepped last in this group, 0 before the first step.
         values: what it has logged.
@@ -59,12 +60,13 @@ class StepRow:
     rests: bool = False
     rates: int = 0
     print: int = 0
+    busy_ns: float = 0.0
 
     def numbers(self) -> list[float]:
         """Return the row as it is sent: each number is exact in a float64."""
         where = (self.cursor.epoch << STEP_BITS) + self.cursor.step
         flags = self.wishes * WISHES + self.saves * SAVES + self.busy * BUSY + self.rests * RESTS
-        head = (flags, where, self.stepped, self.rates, *halves(self.print))
+        head = (flags, where, self.stepped, self.rates, *halves(self.print), self.busy_ns)
         return [*map(float, head), *self.values]
 
     @staticmethod
@@ -81,7 +83,8 @@ class StepRow:
             bool(flags & BUSY),
             bool(flags & RESTS),
             int(numbers[3]),
-            whole(*numbers[4:HEAD]),
+            whole(*numbers[4:6]),
+            numbers[6],
         )
 
 

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from elastic.core.config import TRACKERS_VARIABLE
 from elastic.core.events.worker import (
     EnterTrain,
     FormGroup,
@@ -54,7 +55,6 @@ from elastic.worker.group import GroupSpec, ProcessGroups
 from elastic.worker.held import held_back
 from elastic.worker.interrupt import GroupChanged, Interrupter
 from elastic.worker.mesh import Reach
-from elastic.worker.progress import StepCounter
 from elastic.worker.pruning import Pruner
 from elastic.worker.reporting import Place, Reporter, place_of_failure
 from elastic.worker.rungs import Carry, Reenter
@@ -63,6 +63,7 @@ from elastic.worker.seeding import FIRST_SEED, seed_everything
 from elastic.worker.shared_storage import SharedStorage
 from elastic.worker.step import StepEngine
 from elastic.worker.store_server import StoreServer
+from elastic.worker.tracking import Trackers
 from elastic.worker.validating import Validator
 from elastic.worker.writing import Writer
 
@@ -108,6 +109,7 @@ class Runner:
         self._shared = SharedStorage(None)
         self._saver: Saver | None = None
         self._validator: Validator | None = None
+        self._trackers: Trackers | None = None
         # Of the call of the train function that runs now; `rejoin` moves it to other groups.
         self._called: entry.Call | None = None
         self._assignment: Assignment | None = None
@@ -152,6 +154,8 @@ class Runner:
             self._saver = Saver(assign.snapshots, self._writer(assign))
             if self._run_directory is not None:
                 self._validator = Validator(self._run_directory, spec, self._exchange)
+                wanted = dict(spec.entry.env).get(TRACKERS_VARIABLE, "")
+                self._trackers = Trackers(self._run_directory.path, wanted)
             self._prepare = entry.load(spec.entry, imports_ahead=not spec.own_steps)
         except BaseException as error:
             # Also what a module of the user's does while it is imported, such as sys.exit.
@@ -249,6 +253,7 @@ class Runner:
             outcome.forget_frames(error)
             return event
         finally:
+            self._exchange.activity.timing.stop()
             if self._reporter is not None:
                 self._reporter.close()
                 self._reporter.flush()
@@ -270,6 +275,7 @@ class Runner:
             engine.configure(call.options)
             if self._validator is not None:
                 self._validator.configure(call.options.get("validation"))
+            self._exchange.activity.timing.call_begins()
             context = self._enter(assign, assignment)
             # Weights that a train function draws are then the same in every run of it.
             seed_everything(FIRST_SEED)
@@ -305,6 +311,8 @@ class Runner:
             self._validator.finish(lambda: self._is_over(self._place.generation))
         if self._reporter is not None:
             self._reporter.finish()
+        if self._trackers is not None:
+            self._trackers.finish()
         is_script = self._assigned().spec.entry.kind is not EntryKind.FUNCTION
         if is_script and (self._engine is None or not self._engine.keeps):
             entry.end_script()
@@ -324,6 +332,9 @@ class Runner:
         self._assignment = assignment
         self._place = _place_of(assign, assignment)
         if assignment is not None:
+            timing = self._exchange.activity.timing
+            timing.enter(assign.worker_id, assignment.generation, self._exchange.post)
+            timing.resume()
             place = environment.for_generation(assign, assignment, self._started_with)
             os.environ.update(place | self._its_devices().place(assignment))
             if self._reporter is not None:
@@ -332,6 +343,8 @@ class Runner:
             self._check_storage(assignment)
             if self._validator is not None:
                 self._validator.enter(assignment.generation, assignment.rank, assignment.checkpoint)
+            if self._trackers is not None:
+                self._trackers.enter(assignment.rank)
         self._its_devices().choose()
         context = self._context(assign, assignment)
         if self._engine is not None:
@@ -435,6 +448,7 @@ class Runner:
 
     def _await_group(self) -> WorkerContext:
         """Form what is announced, until a group stands; the main loop of a worker that is busy."""
+        self._exchange.activity.timing.stop()
         while True:
             order = self._exchange.wait_for_order()
             if isinstance(order, FormGroup):
@@ -536,9 +550,6 @@ class Runner:
             copies_fingerprints=place.copies_fingerprints,
             tls=assign.tls,
             reporter=self._reporter,
-            step_counter=StepCounter(
-                assign.worker_id, place.generation, tell=self._exchange.post, clock=self._clock
-            ),
             link=self._exchange,
             activity=self._exchange.activity,
             saver=self._saver,

@@ -33,7 +33,10 @@ class Share:
         num_micro_batches: V.
         micro_batch: samples of a full micro-batch.
         counts: samples of each of the V micro-batches of this step; fewer in a ragged last one.
+        tokens: 0: what counts are samples.
     """
+
+    tokens = 0
 
     rank: int
     world_size: int
@@ -106,6 +109,7 @@ class ToldShare:
         held: the micro-batches that this rank computes.
         counts: samples of each micro-batch; 0 for those that are not ours, or not read yet.
         samples: of the step; 0 until all ranks were heard.
+        tokens: that it counts by `weigh`; 0 until then, or if those are its samples.
     """
 
     def __init__(
@@ -130,7 +134,7 @@ class ToldShare:
         self.deal = Deal(rank, world_size, num_micro_batches)
         self.held = deal(rank, world_size, num_micro_batches)
         self.counts = [0] * num_micro_batches
-        self.samples = 0
+        self.samples, self.tokens = 0, 0
         self._weights: dict[int, float] = {}
         self._goes_on: dict[int, bool] = {}
 
@@ -164,6 +168,7 @@ class ToldShare:
         """
         self.samples = int(sum(row[1] for row in told))
         weight = sum(row[0] for row in told)
+        self.tokens = int(weight) if weight != self.samples else 0
         if not weight:
             raise UsageError(
                 f"prepare_data_loader(weigh=...): no micro-batch of step {self._cursor.step} of "

@@ -28,6 +28,13 @@ from elastic.core.policy.cursor import Cursor, micro_batch_seed
 from elastic.core.policy.microbatch import deal
 from elastic.core.policy.recovery import Standing
 from elastic.core.policy.streams import Data
+from elastic.core.telemetry import (
+    CHECKPOINT_STALL,
+    DATA_WAIT,
+    REFORM,
+    RESTORE,
+    USER,
+)
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker import complaints
 from elastic.worker.c10d import default_group
@@ -48,10 +55,12 @@ from elastic.worker.rows import StepRow, halves, rates_print, read_rows, tell_ro
 from elastic.worker.rungs import Carry, Home, Reenter
 from elastic.worker.seeding import seed_everything, seed_step
 from elastic.worker.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
+from elastic.worker.share import Share, ToldShare
 from elastic.worker.step_values import StepValues
 from elastic.worker.stepping import Step
 from elastic.worker.stream_book import StreamBook
 from elastic.worker.streams import MicroBatches
+from elastic.worker.timing import COMPUTE, Look
 from elastic.worker.tree_exchange import Deal
 
 log = logging.getLogger(__name__)
@@ -104,6 +113,8 @@ class StepEngine(Preparing):
         self._error: BaseException | None = None
         self._leaves, self._ends, self._stepped, self._rates = False, False, 0, 0
         self._passed: int | None = None
+        self._share: Share | ToldShare | None = None
+        self._num_epochs = 0
         # Where each member of this group runs code of its own next; and our reports in it.
         self._places: tuple[Cursor, ...] = ()
         self._reports, self._due, self._padding = ReportPlaces(), DueSteps(), Padding()
@@ -143,6 +154,7 @@ class StepEngine(Preparing):
         self.cursor = max(self.cursor, Cursor(start, 0))
         if not self.state.optimizers:
             raise complaints.no_optimizer()
+        self._num_epochs = total
         self._begin()
         try:
             while self.cursor.epoch < total:
@@ -150,7 +162,8 @@ class StepEngine(Preparing):
                 yield epoch
                 if self.cursor.epoch == epoch:
                     self.cursor = Cursor(epoch + 1, 0)
-            self._keeper.at_end(self.cursor, self.data, self._is_broken)
+            with self._context.timing.spending(CHECKPOINT_STALL):
+                self._keeper.at_end(self.cursor, self.data, self._is_broken)
         finally:
             self._end()
 
@@ -251,6 +264,7 @@ class StepEngine(Preparing):
                 self._reducer.rest()
             # User code between epochs may take as long as it likes.
             self._context.activity.reset()
+            self._context.timing.switch(USER)
 
     def compute(self, loader: MicroBatches) -> Iterator[Any]:
         """Yield our micro-batches of one step, until all of it that needs others is done.
@@ -333,17 +347,22 @@ class StepEngine(Preparing):
 
     def _open_iteration(self, loader: MicroBatches) -> Any:
         """Return the next micro-batch, with everything set for it."""
+        timing = self._context.timing
+        timing.switch(DATA_WAIT)
         is_again, batch = self._padding.is_under_way, self._padding.take(loader.next)
+        timing.switch(COMPUTE)
         check(batch.cursor == self.cursor, f"micro-batch of {batch.cursor}, not of {self.cursor}")
         reducer, epochs, place = self._the_reducer(), loader.epochs, self._context
         share = loader.share(batch, place.world_rank, place.world_size)
         first, last = share.held
         if batch.micro_batch == first and not is_again:
             self._context.activity.at(self.cursor.epoch, self.cursor.step)
+            self._share = share
             wish = place.link.wish(place.generation)  # Once: it may change.
             told = tuple(self.logbook.row()), *self._keeper.flags(wish)
             row = StepRow(
                 wish is not None, self.cursor, self._stepped, *told, rates=self._rates,
+                busy_ns=float(timing.busy_ns),
                 print=self._watch.told(
                     self._keeper.steps, place.world_size, loader.order_print(self.cursor.epoch)
                 ),
@@ -371,18 +390,37 @@ class StepEngine(Preparing):
         elif not is_first and self._phase in (Phase.OUTSIDE, Phase.COMPUTING):
             raise complaints.step_not_computed(self.cursor)
         if self._phase is Phase.ADOPTED:
-            self._context.note_step()
+            self._note_step()
             self.state.put_late()
             self._forget_step()
             self._phase = Phase.OUTSIDE
         if self._phase is Phase.COMMITTED:
-            self._context.note_step()
+            self._note_step()
             self._due.end()
             self.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
             self._phase = Phase.OUTSIDE
             if self.streams.is_due(self.cursor, self._keeper.is_due):
                 self._together(lambda: share_book(default_group(), self.streams, self.cursor))
+            before = self._context.timing.switch(CHECKPOINT_STALL)
             self._keeper.at_boundary(self.cursor, self.data, self._is_broken)
+            self._context.timing.switch(before)
+
+    def _note_step(self) -> None:
+        self._context.timing.note_step(self._look)
+        self._context.activity.has_stepped = True
+
+    def _look(self) -> Look:
+        """Return what is told of this loop about once a second."""
+        epoch, step = self.cursor.epoch, self.cursor.step
+        loader, rank = self._loader, self._context.world_rank
+        return Look(
+            bytes_sent=self._the_reducer().bytes_sent,
+            epoch=epoch,
+            step=step,
+            num_epochs=self._num_epochs,
+            num_steps=loader.steps_of(epoch) or 0 if loader is not None else 0,
+            logged=self.logbook.latest_json() if rank == 0 else "",
+        )
 
     # ------------------------------------------------------------------- optimizer steps
 
@@ -468,7 +506,9 @@ class StepEngine(Preparing):
     def _commit(self) -> None:
         """Apply the step. Members that could not are sent the state of those that could."""
         self.state.check_still_known(self._units)
-        rows = read_rows(self._the_reducer().rows)
+        rows, share = read_rows(self._the_reducer().rows), self._share
+        busy, samples = [row.busy_ns for row in rows], share.samples if share is not None else 0
+        self._context.timing.exchanged(busy, samples, share.tokens if share is not None else 0)
         if self._phase is not Phase.SETTLED and self._ranks_differ():
             return
         # No interrupt in the middle of a step. If it raises, `_has_state` stays False, and this
@@ -592,6 +632,9 @@ class StepEngine(Preparing):
         if error is not None and not (self._is_called_back() or is_group_broken(error)):
             raise error  # Not the others' fault: again it would be no better.
         at_boundary = self._leaves and error is None
+        timing = self._context.timing
+        if not is_first:
+            timing.void()
         self._forget_step()
         self._phase = Phase.OUTSIDE
         stays, self._meets = is_first or self._meets, False
@@ -599,12 +642,14 @@ class StepEngine(Preparing):
             reducer.attach(None)
             if not stays:
                 if at_boundary:
-                    self._keeper.before_leaving(self.cursor, self.data, self._is_called_back)
+                    with timing.spending(CHECKPOINT_STALL):
+                        self._keeper.before_leaving(self.cursor, self.data, self._is_called_back)
                 if self.recovery in ("reenter", "restart"):
                     raise GroupChanged("the group changes", self._context.generation) from error
                 self._home.rejoin(self._context.generation, error, at_boundary)
             stays = at_boundary = False
             self._leaves, self._error = False, None
+            timing.switch(REFORM if self._has_state else RESTORE)
             try:
                 num_bytes = self._agree()
                 break
@@ -613,6 +658,7 @@ class StepEngine(Preparing):
                     raise
                 error = None if self._is_called_back() else failure
         self._attach()
+        timing.switch(USER)
         place = self._context
         log.info(
             "%s generation=%d world_size=%d epoch=%d step=%d bytes=%d ms=%.1f",

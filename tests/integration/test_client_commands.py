@@ -243,8 +243,20 @@ JOB_KEYS = {
     "preemptible", "preempted_by", "submitter",
     "checkpoints", "latest_checkpoint", "run_path", "entry", "metrics", "failed_worker", "failure",
     "workers", "copies",
+    "goodput",
+    "telemetry",
 }  # fmt: skip
-WORKER_KEYS = {"worker_id", "node", "rank", "phase", "generation", "pid", "steps", "since_s"}
+WORKER_KEYS = {
+    "worker_id",
+    "node",
+    "rank",
+    "phase",
+    "generation",
+    "pid",
+    "steps",
+    "since_s",
+    "telemetry",
+}
 NODE_KEYS = {
     "node", "phase", "since_s", "reason", "host", "slots", "free_slots", "cordoned", "resources",
     "labels", "accelerator_type", "version",
@@ -261,7 +273,7 @@ STATUS_KEYS = {
     "coordinators",
     "cordons",
 }
-LOG_KEYS = {"worker_id", "rank", "generation", "node", "text"}
+LOG_KEYS = {"worker_id", "rank", "generation", "node", "unix_ns", "text"}
 
 
 @pytest.fixture(scope="module")

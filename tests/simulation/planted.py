@@ -26,6 +26,7 @@ from elastic.core.machine import (
 from elastic.core.messages import WorkerUpdate
 from elastic.core.policy import (
     failure,
+    goodput,
     hang,
     membership,
     placement,
@@ -322,6 +323,12 @@ def forgets_drains_with_the_coordinator(patch: Patch) -> None:
             honest(self, reason, timeout_ns)
 
     patch.setattr(agent_books.AgentBooks, "drain", drain)
+
+
+@bug
+def forgets_the_time_of_workers_that_are_gone(patch: Patch) -> None:
+    """What a worker did last is charged to nothing."""
+    patch.setattr(goodput.Ledger, "close", lambda *_, **__: None)
 
 
 @bug

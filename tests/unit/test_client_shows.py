@@ -14,6 +14,7 @@ from rich.console import Console
 
 from elastic.client.jobs import Client
 from elastic.client.output import HOLD_S, TRACEBACK, Lines
+from elastic.client.pace import goodput_line
 from elastic.client.printer import Printer
 from elastic.client.show import print_cluster, print_nodes, status_as_dict
 from elastic.client.sources import AGENTS_RETURN_S, LogSource
@@ -27,7 +28,8 @@ from elastic.client.wording import (
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import Cordon, JobRecord
 from elastic.core.events.shared import Note
-from elastic.core.view import ClusterView, JobView, NodeView
+from elastic.core.telemetry import Goodput, Telemetry
+from elastic.core.view import ClusterView, JobView, NodeView, WorkerView
 from elastic.core.world import (
     Entry,
     EntryKind,
@@ -39,6 +41,8 @@ from elastic.core.world import (
     NodeId,
     NodePhase,
     WorkerId,
+    WorkerPhase,
+    WorkerReport,
 )
 from elastic.wire.codec_jobs import ClusterStatus, LogChunk, TimedNote, log_chunk_to_proto
 from tests.patience import wait_for
@@ -165,6 +169,32 @@ def test_in_a_pipe_each_change_is_one_plain_line(piped: Piped) -> None:
     ]
     assert stdout.getvalue() == "hello\n"
     assert "\x1b" not in about.getvalue()
+
+
+def test_a_pipe_says_every_half_minute_how_far_training_is(piped: Piped, clock: HandClock) -> None:
+    printer, about, _ = piped
+    told = Telemetry(
+        steps=20, wall_ns=2 * S, epoch=1, step=50, num_epochs=3, num_steps=100,
+        logged='{"loss": 0.5, "_own": 1}',
+    )  # fmt: skip
+    view = job(JobPhase.RUNNING, size=2)
+    report = WorkerReport(WorkerId("n0/1"), JobId("j"), WorkerPhase.TRAINING)
+    worker = WorkerView(report, NodeId("n0"), 0, 0, 20, told)
+    printer.job(replace(view, workers=(worker,)))
+    for _ in range(61):
+        clock.now_ns += S
+        printer.tick()
+    line = "epoch 1/3 step 50/100, 10 steps/s, 15 s left, loss=0.5 (2 workers, generation 2)"
+    assert said(about) == ["generation 2: 2 workers", line, line]
+
+
+def test_where_time_went_is_said_largest_part_first() -> None:
+    goodput = Goodput(productive_ns=90 * S, reform_ns=6 * S, start_ns=4 * S, user_ns=1000)
+    assert goodput_line(goodput, 3 * S) == (
+        "90.0% of 1m 43s of workers: productive 1m 30s, reform 6.0 s, start 4.0 s; "
+        "3.0 s not told yet"
+    )
+    assert goodput_line(Goodput()) == ""
 
 
 def test_a_wait_that_lasts_is_said_again(piped: Piped, clock: HandClock) -> None:

@@ -90,7 +90,7 @@ def test_the_first_step_of_a_group_is_noted_once_with_the_moment_of_its_last_mem
     coordinator.steps("n2/1", 1, first_ns=90)
     coordinator.steps("n1/1", 2, first_ns=70)
     assert coordinator.noted("first_step") == [
-        {"generation": "1", "unix_ns": "90", "world_size": "2"}
+        {"generation": "1", "unix_ns": "90", "world_size": "2", "cause": "start"}
     ]
     assert [w.steps for w in coordinator.job("a").workers] == [2, 1]
 

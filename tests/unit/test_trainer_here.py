@@ -57,6 +57,8 @@ def test_a_run_leaves_metrics_checkpoints_and_a_value(tmp_path: Path) -> None:
         callbacks=(Callback(),),
         checkpoint_config=train.CheckpointConfig(num_to_keep=2),
     ).fit()
+    assert result.goodput is not None
+    assert result.goodput.checkpoint_stall_ns > 0
     assert result.path == str(tmp_path / "here")
     assert result.metrics == {"epoch": -1}
     assert result.return_value == {"epochs": 4}

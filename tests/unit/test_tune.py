@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from elastic import tune
 from elastic.client.cli import main
-from elastic.core.study import Attempt, Report
+from elastic.core.study import Attempt
 from elastic.errors import ConfigError, UsageError
+from elastic.storage.metrics import Numbering
 from elastic.storage.study_log import StudyLog
 from elastic.train import RunConfig, ScalingConfig
 from elastic.train.torch import TorchTrainer
 from elastic.tune import space as spaces
-from elastic.tune.following import Numbering
 from elastic.tune.result_grid import ResultGrid
 from elastic.tune.schedulers import PopulationBasedTraining
 from elastic.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
@@ -292,15 +292,15 @@ def test_reports_that_are_made_again_have_the_numbers_that_they_had() -> None:
         row(2, 0, resumed_from="b"), row(2, 1),
         row(3, 0), row(3, 1),
     ]  # fmt: skip
-    numbering = Numbering(Attempt("j", "r"), [])
+    numbering = Numbering()
     assert [numbering.take(one) for one in rows] == [1, 2, 3, 3, 4, 1, 2]
 
 
 def test_places_in_a_loop_tell_reports_apart_and_exploits_count_on() -> None:
     rows = [row(1, 0, at=[0, 0]), row(1, 1, at=[1, 0]), row(2, 0, at=[1, 0]), row(2, 1, at=[2, 0])]
-    numbering = Numbering(Attempt("j", "r"), [])
+    numbering = Numbering()
     assert [numbering.take(one) for one in rows] == [1, 2, 2, 3]
-    taken = Numbering(Attempt("j", "r", {"theirs": 5}), [Report(5, {}, checkpoint="own")])
+    taken = Numbering({"theirs": 5}, {"own": 5})
     assert [taken.take(row(1, n, resumed_from="theirs")) for n in range(2)] == [6, 7]
 
 

@@ -15,7 +15,7 @@ from elastic.core.events.worker import (
 from elastic.core.messages import Progress
 from elastic.core.world import LeavingNode, NodeId, WorkerId
 from elastic.worker.exchange import Exchange
-from elastic.worker.progress import INTERVAL_NS, StepCounter
+from elastic.worker.timing import INTERVAL_NS, Timing
 from tests.patience import DEADLINE_S
 
 
@@ -89,15 +89,16 @@ def test_a_report_is_answered_by_its_generation_and_index() -> None:
 def test_the_first_step_is_told_at_once_and_others_once_a_second() -> None:
     told: list[Progress] = []
     clock = HandClock()
-    counter = StepCounter(WorkerId("n1/1"), 3, tell=told.append, clock=clock)
-    counter.note()
+    timing = Timing(clock)
+    timing.enter(WorkerId("n1/1"), 3, told.append)
+    timing.note_step()
     assert told == [Progress(WorkerId("n1/1"), 3, 1, 1_005)]
     for _ in range(10):
-        counter.note()
+        timing.note_step()
     assert len(told) == 1
     clock.now_ns += INTERVAL_NS
-    counter.note()
-    counter.note()
+    timing.note_step()
+    timing.note_step()
     assert [progress.steps for progress in told] == [1, 12]
     assert {progress.first_step_unix_ns for progress in told} == {1_005}
 

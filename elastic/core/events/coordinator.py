@@ -11,6 +11,7 @@ from elastic.core.messages import (
     CoordinatorMessage,
     Hello,
 )
+from elastic.core.telemetry import Goodput
 from elastic.core.world import (
     CheckpointRecord,
     Failure,
@@ -20,6 +21,7 @@ from elastic.core.world import (
     JobPhase,
     NodeId,
     SessionId,
+    WorkerId,
 )
 
 
@@ -33,6 +35,24 @@ class RankFailure:
 
     rank: int
     failure: Failure
+
+
+@dataclass(frozen=True)
+class FormerWorker:
+    """A worker that is gone.
+
+    Attributes:
+        worker_id: "node/serial".
+        rank: in its last group, -1 if it was in none.
+        generation: of that group, 0 if it was in none.
+    """
+
+    worker_id: WorkerId
+    rank: int
+    generation: Generation
+
+
+FORMER_MAX = 1000
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,9 @@ class JobRecord:
         leaves_for: the job for which they were, and the priorities; "" if it is for none.
         since_unix_ns: wall clock when it entered its phase, 0 if not known. For people only: no
             decision may rest on a clock that can be set.
+        goodput: where the time of its workers went, when this was written.
+        former: workers that it had, oldest first; the newest `FORMER_MAX`. Their output is where
+            they ran.
     """
 
     spec: JobSpec
@@ -90,6 +113,8 @@ class JobRecord:
     since_unix_ns: int = 0
     stopping: str = ""
     rank_failures: tuple[RankFailure, ...] = ()
+    goodput: Goodput = field(default_factory=Goodput)
+    former: tuple[FormerWorker, ...] = ()
 
     @property
     def bounds(self) -> tuple[int, int]:

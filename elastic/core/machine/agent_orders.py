@@ -25,9 +25,11 @@ from elastic.core.messages import (
     Preemption,
     Probe,
     ProbeAck,
+    Profile,
     Refusal,
     Release,
     ReportAck,
+    RunEvents,
     SaveState,
     StartWorker,
     Stop,
@@ -69,7 +71,7 @@ def on_said(books: AgentBooks, message: CoordinatorMessage) -> None:
             books.reports.forget(worker.worker_id)
     elif isinstance(message, Announce):
         _forward(books, message.assignment.worker_id, message)
-    elif isinstance(message, (LeaveGroup, SaveState, Preemption)):
+    elif isinstance(message, (LeaveGroup, SaveState, Preemption, RunEvents, Profile)):
         _forward(books, message.worker_id, message)
     elif isinstance(message, ReportAck):
         books.reports.ack(message)
@@ -140,7 +142,7 @@ def _stop(books: AgentBooks, message: StopWorker) -> None:
 def _forward(
     books: AgentBooks,
     worker_id: WorkerId,
-    message: Announce | LeaveGroup | ReportAck | SaveState | Preemption,
+    message: Announce | LeaveGroup | ReportAck | SaveState | Preemption | RunEvents | Profile,
 ) -> None:
     """Pass on what is meant for one worker; one without a process hears it later."""
     worker = books.workers.get(worker_id)

@@ -126,7 +126,7 @@ class CoordinatorMachine:
         return ClusterView(
             now_ns,
             self._cluster.book.views(now_ns),
-            tuple(job.view() for job in self._cluster.jobs.values()),
+            tuple(job.view(now_ns) for job in self._cluster.jobs.values()),
             self._cluster.book.record().cordons,
         )
 

@@ -376,6 +376,9 @@ def take_report(cluster: Cluster, state: NodeState, report: WorkerReport) -> Non
     before = worker.report
     was_in_place = job.is_in_place() if report.in_place is not before.in_place else None
     worker.update(report, cluster.now_ns)
+    cluster.charge(job, worker)
+    if before.phase is WorkerPhase.TRAINING and report.phase is WorkerPhase.READY:
+        _stands_still(cluster, job, report.worker_id)
     if report.micro_batches > 0 and report.generation == job.generation:
         requests.on_cut(cluster, job, report.micro_batches)
     if was_in_place is not None and job.is_in_place() is not was_in_place:
@@ -410,6 +413,9 @@ def lose_worker(
         absence.blame_silent_nodes(cluster, job, only_away=True)
     what = failure_policy.describe(worker.stop_cause or cause)
     cluster.note("worker_gone", job.job_id, worker=worker_id, rank=rank, cause=what)
+    if rank >= 0 and job.is_open:
+        _stands_still(cluster, job, worker_id)
+        job.lost.append(f"{worker_id} (rank {rank}) {what}")
     failure = failure or worker.report.failure
     has_failed = job.phase is JobPhase.FAILED  # Others may fail in the same moment.
     if failure is not None and (has_failed or worker.stop_cause is None):
@@ -447,6 +453,12 @@ def lose_worker(
     job.restart_at_ns = max(job.restart_at_ns, cluster.now_ns + judgement.delay_ns)
     if is_users:
         cluster.do(Persist((job.record(),)))
+
+
+def _stands_still(cluster: Cluster, job: JobState, worker_id: WorkerId) -> None:
+    """A member of the newest group is not in it any more: the others wait for the next one."""
+    if job.is_member(worker_id) and job.paused_ns is None:
+        job.paused_ns = cluster.now_ns
 
 
 def placeholder(job: JobState, worker_id: WorkerId) -> WorkerReport:

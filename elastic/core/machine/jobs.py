@@ -11,17 +11,26 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from elastic.core.config import CoordinatorConfig, JobSpec
-from elastic.core.events.coordinator import CoordinatorEffect, JobRecord, RankFailure
+from elastic.core.events.coordinator import (
+    FORMER_MAX,
+    CoordinatorEffect,
+    FormerWorker,
+    JobRecord,
+    RankFailure,
+)
 from elastic.core.machine.copies_book import Copies
 from elastic.core.machine.links_book import Links
 from elastic.core.machine.nodes import LIVE, PRESENT, NodeBook, NodeState
 from elastic.core.machine.story import note
 from elastic.core.machine.transitions import JOB, check_move
+from elastic.core.policy import goodput
 from elastic.core.policy.claims import Grant
 from elastic.core.policy.failure import History
+from elastic.core.policy.goodput import Account, Ledger
 from elastic.core.policy.hang import Sight
 from elastic.core.policy.membership import Candidate, Current
 from elastic.core.policy.ranks import Place, assign_ranks
+from elastic.core.telemetry import START, Telemetry
 from elastic.core.view import JobView, WorkerView
 from elastic.core.world import (
     ENDED,
@@ -35,6 +44,7 @@ from elastic.core.world import (
     JobPhase,
     NodeId,
     WorkerId,
+    WorkerPhase,
     WorkerReport,
 )
 
@@ -56,17 +66,21 @@ class WorkerState:
         told_ns: when its agent was first told of the newest group, or to leave, in this
             coordinator's life; earlier than `announced_ns` while its agent is away, -1 for never.
         shown_ns: when its stacks were asked for because it was late, -1 for never.
+        account: where its time goes.
+        telemetry: how its newest steps in the newest group went.
     """
 
     report: WorkerReport
     node_id: NodeId
     since_ns: int
+    account: Account
     steps: int = 0
     stop_cause: ExitCause | None = None
     sight: Sight | None = None
     lingers_since_ns: int | None = None
     told_ns: int = -1
     shown_ns: int = -1
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
     def update(self, report: WorkerReport, now_ns: int) -> None:
         """Take over a newer report."""
@@ -128,6 +142,10 @@ class JobState:
         links: which of its nodes do not reach each other.
         wave: what its workers say one after the other at the moment, None for nothing.
         unix_ahead_ns: the wall clock less the machine's, at the start; None if not known.
+        ledger: where the time of its workers went.
+        paused_ns: since when training stands still for another group, None while it does not.
+        lost: members that went meanwhile, and how; for people.
+        former: workers that are gone, the newest of them.
     """
 
     spec: JobSpec
@@ -190,6 +208,10 @@ class JobState:
     has_news_of_leavers: bool = False
     wave: Wave | None = None
     unix_ahead_ns: int | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    paused_ns: int | None = None
+    lost: list[str] = field(default_factory=list)
+    former: tuple[FormerWorker, ...] = ()
 
     @property
     def limits(self) -> JobSpec:
@@ -213,6 +235,8 @@ class JobState:
         if phase is not self.phase:
             check_move(JOB, f"job {self.job_id}", self.phase, phase)
             self.phase = phase
+            if phase is JobPhase.PAUSED:
+                self.paused_ns, self.lost = None, []
             self.since_ns = now_ns
 
     def member_ids(self) -> tuple[WorkerId, ...]:
@@ -367,11 +391,15 @@ class JobState:
             told_to_save=self.told_to_save,
             leaves_for=self.gives_way_to if self.gives_all and self.is_open else "",
             since_unix_ns=0 if ahead_ns is None else self.since_ns + ahead_ns,
+            goodput=self.ledger.total(),
+            former=self.former,
         )
 
-    def view(self) -> JobView:
+    def view(self, now_ns: int) -> JobView:
         """Return what status shows; an ended job shows STOPPING until its workers are gone."""
-        record = self.record()
+        accounts = (worker.account for worker in self.workers.values())
+        known, untold_ns = self.ledger.at(accounts, now_ns)
+        record = replace(self.record(), goodput=known)
         reason = self.reason
         if self.has_ended() and self.workers:
             reason = f"{reason} ({self.phase.value}, {len(self.workers)} workers are ending)"
@@ -379,11 +407,14 @@ class JobState:
         elif self.works and self.is_open:
             reason = f"{reason}; {self.works}" if reason else self.works
         workers = tuple(
-            WorkerView(w.report, w.node_id, self.rank_of(worker_id), w.since_ns, w.steps)
+            WorkerView(
+                w.report, w.node_id, self.rank_of(worker_id), w.since_ns, w.steps, w.telemetry
+            )
             for worker_id, w in sorted(self.workers.items())
         )
         first = self.group.members[0].node_id if self.is_open and self.group else NodeId("")
-        return JobView(record, reason, self.since_ns, workers, self.copies.view(first))
+        copies = self.copies.view(first)
+        return JobView(record, reason, self.since_ns, workers, copies, untold_ns)
 
 
 @dataclass
@@ -470,17 +501,36 @@ class Cluster:
 
     def add_worker(self, job: JobState, state: NodeState, report: WorkerReport) -> WorkerState:
         """Enter a worker into the books."""
-        worker = WorkerState(report, state.node.node_id, self.now_ns)
+        account = Account(START, self.now_ns)
+        if report.phase is not WorkerPhase.STARTING:
+            account.told = None
+        worker = WorkerState(report, state.node.node_id, self.now_ns, account)
         job.workers[report.worker_id] = worker
+        self.charge(job, worker)
         self.owner[report.worker_id] = job.job_id
         self.replan = True
         state.held[report.worker_id] = job.spec.resources_per_worker
         state.saw_worker(report.worker_id)
         return worker
 
+    def charge(self, job: JobState, worker: WorkerState) -> None:
+        """Account for what a worker did until now; to be called when it does something else."""
+        node = self.book.nodes.get(worker.node_id)
+        now = goodput.Situation(
+            phase=worker.report.phase,
+            is_leaving=worker.stop_cause is not None or (node is not None and node.draining),
+            has_trained=worker.account.has_trained,
+            has_group=job.is_open,
+        )
+        job.ledger.move(worker.account, goodput.category(now), self.now_ns)
+
     def remove_worker(self, job: JobState, worker_id: WorkerId) -> WorkerState:
         """Strike a worker from the books."""
         worker = job.workers.pop(worker_id)
+        is_lost = worker.stop_cause is None and not job.has_ended()
+        gone = FormerWorker(worker_id, job.rank_of(worker_id), worker.report.generation)
+        job.former = (*job.former, gone)[-FORMER_MAX:]
+        job.ledger.close(worker.account, self.now_ns, is_lost=is_lost)
         self.owner.pop(worker_id, None)
         node = self.book.nodes.get(worker.node_id)
         if node is not None:

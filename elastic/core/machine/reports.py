@@ -130,9 +130,14 @@ def _refuse_report(job: JobState | None, report: Report) -> tuple[RefusalCode, s
 def take_progress(cluster: Cluster, progress: Progress) -> None:
     """Take telemetry; note when every member has done its first step of the generation."""
     job = cluster.job_of(progress.worker_id)
-    if job is None or progress.generation != job.generation:
+    if job is None:
         return
-    job.workers[progress.worker_id].steps = progress.steps
+    worker, telemetry = job.workers[progress.worker_id], progress.telemetry
+    # Also of a generation that is over: it tells of time that was not charged yet.
+    job.ledger.hear(worker.account, progress.spent, telemetry.place, cluster.now_ns)
+    if progress.generation != job.generation:
+        return
+    worker.steps, worker.telemetry = progress.steps, telemetry
     if progress.steps and job.history.losses:
         forgive(job)
     if progress.worker_id in job.first_steps or not progress.first_step_unix_ns:
@@ -142,7 +147,25 @@ def take_progress(cluster: Cluster, progress: Progress) -> None:
         return
     if set(job.member_ids()) <= set(job.first_steps):
         last = max(job.first_steps[w] for w in job.member_ids())
+        pause_ns = _pause_ns(cluster, job, last)
         cluster.note(
             "first_step", job.job_id, generation=job.generation, unix_ns=last,
-            world_size=len(job.member_ids()),
+            world_size=len(job.member_ids()), cause=job.group.reason if job.group else "",
+            pause_s=None if pause_ns is None else f"{pause_ns / 1e9:.3f}",
+            lost="; ".join(job.lost),
         )  # fmt: skip
+        job.paused_ns, job.lost = None, []
+
+
+def _pause_ns(cluster: Cluster, job: JobState, last_unix_ns: int) -> int | None:
+    """Return for how long training stood still before this step, None if it did not.
+
+    From the moment in which we heard of it; who told of the step says when that was, because in
+    large groups workers wait for their turn to tell.
+    """
+    if job.paused_ns is None:
+        return None
+    heard_ns = cluster.now_ns - job.paused_ns
+    if cluster.unix_ahead_ns is None:
+        return heard_ns
+    return min(heard_ns, max(0, last_unix_ns - cluster.unix_ahead_ns - job.paused_ns))

@@ -10,6 +10,7 @@ from elastic.core.events.coordinator import JobRecord
 from elastic.core.machine.jobs import JobState
 from elastic.core.machine.links_book import Links
 from elastic.core.policy.failure import History
+from elastic.core.policy.goodput import Ledger
 from elastic.core.world import NO_GENERATION, JobPhase
 
 
@@ -58,4 +59,6 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
         is_fresh=not is_open,
         links=Links(nowhere_ns=now_ns),
         unix_ahead_ns=unix_ahead_ns,
+        former=record.former,
+        ledger=Ledger([*record.goodput.times()]),
     )

@@ -32,6 +32,7 @@ from elastic.core.policy import failure, membership
 from elastic.core.policy.membership import Act, Plan
 from elastic.core.policy.ranks import assign_ranks
 from elastic.core.policy.spreading import forming_is_long_after_ns
+from elastic.core.telemetry import Telemetry
 from elastic.core.world import (
     NO_GENERATION,
     ExitCause,
@@ -119,6 +120,7 @@ def stop_worker(cluster: Cluster, job: JobState, worker_id: WorkerId, cause: Exi
     if worker.stop_cause is not None:
         return
     worker.stop_cause = cause
+    cluster.charge(job, worker)
     cluster.replan = True
     tell(cluster, worker, stop_order(cluster, job, worker))
 
@@ -267,13 +269,16 @@ def _form(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     job.preempted_by = ""
     job.reason = reason
     cluster.replan = True
+    job.ledger.group_formed()
+    for worker in job.workers.values():
+        cluster.charge(job, worker)
     invariants.check_bounds(job)
     job.move(JobPhase.RUNNING, cluster.now_ns)
     cluster.do(Persist((job.record(),)))
     announce = announcing.announcer(cluster, job)
     for place in places:
         worker = job.workers[place.worker_id]
-        worker.steps = 0
+        worker.steps, worker.telemetry = 0, Telemetry()
         _tell_group(cluster, worker, announce(place))
         saves.remind(cluster, job, worker)
     remind_of_leavers(cluster, job, plan.members)
@@ -323,6 +328,8 @@ def _suspend(cluster: Cluster, job: JobState, plan: Plan, reason: str) -> None:
     cluster.replan = True
     job.announced_ns = cluster.now_ns
     job.reason = reason
+    for worker in job.workers.values():
+        cluster.charge(job, worker)
     job.move(JobPhase.PENDING, cluster.now_ns)
     cluster.do(Persist((job.record(),)))
     for worker_id in job.member_ids():

@@ -215,7 +215,7 @@ class WorkerMachine:
             self._save_ordered(message)
         elif isinstance(message, Preemption):
             self._preemption_told(message, event.is_handled)
-        else:
+        elif isinstance(message, LeaveGroup):
             self._leave_ordered(message)
 
     def _assigned(self, assign: Assign) -> None:

@@ -36,7 +36,7 @@ class AgentToCoordinator(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., worker_update: _Optional[_Union[_worker_pb2.WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[_worker_pb2.Reported, _Mapping]] = ..., drain_notice: _Optional[_Union[DrainNotice, _Mapping]] = ..., node_health: _Optional[_Union[NodeHealth, _Mapping]] = ..., progress: _Optional[_Union[_worker_pb2.Progress, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., pulse: _Optional[_Union[_worker_pb2.Pulse, _Mapping]] = ..., probe_ack: _Optional[_Union[ProbeAck, _Mapping]] = ..., links_tried: _Optional[_Union[LinksTried, _Mapping]] = ..., copies_held: _Optional[_Union[CopiesHeld, _Mapping]] = ..., copy_failed: _Optional[_Union[CopyFailed, _Mapping]] = ...) -> None: ...
 
 class CoordinatorToAgent(_message.Message):
-    __slots__ = ("welcome", "refusal", "start_worker", "stop_worker", "forget_worker", "announce", "leave_group", "report_ack", "release", "follow_logs", "probe", "try_links", "dump_stacks", "save_state", "preemption", "keep_copy", "drop_copy", "replicate", "coordinators", "drain")
+    __slots__ = ("welcome", "refusal", "start_worker", "stop_worker", "forget_worker", "announce", "leave_group", "report_ack", "release", "follow_logs", "probe", "try_links", "dump_stacks", "save_state", "preemption", "keep_copy", "drop_copy", "replicate", "coordinators", "drain", "run_events", "profile")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     START_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,8 @@ class CoordinatorToAgent(_message.Message):
     REPLICATE_FIELD_NUMBER: _ClassVar[int]
     COORDINATORS_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    RUN_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     start_worker: StartWorker
@@ -77,7 +79,9 @@ class CoordinatorToAgent(_message.Message):
     replicate: Replicate
     coordinators: Coordinators
     drain: Drain
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., try_links: _Optional[_Union[TryLinks, _Mapping]] = ..., dump_stacks: _Optional[_Union[DumpStacks, _Mapping]] = ..., save_state: _Optional[_Union[_worker_pb2.SaveState, _Mapping]] = ..., preemption: _Optional[_Union[_worker_pb2.Preemption, _Mapping]] = ..., keep_copy: _Optional[_Union[KeepCopy, _Mapping]] = ..., drop_copy: _Optional[_Union[DropCopy, _Mapping]] = ..., replicate: _Optional[_Union[Replicate, _Mapping]] = ..., coordinators: _Optional[_Union[Coordinators, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    run_events: _worker_pb2.RunEvents
+    profile: _worker_pb2.Profile
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., try_links: _Optional[_Union[TryLinks, _Mapping]] = ..., dump_stacks: _Optional[_Union[DumpStacks, _Mapping]] = ..., save_state: _Optional[_Union[_worker_pb2.SaveState, _Mapping]] = ..., preemption: _Optional[_Union[_worker_pb2.Preemption, _Mapping]] = ..., keep_copy: _Optional[_Union[KeepCopy, _Mapping]] = ..., drop_copy: _Optional[_Union[DropCopy, _Mapping]] = ..., replicate: _Optional[_Union[Replicate, _Mapping]] = ..., coordinators: _Optional[_Union[Coordinators, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., run_events: _Optional[_Union[_worker_pb2.RunEvents, _Mapping]] = ..., profile: _Optional[_Union[_worker_pb2.Profile, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("node", "workers", "draining", "drain_reason", "drain_timeout_ns", "protocol_major", "protocol_minor", "reports_due", "copies", "copies_at", "copies_tls_at", "copies_fingerprint", "problems")
@@ -140,16 +144,22 @@ class LinksTried(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., reached: _Optional[_Iterable[str]] = ..., unreachable: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LogLines(_message.Message):
-    __slots__ = ("follow_id", "worker_id", "text", "end")
+    __slots__ = ("follow_id", "worker_id", "text", "end", "unix_ns", "generation", "rank")
     FOLLOW_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     follow_id: str
     worker_id: str
     text: str
     end: bool
-    def __init__(self, follow_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., text: _Optional[str] = ..., end: bool = ...) -> None: ...
+    unix_ns: int
+    generation: int
+    rank: int
+    def __init__(self, follow_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., text: _Optional[str] = ..., end: bool = ..., unix_ns: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("coordinator", "term", "history")
@@ -218,18 +228,20 @@ class Drain(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., timeout_ns: _Optional[int] = ...) -> None: ...
 
 class FollowLogs(_message.Message):
-    __slots__ = ("follow_id", "worker_id", "tail_lines", "follow", "stop")
+    __slots__ = ("follow_id", "worker_id", "tail_lines", "follow", "stop", "room")
     FOLLOW_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     TAIL_LINES_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
     follow_id: str
     worker_id: str
     tail_lines: int
     follow: bool
     stop: bool
-    def __init__(self, follow_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., tail_lines: _Optional[int] = ..., follow: bool = ..., stop: bool = ...) -> None: ...
+    room: int
+    def __init__(self, follow_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., tail_lines: _Optional[int] = ..., follow: bool = ..., stop: bool = ..., room: _Optional[int] = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("number",)

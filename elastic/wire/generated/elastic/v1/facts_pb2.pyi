@@ -179,6 +179,70 @@ class Failure(_message.Message):
     position: str
     def __init__(self, error_type: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., position: _Optional[str] = ...) -> None: ...
 
+class Goodput(_message.Message):
+    __slots__ = ("productive_ns", "data_wait_ns", "straggler_wait_ns", "redone_ns", "reform_ns", "start_ns", "restore_ns", "checkpoint_stall_ns", "eval_ns", "user_ns", "drain_ns", "below_min_ns")
+    PRODUCTIVE_NS_FIELD_NUMBER: _ClassVar[int]
+    DATA_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    STRAGGLER_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    REDONE_NS_FIELD_NUMBER: _ClassVar[int]
+    REFORM_NS_FIELD_NUMBER: _ClassVar[int]
+    START_NS_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_NS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_STALL_NS_FIELD_NUMBER: _ClassVar[int]
+    EVAL_NS_FIELD_NUMBER: _ClassVar[int]
+    USER_NS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_NS_FIELD_NUMBER: _ClassVar[int]
+    BELOW_MIN_NS_FIELD_NUMBER: _ClassVar[int]
+    productive_ns: int
+    data_wait_ns: int
+    straggler_wait_ns: int
+    redone_ns: int
+    reform_ns: int
+    start_ns: int
+    restore_ns: int
+    checkpoint_stall_ns: int
+    eval_ns: int
+    user_ns: int
+    drain_ns: int
+    below_min_ns: int
+    def __init__(self, productive_ns: _Optional[int] = ..., data_wait_ns: _Optional[int] = ..., straggler_wait_ns: _Optional[int] = ..., redone_ns: _Optional[int] = ..., reform_ns: _Optional[int] = ..., start_ns: _Optional[int] = ..., restore_ns: _Optional[int] = ..., checkpoint_stall_ns: _Optional[int] = ..., eval_ns: _Optional[int] = ..., user_ns: _Optional[int] = ..., drain_ns: _Optional[int] = ..., below_min_ns: _Optional[int] = ...) -> None: ...
+
+class Telemetry(_message.Message):
+    __slots__ = ("steps", "wall_ns", "data_wait_ns", "compute_ns", "exchange_ns", "straggler_wait_ns", "commit_ns", "bytes_sent", "samples", "tokens", "straggler", "epoch", "step", "num_epochs", "num_steps", "logged")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    WALL_NS_FIELD_NUMBER: _ClassVar[int]
+    DATA_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_NS_FIELD_NUMBER: _ClassVar[int]
+    STRAGGLER_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_NS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STRAGGLER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    LOGGED_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    wall_ns: int
+    data_wait_ns: int
+    compute_ns: int
+    exchange_ns: int
+    straggler_wait_ns: int
+    commit_ns: int
+    bytes_sent: int
+    samples: int
+    tokens: int
+    straggler: int
+    epoch: int
+    step: int
+    num_epochs: int
+    num_steps: int
+    logged: str
+    def __init__(self, steps: _Optional[int] = ..., wall_ns: _Optional[int] = ..., data_wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., exchange_ns: _Optional[int] = ..., straggler_wait_ns: _Optional[int] = ..., commit_ns: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., samples: _Optional[int] = ..., tokens: _Optional[int] = ..., straggler: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., num_epochs: _Optional[int] = ..., num_steps: _Optional[int] = ..., logged: _Optional[str] = ...) -> None: ...
+
 class WorkerReport(_message.Message):
     __slots__ = ("worker_id", "job_id", "phase", "generation", "store_address", "pid", "exit", "failure", "result", "in_place", "copies_every", "copies_sharded", "micro_batches", "left", "spent")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

@@ -26,7 +26,7 @@ from elastic.wire.generated.elastic.v1 import facts_pb2 as elastic_dot_v1_dot_fa
 from elastic.wire.generated.elastic.v1 import records_pb2 as elastic_dot_v1_dot_records__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x65lastic/v1/jobs.proto\x12\nelastic.v1\x1a\x16\x65lastic/v1/facts.proto\x1a\x18\x65lastic/v1/records.proto\"2\n\rSubmitRequest\x12!\n\x04spec\x18\x01 \x01(\x0b\x32\x13.elastic.v1.JobSpec\" \n\x0eSubmitResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\":\n\x0eStopJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0b\n\x03now\x18\x03 \x01(\x08\"\x11\n\x0fStopJobResponse\" \n\x11\x43heckpointRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"%\n\x12\x43heckpointResponse\x12\x0f\n\x07request\x18\x01 \x01(\x03\"\x1b\n\x0cPauseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x0f\n\rPauseResponse\"\x1c\n\rResumeRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x10\n\x0eResumeResponse\"E\n\x0cScaleRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bmin_workers\x18\x02 \x01(\x05\x12\x13\n\x0bmax_workers\x18\x03 \x01(\x05\"\x0f\n\rScaleResponse\"\x1c\n\rGetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"(\n\x0fListJobsRequest\x12\x15\n\rinclude_ended\x18\x01 \x01(\x08\"1\n\x10ListJobsResponse\x12\x1d\n\x04jobs\x18\x01 \x03(\x0b\x32\x0f.elastic.v1.Job\"\x1b\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"_\n\x08JobEvent\x12\x1e\n\x03job\x18\x01 \x01(\x0b\x32\x0f.elastic.v1.JobH\x00\x12+\n\ntimed_note\x18\x02 \x01(\x0b\x32\x15.elastic.v1.TimedNoteH\x00\x42\x06\n\x04\x62ody\"F\n\x04Note\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12 \n\x06\x66ields\x18\x03 \x03(\x0b\x32\x10.elastic.v1.Pair\"<\n\tTimedNote\x12\x1e\n\x04note\x18\x01 \x01(\x0b\x32\x10.elastic.v1.Note\x12\x0f\n\x07unix_ns\x18\x02 \x01(\x03\"M\n\x0bLogsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\x12\x12\n\ntail_lines\x18\x03 \x01(\x05\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\"^\n\x08LogChunk\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12\x0c\n\x04text\x18\x05 \x01(\t\"\x9b\x01\n\x03Job\x12%\n\x06record\x18\x01 \x01(\x0b\x32\x15.elastic.v1.JobRecord\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x61ge_ns\x18\x03 \x01(\x03\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.elastic.v1.WorkerView\x12$\n\x06\x63opies\x18\x05 \x03(\x0b\x32\x14.elastic.v1.CopyView\"^\n\x08\x43opyView\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\x03\x12\x0e\n\x06\x61ge_ns\x18\x05 \x01(\x03\"t\n\nWorkerView\x12(\n\x06report\x18\x01 \x01(\x0b\x32\x18.elastic.v1.WorkerReport\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x0e\n\x06\x61ge_ns\x18\x04 \x01(\x03\x12\r\n\x05steps\x18\x05 \x01(\x03\"\x96\x01\n\x08NodeView\x12\x1e\n\x04node\x18\x01 \x01(\x0b\x32\x10.elastic.v1.Node\x12$\n\x05phase\x18\x02 \x01(\x0e\x32\x15.elastic.v1.NodePhase\x12\x0e\n\x06\x61ge_ns\x18\x03 \x01(\x03\x12\x12\n\nfree_slots\x18\x04 \x01(\x05\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x10\n\x08\x63ordoned\x18\n \x01(\x08\"\x0f\n\rStatusRequest\"\xf9\x01\n\rClusterStatus\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\t\x12\x11\n\tuptime_ns\x18\x05 \x01(\x03\x12#\n\x05nodes\x18\x06 \x03(\x0b\x32\x14.elastic.v1.NodeView\x12\x1d\n\x04jobs\x18\x07 \x03(\x0b\x32\x0f.elastic.v1.Job\x12\x0f\n\x07standby\x18\x08 \x01(\t\x12#\n\x07\x63ordons\x18\t \x03(\x0b\x32\x12.elastic.v1.Cordon\x12\x14\n\x0c\x63oordinators\x18\n \x03(\t\"?\n\x0c\x44rainRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x0e\n\x06reason\x18\x03 \x01(\t\"5\n\rDrainResponse\x12\x16\n\ttimeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"?\n\rCordonRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08\x63ordoned\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x10\n\x0e\x43ordonResponse2\xfc\x04\n\x04Jobs\x12?\n\x06Submit\x12\x19.elastic.v1.SubmitRequest\x1a\x1a.elastic.v1.SubmitResponse\x12?\n\x04Stop\x12\x1a.elastic.v1.StopJobRequest\x1a\x1b.elastic.v1.StopJobResponse\x12K\n\nCheckpoint\x12\x1d.elastic.v1.CheckpointRequest\x1a\x1e.elastic.v1.CheckpointResponse\x12<\n\x05Pause\x12\x18.elastic.v1.PauseRequest\x1a\x19.elastic.v1.PauseResponse\x12?\n\x06Resume\x12\x19.elastic.v1.ResumeRequest\x1a\x1a.elastic.v1.ResumeResponse\x12<\n\x05Scale\x12\x18.elastic.v1.ScaleRequest\x1a\x19.elastic.v1.ScaleResponse\x12\x31\n\x03Get\x12\x19.elastic.v1.GetJobRequest\x1a\x0f.elastic.v1.Job\x12\x41\n\x04List\x12\x1b.elastic.v1.ListJobsRequest\x1a\x1c.elastic.v1.ListJobsResponse\x12\x39\n\x05Watch\x12\x18.elastic.v1.WatchRequest\x1a\x14.elastic.v1.JobEvent0\x01\x12\x37\n\x04Logs\x12\x17.elastic.v1.LogsRequest\x1a\x14.elastic.v1.LogChunk0\x01\x32\xc8\x01\n\x07\x43luster\x12>\n\x06Status\x12\x19.elastic.v1.StatusRequest\x1a\x19.elastic.v1.ClusterStatus\x12<\n\x05\x44rain\x12\x18.elastic.v1.DrainRequest\x1a\x19.elastic.v1.DrainResponse\x12?\n\x06\x43ordon\x12\x19.elastic.v1.CordonRequest\x1a\x1a.elastic.v1.CordonResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x65lastic/v1/jobs.proto\x12\nelastic.v1\x1a\x16\x65lastic/v1/facts.proto\x1a\x18\x65lastic/v1/records.proto\"2\n\rSubmitRequest\x12!\n\x04spec\x18\x01 \x01(\x0b\x32\x13.elastic.v1.JobSpec\" \n\x0eSubmitResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\":\n\x0eStopJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0b\n\x03now\x18\x03 \x01(\x08\"\x11\n\x0fStopJobResponse\" \n\x11\x43heckpointRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"%\n\x12\x43heckpointResponse\x12\x0f\n\x07request\x18\x01 \x01(\x03\"\x1b\n\x0cPauseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x0f\n\rPauseResponse\"\x1c\n\rResumeRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x10\n\x0eResumeResponse\"E\n\x0cScaleRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bmin_workers\x18\x02 \x01(\x05\x12\x13\n\x0bmax_workers\x18\x03 \x01(\x05\"\x0f\n\rScaleResponse\"\x1c\n\rGetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"(\n\x0fListJobsRequest\x12\x15\n\rinclude_ended\x18\x01 \x01(\x08\"1\n\x10ListJobsResponse\x12\x1d\n\x04jobs\x18\x01 \x03(\x0b\x32\x0f.elastic.v1.Job\"\x1b\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"_\n\x08JobEvent\x12\x1e\n\x03job\x18\x01 \x01(\x0b\x32\x0f.elastic.v1.JobH\x00\x12+\n\ntimed_note\x18\x02 \x01(\x0b\x32\x15.elastic.v1.TimedNoteH\x00\x42\x06\n\x04\x62ody\"F\n\x04Note\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12 \n\x06\x66ields\x18\x03 \x03(\x0b\x32\x10.elastic.v1.Pair\"<\n\tTimedNote\x12\x1e\n\x04note\x18\x01 \x01(\x0b\x32\x10.elastic.v1.Note\x12\x0f\n\x07unix_ns\x18\x02 \x01(\x03\"+\n\rStacksRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\"!\n\x0eStacksResponse\x12\x0f\n\x07workers\x18\x01 \x03(\t\"<\n\x0eProfileRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\x1f\n\x0fProfileResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\"C\n\rEventsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x66ollow\x18\x02 \x01(\x08\x12\x15\n\rafter_unix_ns\x18\x03 \x01(\x03\"M\n\x0bLogsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\x12\x12\n\ntail_lines\x18\x03 \x01(\x05\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\"o\n\x08LogChunk\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x0f\n\x07unix_ns\x18\x06 \x01(\x03\"\xae\x01\n\x03Job\x12%\n\x06record\x18\x01 \x01(\x0b\x32\x15.elastic.v1.JobRecord\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x61ge_ns\x18\x03 \x01(\x03\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.elastic.v1.WorkerView\x12$\n\x06\x63opies\x18\x05 \x03(\x0b\x32\x14.elastic.v1.CopyView\x12\x11\n\tuntold_ns\x18\x06 \x01(\x03\"^\n\x08\x43opyView\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\x03\x12\x0e\n\x06\x61ge_ns\x18\x05 \x01(\x03\"\x9e\x01\n\nWorkerView\x12(\n\x06report\x18\x01 \x01(\x0b\x32\x18.elastic.v1.WorkerReport\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x0e\n\x06\x61ge_ns\x18\x04 \x01(\x03\x12\r\n\x05steps\x18\x05 \x01(\x03\x12(\n\ttelemetry\x18\x06 \x01(\x0b\x32\x15.elastic.v1.Telemetry\"\x96\x01\n\x08NodeView\x12\x1e\n\x04node\x18\x01 \x01(\x0b\x32\x10.elastic.v1.Node\x12$\n\x05phase\x18\x02 \x01(\x0e\x32\x15.elastic.v1.NodePhase\x12\x0e\n\x06\x61ge_ns\x18\x03 \x01(\x03\x12\x12\n\nfree_slots\x18\x04 \x01(\x05\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x10\n\x08\x63ordoned\x18\n \x01(\x08\"\x0f\n\rStatusRequest\"\xf9\x01\n\rClusterStatus\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\t\x12\x11\n\tuptime_ns\x18\x05 \x01(\x03\x12#\n\x05nodes\x18\x06 \x03(\x0b\x32\x14.elastic.v1.NodeView\x12\x1d\n\x04jobs\x18\x07 \x03(\x0b\x32\x0f.elastic.v1.Job\x12\x0f\n\x07standby\x18\x08 \x01(\t\x12#\n\x07\x63ordons\x18\t \x03(\x0b\x32\x12.elastic.v1.Cordon\x12\x14\n\x0c\x63oordinators\x18\n \x03(\t\"?\n\x0c\x44rainRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x0e\n\x06reason\x18\x03 \x01(\t\"5\n\rDrainResponse\x12\x16\n\ttimeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"?\n\rCordonRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08\x63ordoned\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x10\n\x0e\x43ordonResponse2\xbf\x06\n\x04Jobs\x12?\n\x06Submit\x12\x19.elastic.v1.SubmitRequest\x1a\x1a.elastic.v1.SubmitResponse\x12?\n\x04Stop\x12\x1a.elastic.v1.StopJobRequest\x1a\x1b.elastic.v1.StopJobResponse\x12K\n\nCheckpoint\x12\x1d.elastic.v1.CheckpointRequest\x1a\x1e.elastic.v1.CheckpointResponse\x12<\n\x05Pause\x12\x18.elastic.v1.PauseRequest\x1a\x19.elastic.v1.PauseResponse\x12?\n\x06Resume\x12\x19.elastic.v1.ResumeRequest\x1a\x1a.elastic.v1.ResumeResponse\x12<\n\x05Scale\x12\x18.elastic.v1.ScaleRequest\x1a\x19.elastic.v1.ScaleResponse\x12\x31\n\x03Get\x12\x19.elastic.v1.GetJobRequest\x1a\x0f.elastic.v1.Job\x12\x41\n\x04List\x12\x1b.elastic.v1.ListJobsRequest\x1a\x1c.elastic.v1.ListJobsResponse\x12\x39\n\x05Watch\x12\x18.elastic.v1.WatchRequest\x1a\x14.elastic.v1.JobEvent0\x01\x12<\n\x06\x45vents\x12\x19.elastic.v1.EventsRequest\x1a\x15.elastic.v1.TimedNote0\x01\x12?\n\x06Stacks\x12\x19.elastic.v1.StacksRequest\x1a\x1a.elastic.v1.StacksResponse\x12\x42\n\x07Profile\x12\x1a.elastic.v1.ProfileRequest\x1a\x1b.elastic.v1.ProfileResponse\x12\x37\n\x04Logs\x12\x17.elastic.v1.LogsRequest\x1a\x14.elastic.v1.LogChunk0\x01\x32\xc8\x01\n\x07\x43luster\x12>\n\x06Status\x12\x19.elastic.v1.StatusRequest\x1a\x19.elastic.v1.ClusterStatus\x12<\n\x05\x44rain\x12\x18.elastic.v1.DrainRequest\x1a\x19.elastic.v1.DrainResponse\x12?\n\x06\x43ordon\x12\x19.elastic.v1.CordonRequest\x1a\x1a.elastic.v1.CordonResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -71,32 +71,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NOTE']._serialized_end=826
   _globals['_TIMEDNOTE']._serialized_start=828
   _globals['_TIMEDNOTE']._serialized_end=888
-  _globals['_LOGSREQUEST']._serialized_start=890
-  _globals['_LOGSREQUEST']._serialized_end=967
-  _globals['_LOGCHUNK']._serialized_start=969
-  _globals['_LOGCHUNK']._serialized_end=1063
-  _globals['_JOB']._serialized_start=1066
-  _globals['_JOB']._serialized_end=1221
-  _globals['_COPYVIEW']._serialized_start=1223
-  _globals['_COPYVIEW']._serialized_end=1317
-  _globals['_WORKERVIEW']._serialized_start=1319
-  _globals['_WORKERVIEW']._serialized_end=1435
-  _globals['_NODEVIEW']._serialized_start=1438
-  _globals['_NODEVIEW']._serialized_end=1588
-  _globals['_STATUSREQUEST']._serialized_start=1590
-  _globals['_STATUSREQUEST']._serialized_end=1605
-  _globals['_CLUSTERSTATUS']._serialized_start=1608
-  _globals['_CLUSTERSTATUS']._serialized_end=1857
-  _globals['_DRAINREQUEST']._serialized_start=1859
-  _globals['_DRAINREQUEST']._serialized_end=1922
-  _globals['_DRAINRESPONSE']._serialized_start=1924
-  _globals['_DRAINRESPONSE']._serialized_end=1977
-  _globals['_CORDONREQUEST']._serialized_start=1979
-  _globals['_CORDONREQUEST']._serialized_end=2042
-  _globals['_CORDONRESPONSE']._serialized_start=2044
-  _globals['_CORDONRESPONSE']._serialized_end=2060
-  _globals['_JOBS']._serialized_start=2063
-  _globals['_JOBS']._serialized_end=2699
-  _globals['_CLUSTER']._serialized_start=2702
-  _globals['_CLUSTER']._serialized_end=2902
+  _globals['_STACKSREQUEST']._serialized_start=890
+  _globals['_STACKSREQUEST']._serialized_end=933
+  _globals['_STACKSRESPONSE']._serialized_start=935
+  _globals['_STACKSRESPONSE']._serialized_end=968
+  _globals['_PROFILEREQUEST']._serialized_start=970
+  _globals['_PROFILEREQUEST']._serialized_end=1030
+  _globals['_PROFILERESPONSE']._serialized_start=1032
+  _globals['_PROFILERESPONSE']._serialized_end=1063
+  _globals['_EVENTSREQUEST']._serialized_start=1065
+  _globals['_EVENTSREQUEST']._serialized_end=1132
+  _globals['_LOGSREQUEST']._serialized_start=1134
+  _globals['_LOGSREQUEST']._serialized_end=1211
+  _globals['_LOGCHUNK']._serialized_start=1213
+  _globals['_LOGCHUNK']._serialized_end=1324
+  _globals['_JOB']._serialized_start=1327
+  _globals['_JOB']._serialized_end=1501
+  _globals['_COPYVIEW']._serialized_start=1503
+  _globals['_COPYVIEW']._serialized_end=1597
+  _globals['_WORKERVIEW']._serialized_start=1600
+  _globals['_WORKERVIEW']._serialized_end=1758
+  _globals['_NODEVIEW']._serialized_start=1761
+  _globals['_NODEVIEW']._serialized_end=1911
+  _globals['_STATUSREQUEST']._serialized_start=1913
+  _globals['_STATUSREQUEST']._serialized_end=1928
+  _globals['_CLUSTERSTATUS']._serialized_start=1931
+  _globals['_CLUSTERSTATUS']._serialized_end=2180
+  _globals['_DRAINREQUEST']._serialized_start=2182
+  _globals['_DRAINREQUEST']._serialized_end=2245
+  _globals['_DRAINRESPONSE']._serialized_start=2247
+  _globals['_DRAINRESPONSE']._serialized_end=2300
+  _globals['_CORDONREQUEST']._serialized_start=2302
+  _globals['_CORDONREQUEST']._serialized_end=2365
+  _globals['_CORDONRESPONSE']._serialized_start=2367
+  _globals['_CORDONRESPONSE']._serialized_end=2383
+  _globals['_JOBS']._serialized_start=2386
+  _globals['_JOBS']._serialized_end=3217
+  _globals['_CLUSTER']._serialized_start=3220
+  _globals['_CLUSTER']._serialized_end=3420
 # @@protoc_insertion_point(module_scope)

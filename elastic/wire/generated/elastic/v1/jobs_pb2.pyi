@@ -129,6 +129,46 @@ class TimedNote(_message.Message):
     unix_ns: int
     def __init__(self, note: _Optional[_Union[Note, _Mapping]] = ..., unix_ns: _Optional[int] = ...) -> None: ...
 
+class StacksRequest(_message.Message):
+    __slots__ = ("job", "ranks")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StacksResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, workers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("job", "rank", "seconds")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    rank: int
+    seconds: float
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class EventsRequest(_message.Message):
+    __slots__ = ("job", "follow", "after_unix_ns")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    AFTER_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    follow: bool
+    after_unix_ns: int
+    def __init__(self, job: _Optional[str] = ..., follow: bool = ..., after_unix_ns: _Optional[int] = ...) -> None: ...
+
 class LogsRequest(_message.Message):
     __slots__ = ("job", "ranks", "tail_lines", "follow")
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -142,32 +182,36 @@ class LogsRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., tail_lines: _Optional[int] = ..., follow: bool = ...) -> None: ...
 
 class LogChunk(_message.Message):
-    __slots__ = ("worker_id", "rank", "generation", "node_id", "text")
+    __slots__ = ("worker_id", "rank", "generation", "node_id", "text", "unix_ns")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     rank: int
     generation: int
     node_id: str
     text: str
-    def __init__(self, worker_id: _Optional[str] = ..., rank: _Optional[int] = ..., generation: _Optional[int] = ..., node_id: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    unix_ns: int
+    def __init__(self, worker_id: _Optional[str] = ..., rank: _Optional[int] = ..., generation: _Optional[int] = ..., node_id: _Optional[str] = ..., text: _Optional[str] = ..., unix_ns: _Optional[int] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("record", "reason", "age_ns", "workers", "copies")
+    __slots__ = ("record", "reason", "age_ns", "workers", "copies", "untold_ns")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     AGE_NS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    UNTOLD_NS_FIELD_NUMBER: _ClassVar[int]
     record: _records_pb2.JobRecord
     reason: str
     age_ns: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
     copies: _containers.RepeatedCompositeFieldContainer[CopyView]
-    def __init__(self, record: _Optional[_Union[_records_pb2.JobRecord, _Mapping]] = ..., reason: _Optional[str] = ..., age_ns: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[CopyView, _Mapping]]] = ...) -> None: ...
+    untold_ns: int
+    def __init__(self, record: _Optional[_Union[_records_pb2.JobRecord, _Mapping]] = ..., reason: _Optional[str] = ..., age_ns: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[CopyView, _Mapping]]] = ..., untold_ns: _Optional[int] = ...) -> None: ...
 
 class CopyView(_message.Message):
     __slots__ = ("node_id", "source", "generation", "steps", "age_ns")
@@ -184,18 +228,20 @@ class CopyView(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., source: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., age_ns: _Optional[int] = ...) -> None: ...
 
 class WorkerView(_message.Message):
-    __slots__ = ("report", "node_id", "rank", "age_ns", "steps")
+    __slots__ = ("report", "node_id", "rank", "age_ns", "steps", "telemetry")
     REPORT_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     AGE_NS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     report: _facts_pb2.WorkerReport
     node_id: str
     rank: int
     age_ns: int
     steps: int
-    def __init__(self, report: _Optional[_Union[_facts_pb2.WorkerReport, _Mapping]] = ..., node_id: _Optional[str] = ..., rank: _Optional[int] = ..., age_ns: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    telemetry: _facts_pb2.Telemetry
+    def __init__(self, report: _Optional[_Union[_facts_pb2.WorkerReport, _Mapping]] = ..., node_id: _Optional[str] = ..., rank: _Optional[int] = ..., age_ns: _Optional[int] = ..., steps: _Optional[int] = ..., telemetry: _Optional[_Union[_facts_pb2.Telemetry, _Mapping]] = ...) -> None: ...
 
 class NodeView(_message.Message):
     __slots__ = ("node", "phase", "age_ns", "free_slots", "reason", "cordoned")

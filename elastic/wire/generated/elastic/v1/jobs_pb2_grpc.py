@@ -81,6 +81,21 @@ class JobsStub(object):
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.WatchRequest.SerializeToString,
                 response_deserializer=elastic_dot_v1_dot_jobs__pb2.JobEvent.FromString,
                 _registered_method=True)
+        self.Events = channel.unary_stream(
+                '/elastic.v1.Jobs/Events',
+                request_serializer=elastic_dot_v1_dot_jobs__pb2.EventsRequest.SerializeToString,
+                response_deserializer=elastic_dot_v1_dot_jobs__pb2.TimedNote.FromString,
+                _registered_method=True)
+        self.Stacks = channel.unary_unary(
+                '/elastic.v1.Jobs/Stacks',
+                request_serializer=elastic_dot_v1_dot_jobs__pb2.StacksRequest.SerializeToString,
+                response_deserializer=elastic_dot_v1_dot_jobs__pb2.StacksResponse.FromString,
+                _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/elastic.v1.Jobs/Profile',
+                request_serializer=elastic_dot_v1_dot_jobs__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=elastic_dot_v1_dot_jobs__pb2.ProfileResponse.FromString,
+                _registered_method=True)
         self.Logs = channel.unary_stream(
                 '/elastic.v1.Jobs/Logs',
                 request_serializer=elastic_dot_v1_dot_jobs__pb2.LogsRequest.SerializeToString,
@@ -171,6 +186,31 @@ class JobsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Events(self, request, context):
+        """Tell what happened to a job, oldest first: all that the coordinator remembers, then, if wished
+        for, what happens until it has ended. Reads only; idempotent, not fenced. A coordinator that has
+        just begun remembers nothing from before; the run's directory does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stacks(self, request, context):
+        """Have a job's workers write the stacks of all their threads to their output. Answers at once.
+        Changes nothing; idempotent, not fenced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Profile(self, request, context):
+        """Have a worker sample its stacks, and write them into the run's directory. Answers at once.
+        FAILED_PRECONDITION when the job has none; NOT_FOUND when nobody has the rank. Not fenced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Logs(self, request, context):
         """Show the output of a job's workers. Reads only; idempotent, not fenced.
         """
@@ -225,6 +265,21 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=elastic_dot_v1_dot_jobs__pb2.WatchRequest.FromString,
                     response_serializer=elastic_dot_v1_dot_jobs__pb2.JobEvent.SerializeToString,
+            ),
+            'Events': grpc.unary_stream_rpc_method_handler(
+                    servicer.Events,
+                    request_deserializer=elastic_dot_v1_dot_jobs__pb2.EventsRequest.FromString,
+                    response_serializer=elastic_dot_v1_dot_jobs__pb2.TimedNote.SerializeToString,
+            ),
+            'Stacks': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stacks,
+                    request_deserializer=elastic_dot_v1_dot_jobs__pb2.StacksRequest.FromString,
+                    response_serializer=elastic_dot_v1_dot_jobs__pb2.StacksResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=elastic_dot_v1_dot_jobs__pb2.ProfileRequest.FromString,
+                    response_serializer=elastic_dot_v1_dot_jobs__pb2.ProfileResponse.SerializeToString,
             ),
             'Logs': grpc.unary_stream_rpc_method_handler(
                     servicer.Logs,
@@ -477,6 +532,87 @@ class Jobs(object):
             '/elastic.v1.Jobs/Watch',
             elastic_dot_v1_dot_jobs__pb2.WatchRequest.SerializeToString,
             elastic_dot_v1_dot_jobs__pb2.JobEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Events(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/elastic.v1.Jobs/Events',
+            elastic_dot_v1_dot_jobs__pb2.EventsRequest.SerializeToString,
+            elastic_dot_v1_dot_jobs__pb2.TimedNote.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stacks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elastic.v1.Jobs/Stacks',
+            elastic_dot_v1_dot_jobs__pb2.StacksRequest.SerializeToString,
+            elastic_dot_v1_dot_jobs__pb2.StacksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elastic.v1.Jobs/Profile',
+            elastic_dot_v1_dot_jobs__pb2.ProfileRequest.SerializeToString,
+            elastic_dot_v1_dot_jobs__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

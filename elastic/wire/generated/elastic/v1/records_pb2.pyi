@@ -38,8 +38,18 @@ class RankFailure(_message.Message):
     failure: _facts_pb2.Failure
     def __init__(self, rank: _Optional[int] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ...) -> None: ...
 
+class FormerWorker(_message.Message):
+    __slots__ = ("worker_id", "rank", "generation")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    rank: int
+    generation: int
+    def __init__(self, worker_id: _Optional[str] = ..., rank: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
 class JobRecord(_message.Message):
-    __slots__ = ("spec", "phase", "generation", "group", "failures", "losses", "checkpoints", "reason", "failure", "failed_worker", "result", "metrics", "sequence", "preemptions", "min_workers", "max_workers", "paused", "preempted_by", "submitter", "told_to_save", "leaves_for", "since_unix_ns", "stopping", "rank_failures")
+    __slots__ = ("spec", "phase", "generation", "group", "failures", "losses", "checkpoints", "reason", "failure", "failed_worker", "result", "metrics", "sequence", "preemptions", "min_workers", "max_workers", "paused", "preempted_by", "submitter", "told_to_save", "leaves_for", "since_unix_ns", "stopping", "rank_failures", "goodput", "former")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +74,8 @@ class JobRecord(_message.Message):
     SINCE_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     STOPPING_FIELD_NUMBER: _ClassVar[int]
     RANK_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_FIELD_NUMBER: _ClassVar[int]
+    FORMER_FIELD_NUMBER: _ClassVar[int]
     spec: _facts_pb2.JobSpec
     phase: _facts_pb2.JobPhase
     generation: int
@@ -88,4 +100,6 @@ class JobRecord(_message.Message):
     since_unix_ns: int
     stopping: str
     rank_failures: _containers.RepeatedCompositeFieldContainer[RankFailure]
-    def __init__(self, spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.JobPhase, str]] = ..., generation: _Optional[int] = ..., group: _Optional[_Union[_facts_pb2.Group, _Mapping]] = ..., failures: _Optional[int] = ..., losses: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[_facts_pb2.CheckpointRecord, _Mapping]]] = ..., reason: _Optional[str] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ..., failed_worker: _Optional[str] = ..., result: _Optional[str] = ..., metrics: _Optional[str] = ..., sequence: _Optional[int] = ..., preemptions: _Optional[int] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., paused: bool = ..., preempted_by: _Optional[str] = ..., submitter: _Optional[str] = ..., told_to_save: bool = ..., leaves_for: _Optional[str] = ..., since_unix_ns: _Optional[int] = ..., stopping: _Optional[str] = ..., rank_failures: _Optional[_Iterable[_Union[RankFailure, _Mapping]]] = ...) -> None: ...
+    goodput: _facts_pb2.Goodput
+    former: _containers.RepeatedCompositeFieldContainer[FormerWorker]
+    def __init__(self, spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., phase: _Optional[_Union[_facts_pb2.JobPhase, str]] = ..., generation: _Optional[int] = ..., group: _Optional[_Union[_facts_pb2.Group, _Mapping]] = ..., failures: _Optional[int] = ..., losses: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[_facts_pb2.CheckpointRecord, _Mapping]]] = ..., reason: _Optional[str] = ..., failure: _Optional[_Union[_facts_pb2.Failure, _Mapping]] = ..., failed_worker: _Optional[str] = ..., result: _Optional[str] = ..., metrics: _Optional[str] = ..., sequence: _Optional[int] = ..., preemptions: _Optional[int] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., paused: bool = ..., preempted_by: _Optional[str] = ..., submitter: _Optional[str] = ..., told_to_save: bool = ..., leaves_for: _Optional[str] = ..., since_unix_ns: _Optional[int] = ..., stopping: _Optional[str] = ..., rank_failures: _Optional[_Iterable[_Union[RankFailure, _Mapping]]] = ..., goodput: _Optional[_Union[_facts_pb2.Goodput, _Mapping]] = ..., former: _Optional[_Iterable[_Union[FormerWorker, _Mapping]]] = ...) -> None: ...

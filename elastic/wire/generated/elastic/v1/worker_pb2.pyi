@@ -23,7 +23,7 @@ REFUSAL_CODE_GENERATION_OVER: RefusalCode
 REFUSAL_CODE_NO_MEMBER: RefusalCode
 
 class PipeToWorker(_message.Message):
-    __slots__ = ("assign", "announce", "leave_group", "report_ack", "stop", "ping", "save_state", "preemption")
+    __slots__ = ("assign", "announce", "leave_group", "report_ack", "stop", "ping", "save_state", "preemption", "run_events", "profile")
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,8 @@ class PipeToWorker(_message.Message):
     PING_FIELD_NUMBER: _ClassVar[int]
     SAVE_STATE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    RUN_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     assign: Assign
     announce: Announce
     leave_group: LeaveGroup
@@ -40,7 +42,9 @@ class PipeToWorker(_message.Message):
     ping: Ping
     save_state: SaveState
     preemption: Preemption
-    def __init__(self, assign: _Optional[_Union[Assign, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., leave_group: _Optional[_Union[LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ..., preemption: _Optional[_Union[Preemption, _Mapping]] = ...) -> None: ...
+    run_events: RunEvents
+    profile: Profile
+    def __init__(self, assign: _Optional[_Union[Assign, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., leave_group: _Optional[_Union[LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ..., preemption: _Optional[_Union[Preemption, _Mapping]] = ..., run_events: _Optional[_Union[RunEvents, _Mapping]] = ..., profile: _Optional[_Union[Profile, _Mapping]] = ...) -> None: ...
 
 class PipeToAgent(_message.Message):
     __slots__ = ("warm", "worker_update", "reported", "progress", "pong", "pulse")
@@ -126,6 +130,24 @@ class Preemption(_message.Message):
     nodes: _containers.RepeatedCompositeFieldContainer[_facts_pb2.LeavingNode]
     def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., timeout_ns: _Optional[int] = ..., reason: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[_facts_pb2.LeavingNode, _Mapping]]] = ...) -> None: ...
 
+class RunEvents(_message.Message):
+    __slots__ = ("worker_id", "lines")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    lines: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., lines: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Profile(_message.Message):
+    __slots__ = ("worker_id", "seconds", "name")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    seconds: float
+    name: str
+    def __init__(self, worker_id: _Optional[str] = ..., seconds: _Optional[float] = ..., name: _Optional[str] = ...) -> None: ...
+
 class ReportAck(_message.Message):
     __slots__ = ("worker_id", "generation", "index", "accepted", "reason", "code")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -207,16 +229,20 @@ class Reported(_message.Message):
     def __init__(self, report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("worker_id", "generation", "steps", "first_step_unix_ns")
+    __slots__ = ("worker_id", "generation", "steps", "first_step_unix_ns", "spent", "telemetry")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    SPENT_FIELD_NUMBER: _ClassVar[int]
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     generation: int
     steps: int
     first_step_unix_ns: int
-    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., first_step_unix_ns: _Optional[int] = ...) -> None: ...
+    spent: _facts_pb2.Goodput
+    telemetry: _facts_pb2.Telemetry
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., first_step_unix_ns: _Optional[int] = ..., spent: _Optional[_Union[_facts_pb2.Goodput, _Mapping]] = ..., telemetry: _Optional[_Union[_facts_pb2.Telemetry, _Mapping]] = ...) -> None: ...
 
 class Pulse(_message.Message):
     __slots__ = ("worker_id", "generation", "waiting_ns", "still_ns", "epoch", "step", "begun", "longest_ns", "has_stepped", "working_ns", "work")

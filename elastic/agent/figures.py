@@ -1,0 +1,189 @@
+"""An agent's figures for Prometheus: what each of its workers does, and how its steps go.
+
+Rule: they are gathered from what passes by, and asking for them costs the workers nothing. Who
+reaches the address reads numbers, ranks and ids of jobs; no output, and nothing can be changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic.core.events.agent import (
+    AgentEffect,
+    AgentEvent,
+    ProcessExited,
+    ProcessSaid,
+    SendProcess,
+)
+from elastic.core.messages import Announce, Assign, Progress, Warm, WorkerUpdate
+from elastic.core.telemetry import NS_PER_S, Telemetry
+from elastic.core.world import ExitKind, WorkerPhase
+from elastic.errors import Unavailable
+from elastic.runtime.exposition import CONTENT_TYPE, Family, exposition
+from elastic.runtime.rpc import format_endpoint
+
+log = logging.getLogger(__name__)
+
+REQUEST_BYTES_MAX = 8192
+REQUEST_S_MAX = 10.0
+CONNECTIONS_MAX = 32
+PARTS = ("wall", "data_wait", "compute", "exchange", "straggler_wait", "commit")
+
+
+@dataclass
+class _Worker:
+    job: str
+    rank: int = -1
+    generation: int = 0
+    phase: WorkerPhase = WorkerPhase.STARTING
+    steps: int = 0
+    telemetry: Telemetry = field(default_factory=Telemetry)
+
+
+class Figures:
+    """What an agent knows of its processes."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._workers: dict[int, _Worker] = {}
+        self._warm: set[int] = set()
+        self._restarts: Counter[tuple[str, str]] = Counter()
+
+    def hear(self, event: AgentEvent) -> None:
+        """Take what happened."""
+        if isinstance(event, ProcessExited):
+            self._warm.discard(event.process_id)
+            worker = self._workers.pop(event.process_id, None)
+            cause = event.cause
+            is_in_order = cause.kind is ExitKind.STOPPED or (
+                cause.kind is ExitKind.CODE and not cause.code
+            )
+            if worker is not None and not is_in_order:
+                self._restarts[worker.job, cause.kind.value] += 1
+        elif isinstance(event, ProcessSaid):
+            self._said(event)
+
+    def _said(self, event: ProcessSaid) -> None:
+        message, worker = event.message, self._workers.get(event.process_id)
+        if isinstance(message, Warm):
+            self._warm.add(event.process_id)
+        elif worker is None:
+            return
+        elif isinstance(message, WorkerUpdate):
+            worker.phase = message.report.phase
+        elif isinstance(message, Progress) and message.generation == worker.generation:
+            worker.steps, worker.telemetry = message.steps, message.telemetry
+
+    def tell(self, effect: AgentEffect) -> None:
+        """Take what the agent does."""
+        if not isinstance(effect, SendProcess):
+            return
+        message = effect.message
+        if isinstance(message, Assign):
+            self._warm.discard(effect.process_id)
+            self._workers[effect.process_id] = _Worker(message.spec.job_id)
+        elif isinstance(message, Announce) and effect.process_id in self._workers:
+            place, job = message.assignment, self._workers[effect.process_id].job
+            self._workers[effect.process_id] = _Worker(job, place.rank, place.generation)
+
+    def text(self) -> str:
+        """Return all of them, as a scraper reads them."""
+        up = Family(
+            "elastic_worker_up", "gauge", "1 for a worker that trains, 0 for one that waits."
+        )
+        steps = Family("elastic_worker_steps", "gauge", "Steps of a worker in its generation.")
+        times = Family(
+            "elastic_worker_step_seconds", "gauge",
+            "Mean time of a worker's newest steps, about a second of them, and its parts.",
+        )  # fmt: skip
+        sent = Family(
+            "elastic_worker_sent_bytes_per_second", "gauge", "Gradients that a worker sends."
+        )
+        for worker in self._workers.values():
+            of = {"job": worker.job, "rank": worker.rank}
+            up.add(worker.phase is WorkerPhase.TRAINING, **of)
+            if worker.rank < 0:
+                continue
+            steps.add(worker.steps, **of)
+            told = worker.telemetry
+            if told.steps:
+                for part in PARTS:
+                    mean_s = getattr(told, f"{part}_ns") / told.steps / NS_PER_S
+                    times.add(mean_s, **of, part=part)
+                sent.add(told.per_second(told.bytes_sent), **of)
+        restarts = Family(
+            "elastic_worker_restarts_total", "counter",
+            "Workers that ended otherwise than by order, by how.",
+        )  # fmt: skip
+        for (job, kind), count in sorted(self._restarts.items()):
+            restarts.add(count, job=job, kind=kind)
+        spares = Family("elastic_spares", "gauge", "Processes that are warm and have no job.")
+        return exposition([up, steps, times, sent, restarts, spares.add(len(self._warm))])
+
+
+class FiguresServer:
+    """Answers `GET /metrics` and nothing else; whoever is slow is let go."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Bind.
+
+        Args:
+            host: to listen on.
+            port: 0 for a free one.
+
+        Raises:
+            Unavailable: the address cannot be bound.
+        """
+        self._text: Callable[[], str] = str
+        self._open = 0
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise Unavailable(
+                f"cannot listen on {format_endpoint(host, port)} for --metrics "
+                f"({error.strerror or error}): free it, or choose another"
+            ) from error
+        self.address = format_endpoint(host, self._socket.getsockname()[1])
+
+    async def run(self, text: Callable[[], str]) -> None:
+        """Answer with what `text` returns, until cancelled."""
+        self._text = text
+        async with await asyncio.start_server(
+            self._answer, sock=self._socket, limit=REQUEST_BYTES_MAX
+        ) as server:
+            log.info("metrics_served address=%s", self.address)
+            await server.serve_forever()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        try:
+            if self._open <= CONNECTIONS_MAX:
+                await asyncio.wait_for(self._serve(reader, writer), REQUEST_S_MAX)
+        except (OSError, EOFError, ValueError, asyncio.TimeoutError, asyncio.LimitOverrunError):
+            pass  # Whoever asked is gone, slow, or speaks something else.
+        finally:
+            self._open -= 1
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        words = head.split(b"\r\n", 1)[0].split(b" ")
+        path = words[1].partition(b"?")[0] if len(words) == 3 else b""
+        if words[0] == b"GET" and path == b"/metrics":
+            status, body = "200 OK", self._text().encode()
+        else:
+            status, body = "404 Not Found", b"GET /metrics is all that is here\n"
+        writer.write(
+            f"HTTP/1.1 {status}\r\ncontent-type: {CONTENT_TYPE}\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
+            + body
+        )
+        await writer.drain()

@@ -1,0 +1,130 @@
+"""Beside a log, whose output it is and since when: "n1-3.marks" for "n1-3.log".
+
+A log is what a worker printed, byte for byte, so that every tool can read it. Its marks say from
+which byte on it was printed at which moment, in which generation and as which rank.
+
+Rule: a line belongs to the mark at its first byte. A log without marks is read all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = struct.Struct("<qqqq")
+EVERY_NS = 1_000_000
+"""What is printed within it has one mark."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """When a line was printed, and by whom.
+
+    Attributes:
+        unix_ns: when the agent read it, nanoseconds since 1970; 0 if not known.
+        generation, rank: of the worker at that moment; 0 and -1 before its first group.
+    """
+
+    unix_ns: int = 0
+    generation: int = 0
+    rank: int = -1
+
+
+def marks_path(log: Path) -> Path:
+    """Return where the marks of a log file are: of "n1-3.log.2" in "n1-3.marks.2"."""
+    before, _, after = log.name.rpartition(".log")
+    return log.with_name(f"{before}.marks{after}")
+
+
+class MarksFile:
+    """The marks of one log file, written beside it; what the disk refuses is left out."""
+
+    def __init__(self) -> None:
+        """Open nothing yet."""
+        self._fd = -1
+        self._last = Stamp()
+
+    def open(self, log: Path) -> None:
+        """Go on with those of this file."""
+        self.close()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        with contextlib.suppress(OSError):
+            self._fd = os.open(marks_path(log), flags, 0o600)
+
+    def mark(self, offset: int, stamp: Stamp) -> None:
+        """Say that what comes from this byte on was printed then."""
+        is_same = (stamp.generation, stamp.rank) == (self._last.generation, self._last.rank)
+        if self._fd < 0 or (is_same and 0 <= stamp.unix_ns - self._last.unix_ns < EVERY_NS):
+            return
+        with contextlib.suppress(OSError):
+            os.write(self._fd, MARK.pack(offset, stamp.unix_ns, stamp.generation, stamp.rank))
+            self._last = stamp
+
+    def close(self) -> None:
+        """Close the file; the next one begins with a mark of its own."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._last = -1, Stamp()
+
+
+class MarksReader:
+    """The marks of one log file, also while more come."""
+
+    def __init__(self, log: Path) -> None:
+        """Read what there is."""
+        self._file = None
+        with contextlib.suppress(OSError):
+            self._file = open(marks_path(log), "rb", buffering=0)  # noqa: SIM115 (kept open)
+        self._offsets: list[int] = []
+        self._stamps: list[Stamp] = []
+        self._rest = b""
+        self._place = -1
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def split(self, data: bytes, start: int, before: Stamp) -> list[tuple[Stamp, bytes]]:
+        """Cut lines where the stamp changes.
+
+        Args:
+            data: whole lines, as a rule, read in order.
+            start: of their first byte in the file; negative if it was in the file before.
+            before: the stamp of what came before, for what no mark is known of.
+        """
+        self._read_more()
+        found, at = [], 0
+        while at < len(data):
+            stamp, until = self._stamp_at(start + at, before)
+            end = len(data)
+            if until is not None and until - start < end:
+                # The line that is begun before the next mark is of this one.
+                border = max(at, until - start)
+                is_begin = border > at and data[border - 1 : border] == b"\n"
+                end = border if is_begin else data.find(b"\n", border) + 1 or len(data)
+            found.append((stamp, data[at:end]))
+            at, before = end, stamp
+        return found
+
+    def _stamp_at(self, offset: int, before: Stamp) -> tuple[Stamp, int | None]:
+        """Return the stamp of a byte, and where the next mark is; offsets only grow."""
+        while self._place + 1 < len(self._offsets) and self._offsets[self._place + 1] <= offset:
+            self._place += 1
+        following: Sequence[int] = self._offsets[self._place + 1 : self._place + 2]
+        stamp = self._stamps[self._place] if self._place >= 0 else before
+        return stamp, following[0] if following else None
+
+    def _read_more(self) -> None:
+        while self._file is not None and (more := self._file.read(1 << 16)):
+            self._rest += more
+            whole = len(self._rest) - len(self._rest) % MARK.size
+            for offset, unix_ns, generation, rank in MARK.iter_unpack(self._rest[:whole]):
+                self._offsets.append(offset)
+                self._stamps.append(Stamp(unix_ns, generation, rank))
+            self._rest = self._rest[whole:]

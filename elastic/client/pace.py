@@ -1,0 +1,108 @@
+"""How training goes, said in a line: steps a second, where the time went, who is waited for.
+
+Rule: pure text, the same words in `status`, `top` and the line of a followed job.
+"""
+
+from __future__ import annotations
+
+from elastic.client.wording import (
+    NS_PER_S,
+    duration,
+    metrics_line,
+    num_bytes,
+    parsed_metrics,
+)
+from elastic.core.telemetry import Goodput, Telemetry
+from elastic.core.view import JobView
+
+SHOWN_PART = 0.001
+"""A smaller part of the time is not worth a word."""
+
+
+def place_line(told: Telemetry) -> str:
+    """Return "epoch 3/10 step 45/100", "" before a loop over epochs has told of itself."""
+    if not (told.num_epochs or any(told.place)):
+        return ""
+    epochs = f"/{told.num_epochs}" if told.num_epochs else ""
+    steps = f"/{told.num_steps}" if told.num_steps else ""
+    return f"epoch {told.epoch}{epochs} step {told.step}{steps}"
+
+
+def eta_ns(told: Telemetry) -> int | None:
+    """Return how long the loop over epochs still takes at this pace, None if nobody can say."""
+    if not (told.num_epochs and told.num_steps and told.steps and told.wall_ns):
+        return None
+    left = told.num_steps * (told.num_epochs - told.epoch) - told.step
+    return max(0, left) * told.wall_ns // told.steps
+
+
+def progress_line(told: Telemetry) -> str:
+    """Return how far it is and how fast: "epoch 3/10 step 4/9, 12.3 steps/s, 4m left"."""
+    if not told.steps:
+        return ""
+    left_ns = eta_ns(told)
+    parts = [place_line(told), f"{told.per_second(told.steps):.3g} steps/s"]
+    if left_ns is not None:
+        parts.append(f"{duration(left_ns, digits=0)} left")
+    return ", ".join(filter(None, parts))
+
+
+def logged_line(told: Telemetry) -> str:
+    """Return the newest averages of what was logged: "loss=0.1234"; none that begin with "_"."""
+    known = parsed_metrics(told.logged)
+    return metrics_line({name: value for name, value in known.items() if not name.startswith("_")})
+
+
+def pace_line(told: Telemetry) -> str:
+    """Return "12.3 steps/s, 1574 samples/s", "" before the first second of steps."""
+    if not told.steps:
+        return ""
+    parts = [f"{told.per_second(told.steps):.3g} steps/s"]
+    if told.samples:
+        parts.append(f"{told.per_second(told.samples):,.0f} samples/s")
+    if told.tokens:
+        parts.append(f"{told.per_second(told.tokens):,.0f} tokens/s")
+    if told.bytes_sent:
+        parts.append(f"{num_bytes(round(told.per_second(told.bytes_sent)))}/s sent by a rank")
+    return ", ".join(parts)
+
+
+def step_line(told: Telemetry) -> str:
+    """Return the parts of a step: "81 ms: compute 62, exchange 14, data 3, commit 2"."""
+    if not told.steps:
+        return ""
+    named = (
+        ("compute", told.compute_ns),
+        ("exchange", told.exchange_ns),
+        ("data", told.data_wait_ns),
+        ("commit", told.commit_ns),
+    )
+    parts = ", ".join(f"{name} {ns / told.steps / 1e6:.3g}" for name, ns in named)
+    late = straggler_line(told)
+    return f"{told.step_s * 1e3:.3g} ms: {parts}{f'; {late}' if late else ''}"
+
+
+def straggler_line(told: Telemetry) -> str:
+    """Return "rank 3 is waited for, 18 % of the time", "" if nobody is."""
+    if told.straggler < 0:
+        return ""
+    part = told.straggler_wait_ns / told.wall_ns if told.wall_ns else 0.0
+    much = f", {part:.0%} of the time" if part >= SHOWN_PART else ""
+    return f"rank {told.straggler} is waited for{much}"
+
+
+def goodput_line(goodput: Goodput, untold_ns: int = 0) -> str:
+    """Return "93.1 % of 12m 4s: productive 11m 14s, reform 3.1 s, ...", "" before any."""
+    if not goodput.allocated_ns:
+        return ""
+    parts = sorted(goodput.seconds().items(), key=lambda pair: -pair[1])
+    least = SHOWN_PART * goodput.allocated_ns / NS_PER_S
+    shown = [f"{name} {duration(round(s * NS_PER_S))}" for name, s in parts if s > least]
+    more = f"; {duration(untold_ns)} not told yet" if untold_ns > NS_PER_S else ""
+    held = duration(goodput.allocated_ns + untold_ns)
+    return f"{goodput.ratio:.1%} of {held} of workers: {', '.join(shown)}{more}"
+
+
+def job_goodput(view: JobView) -> str:
+    """Return the goodput of a job in a line."""
+    return goodput_line(view.record.goodput, view.untold_ns)

@@ -1,0 +1,34 @@
+"""The command `elastic track`: what a run has reported, told to trackers by hand."""
+
+from __future__ import annotations
+
+import click
+
+from elastic.client.submission import run_path_of
+from elastic.client.terminal import reporting_errors
+from elastic.errors import UsageError
+from elastic.storage.metrics import has_metrics
+from elastic.storage.run_directory import RunDirectory
+from elastic.storage.trackers import Tracking, parse_trackers
+
+
+@click.command()
+@click.argument("run")
+@click.argument("trackers", nargs=-1, required=True, metavar="KIND[:WHERE]...")
+@reporting_errors
+def track(run: str, trackers: tuple[str, ...]) -> None:
+    """Tell trackers what RUN, a run directory, has reported and they do not know yet.
+
+    KIND is tensorboard[:DIR], json[:FILE], wandb:PROJECT or mlflow:URI. `--tracker` of `submit`
+    and `run` does the same while a job runs; this is for runs before it, and for what a tracker
+    that was away has missed.
+    """
+    parent, _, name = run.rstrip("/").rpartition("/")
+    path = run_path_of(parent or ("/" if run.startswith("/") else "."), name)
+    if not has_metrics(RunDirectory(path).files):
+        raise UsageError(f"{path} has no metrics: name the directory of a run, storage_path/name")
+    for wish in parse_trackers(",".join(trackers)):
+        tracking = Tracking(path, wish)
+        count = tracking.turn()
+        tracking.close()
+        click.echo(f"{wish.kind}: {count} new report{'' if count == 1 else 's'}")

@@ -1,0 +1,74 @@
+"""HTML in which nothing that others wrote is ever markup, and no control character arrives.
+
+Rule: markup is made by `element` alone; every other text is escaped where it enters. Names, metrics
+and output come from users: terminal sequences are taken out, and what would move or hide other
+text on a page (control characters, overrides of direction) is shown by its number.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+TERMINAL = re.compile(
+    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # Titles, links: up to the bell or string terminator.
+    r"|\x1b[P^_X][^\x1b]*(?:\x1b\\)?"
+    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
+    r"|\x1b[ -/]*[0-~]?"
+)
+UNSEEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]"
+)
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+VOID = frozenset({"br", "hr", "input", "link", "meta"})
+
+
+class Html(str):
+    """Markup; whatever is not of this class is text."""
+
+    __slots__ = ()
+
+
+def clean(text: str) -> str:
+    """Return a text without terminal sequences, in which unseen characters show their number."""
+    if text.isprintable():
+        return text
+    text = TERMINAL.sub("", text)
+    text = UNSEEN.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return SURROGATE.sub("\ufffd", text)
+
+
+def clean_output(text: str) -> str:
+    """Return output as a terminal would leave it: a line that was redrawn shows once."""
+    lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    return clean("\n".join(lines))
+
+
+def escaped(value: Any) -> Html:
+    """Return a value as markup that shows just that."""
+    return value if isinstance(value, Html) else Html(html.escape(clean(str(value))))
+
+
+def joined(*parts: Any) -> Html:
+    """Return parts one after another; None is nothing."""
+    return Html("".join(escaped(part) for part in parts if part is not None))
+
+
+def element(name: str, /, *children: Any, **attributes: Any) -> Html:
+    """Return an element.
+
+    Args:
+        name: of the tag, ours.
+        children: elements or texts; None is nothing.
+        attributes: `class_` is "class" and `data_x` is "data-x"; None or False leaves one out,
+            True gives it without a value.
+    """
+    told = []
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        attribute = key.rstrip("_").replace("_", "-")
+        told.append(f" {attribute}" if value is True else f' {attribute}="{escaped(value)}"')
+    opening = f"<{name}{''.join(told)}>"
+    return Html(opening if name in VOID else f"{opening}{joined(*children)}</{name}>")

@@ -1,0 +1,150 @@
+"""Output of a job's workers on its way to a page: whole lines, cleaned, and no more than fits.
+
+Rule: of output that comes faster than `BYTES_PER_S` the newest lines are shown, and how many were
+passed over is said; files on the nodes have all of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+
+import anyio
+
+from elastic.coord.server_desk import Desk
+from elastic.coord.server_jobs import LogReader
+from elastic.coord.web.html import clean_output
+from elastic.core.config import NS_PER_S
+from elastic.core.world import JobId, WorkerId
+
+TAIL_LINES = 200
+TAIL_WAIT_S = 3.0
+TICK_S = 1.0
+BYTES_PER_S = 64_000
+LINE_CHARS_MAX = 2000
+PARTIAL_CHARS_MAX = 1 << 16
+NEW_WORKERS_S = 0.25
+
+Line = tuple[float, int, int, str, str]
+"""Unix seconds (0 if not known), generation and rank then (-1 for none), node, and text."""
+
+
+@dataclass
+class Wanted:
+    """Whose output is wanted."""
+
+    follow: bool
+    tail_lines: int = TAIL_LINES
+    ranks: tuple[int, ...] = ()
+    contains: str = ""
+
+    @classmethod
+    def of(cls, query: Mapping[str, str], *, follow: bool) -> Wanted:
+        """Read what a form says; what is no rank chooses none."""
+        ranks = tuple(
+            int(part) for part in query.get("rank", "").split(",")[:64] if part.strip().isdecimal()
+        )
+        return cls(follow, ranks=ranks, contains=query.get("contains", "")[:200])
+
+
+@dataclass
+class Lines:
+    """Whole lines, made of what comes in pieces."""
+
+    contains: str
+    _partial: dict[WorkerId, str] = field(default_factory=dict)
+
+    def take(self, reader: LogReader) -> list[Line]:
+        """Return the lines that are whole now."""
+        lines: list[Line] = []
+        for chunk in reader.chunks():
+            text = self._partial.get(chunk.worker_id, "") + chunk.text
+            text, _, rest = text.rpartition("\n")
+            self._partial[chunk.worker_id] = rest[-PARTIAL_CHARS_MAX:]
+            if text:
+                at_s, where = round(chunk.unix_ns / NS_PER_S, 3), chunk.node_id
+                lines += [
+                    (at_s, chunk.generation, chunk.rank, where, line[:LINE_CHARS_MAX])
+                    for line in clean_output(text).split("\n")
+                ]
+        return [line for line in lines if self.contains in line[-1]]
+
+
+def head(line: Line) -> str:
+    """Return what stands before a line: "[g4 r3 gpu-07]"."""
+    _, generation, rank, node, _ = line
+    return f"[g{generation} r{rank} {node}]" if rank >= 0 else f"[{node}]"
+
+
+async def output_stream(
+    desk: Desk, job_id: JobId, query: Mapping[str, str]
+) -> AsyncGenerator[str, None]:
+    """Yield messages with the newest lines, and then with what comes, until the job has ended.
+
+    Raises:
+        NotLeading: this coordinator does not lead, or no more.
+    """
+    wanted, driver = Wanted.of(query, follow=True), desk.driver
+    lines = Lines(wanted.contains)
+    with (
+        desk.follows.merged() as merged,
+        driver.watchers.subscribe(job_id, on_note=merged.wake) as notes,
+    ):
+        reader = LogReader(desk, job_id, wanted, merged)
+        going_on, waiting, sent_ns = True, list[Line](), 0
+        while going_on:
+            desk.stay_with(driver)
+            notes.take()
+            going_on = reader.look()
+            waiting += lines.take(reader)
+            desk.follows.make_room(merged)
+            now_ns = desk.clock.monotonic_ns()
+            if now_ns - sent_ns >= TICK_S * NS_PER_S or not going_on:
+                sent_ns = now_ns
+                yield _message(by_time(waiting))
+                waiting = []
+            if going_on:
+                await anyio.sleep(NEW_WORKERS_S)
+    yield f"data: {json.dumps({'end': True})}\n\n"
+
+
+def by_time(lines: list[Line]) -> list[Line]:
+    """Return lines of several workers by time; one without follows the one that came before it."""
+    moments: list[float] = []
+    for line in lines:
+        moments.append(line[0] or (moments[-1] if moments else 0.0))
+    return [line for _, line in sorted(zip(moments, lines, strict=True), key=lambda pair: pair[0])]
+
+
+def _message(lines: list[Line]) -> str:
+    """Return the newest of these lines, as many as fit, as one message; a comment for none."""
+    if not lines:
+        return ": \n\n"
+    kept, size = 0, 0
+    for line in reversed(lines):
+        size += len(json.dumps(line))
+        if size > BYTES_PER_S:
+            break
+        kept += 1
+    told = {"lines": lines[len(lines) - kept :], "skipped": len(lines) - kept}
+    return f"data: {json.dumps(told)}\n\n"
+
+
+async def newest_lines(desk: Desk, job_id: JobId, query: Mapping[str, str]) -> list[Line]:
+    """Return the newest lines that come within `TAIL_WAIT_S`.
+
+    Raises:
+        NotLeading: this coordinator does not lead.
+    """
+    wanted = Wanted.of(query, follow=False)
+    lines, found = Lines(wanted.contains), list[Line]()
+    with desk.follows.merged() as merged:
+        reader = LogReader(desk, job_id, wanted, merged)
+        with anyio.move_on_after(TAIL_WAIT_S):
+            while reader.look():
+                found += lines.take(reader)
+                desk.follows.make_room(merged)
+                await merged.wait(NEW_WORKERS_S)
+        found += lines.take(reader)
+    return found

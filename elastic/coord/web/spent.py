@@ -1,0 +1,139 @@
+"""Where time goes: the goodput of a job as a bar, and the steps of its workers.
+
+Rule: a bar's parts sum to what was allocated; the numbers stand beside it as text.
+"""
+
+from __future__ import annotations
+
+from elastic.client.pace import eta_ns, pace_line, place_line
+from elastic.client.wording import duration
+from elastic.coord.web.html import Html, element, joined
+from elastic.coord.web.parts import Part, pill, row
+from elastic.core.config import NS_PER_S
+from elastic.core.telemetry import Telemetry
+from elastic.core.view import JobView, WorkerView
+
+ROWS_MAX = 64
+"""Of workers: those that others wait for come first. Programs ask for all."""
+BAR_WIDTH, BAR_HEIGHT = 1000, 26
+SHOWN_PART = 0.001
+STRAGGLES = 0.05
+"""A rank is marked when its group waits for it for such a part of the time."""
+
+
+def goodput_bar(job: JobView) -> Part:
+    """Return where the time of all its workers went."""
+    goodput = job.record.goodput
+    total = goodput.allocated_ns
+    if not total:
+        return Part("goodput", element("p", "Nothing was told yet.", id="goodput"))
+    bars, legend, x = [], [], 0.0
+    for name, seconds in sorted(goodput.seconds().items(), key=lambda pair: -pair[1]):
+        part = seconds * NS_PER_S / total
+        if part < SHOWN_PART:
+            continue
+        told = f"{name.replace('_', ' ')} {part:.1%}"
+        bars.append(
+            element(
+                "rect", element("title", told), x=f"{x:.1f}", y=0,
+                width=f"{part * BAR_WIDTH:.1f}", height=BAR_HEIGHT, class_=f"c-{name}",
+            )
+        )  # fmt: skip
+        x += part * BAR_WIDTH
+        swatch = element(
+            "svg", element("rect", width=10, height=10, class_=f"c-{name}"), viewBox="0 0 10 10",
+            aria_hidden="true",
+        )  # fmt: skip
+        spent = duration(round(seconds * NS_PER_S))
+        legend.append(element("li", swatch, f"{told}, {spent}"))
+    bar = element(
+        "svg", *bars, role="img", viewBox=f"0 0 {BAR_WIDTH} {BAR_HEIGHT}", class_="goodput",
+        preserveAspectRatio="none", aria_label="Where the time of workers went",
+    )  # fmt: skip
+    return Part(
+        "goodput", element("div", bar, element("ul", *legend, class_="legend"), id="goodput")
+    )
+
+
+def goodput_text(job: JobView) -> str:
+    """Return "93.1 % of 12m 4s", "–" before any."""
+    goodput = job.record.goodput
+    if not goodput.allocated_ns:
+        return "–"
+    return f"{goodput.ratio:.1%} of {duration(goodput.allocated_ns, digits=0)}"
+
+
+def pace_facts(told: Telemetry) -> dict[str, object]:
+    """Return where in the run it is, how fast, and how long it still takes."""
+    facts: dict[str, object] = {"place": place_line(told) or "–", "pace": pace_line(told) or "–"}
+    left_ns = eta_ns(told)
+    if left_ns is not None:
+        facts["time left"] = duration(left_ns, digits=0)
+    return facts
+
+
+def stragglers(job: JobView) -> frozenset[int]:
+    """Return the ranks that others wait for much of their time."""
+    return frozenset(
+        worker.telemetry.straggler
+        for worker in job.workers
+        if worker.telemetry.straggler >= 0
+        and worker.telemetry.straggler_wait_ns > STRAGGLES * worker.telemetry.wall_ns
+    )
+
+
+def worker_rows(job: JobView) -> dict[str, Html]:
+    """Return the workers' rows, those that others wait for first."""
+    late = stragglers(job)
+
+    def place(worker: WorkerView) -> tuple[bool, bool, int, str]:
+        return worker.rank not in late, worker.rank < 0, worker.rank, worker.report.worker_id
+
+    rows = {}
+    for worker in sorted(job.workers, key=place)[:ROWS_MAX]:
+        report, told = worker.report, worker.telemetry
+        key, is_late = f"w-{report.worker_id}", worker.rank in late
+        mark = element("strong", "others wait for it", class_="late") if is_late else None
+        rows[key] = row(
+            key,
+            worker.rank if worker.rank >= 0 else "–",
+            joined(
+                report.worker_id, " ", element("small", f"pid {report.pid}" if report.pid else "")
+            ),
+            joined(pill(report.phase.value), " ", mark),
+            worker.steps,
+            f"{told.step_s * 1e3:.3g} ms" if told.steps else "–",
+            _split(told),
+            css="straggler" if is_late else None,
+        )
+    return rows
+
+
+def _split(told: Telemetry) -> Html:
+    """Return the parts of a step, as a bar and in words."""
+    if not told.steps or not told.wall_ns:
+        return Html("–")
+    waits = min(told.straggler_wait_ns, told.exchange_ns)
+    parts = (
+        ("compute", "productive", told.compute_ns),
+        ("exchange", "eval", told.exchange_ns - waits),
+        ("waits for others", "straggler_wait", waits),
+        ("data", "data_wait", told.data_wait_ns),
+        ("commit", "checkpoint_stall", told.commit_ns),
+    )
+    # An exchange goes on while others of the same step are computed.
+    total_ns = max(told.wall_ns, sum(spent_ns for _, _, spent_ns in parts))
+    bars, words, x = [], [], 0.0
+    for name, css, spent_ns in parts:
+        width = 100 * spent_ns / total_ns
+        bars.append(
+            element("rect", x=f"{x:.0f}", width=f"{width:.0f}", height=8, class_=f"c-{css}")
+        )
+        x += width
+        if width >= 0.5:
+            words.append(f"{name} {width:.0f}%")
+    bar = element(
+        "svg", *bars, viewBox="0 0 100 8", preserveAspectRatio="none", class_="split",
+        aria_hidden="true",
+    )  # fmt: skip
+    return joined(bar, element("small", ", ".join(words)))

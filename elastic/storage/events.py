@@ -1,0 +1,90 @@
+"""What happened to a run: RUN/events.jsonl, one JSON object a line in the schema of the event log.
+
+Written by the first rank of each group, one after the other, as the coordinator tells it.
+
+Rule: an event is in the file once. It is known by its job and its `time_unix_ns`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from elastic.errors import StorageError
+from elastic.storage.files import Files
+
+NAME = "events.jsonl"
+BYTES_MAX = 1 << 30
+
+
+class EventsFile:
+    """The file, for one thread of one process."""
+
+    def __init__(self, files: Files) -> None:
+        """Touch nothing yet; `files` is the run directory."""
+        self._files = files
+        self._known: set[tuple[str, int]] | None = None
+        self._data = b""
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Add those that are not there.
+
+        Args:
+            lines: JSON objects, in the schema of the event log.
+
+        Raises:
+            StorageError: the file cannot be read or written; nothing was added then.
+        """
+        if self._known is None:
+            self._data = _content(self._files)
+            self._known = {_key(event) for event in _events_in(self._data)}
+        news = {_key(json.loads(line)): line for line in lines}
+        data = "".join(f"{line}\n" for key, line in news.items() if key not in self._known).encode()
+        if not data:
+            return
+        if self._data and not self._data.endswith(b"\n"):
+            data = b"\n" + data  # Whoever wrote before was killed in the middle of a line.
+        if self._files.is_object_store:
+            self._files.write(NAME, self._data + data)
+        else:
+            self._files.append(NAME, data)
+        self._known.update(news)
+        self._data = self._data + data if self._files.is_object_store else b"\n"
+
+
+def read_events(run_path: str) -> list[dict[str, Any]]:
+    """Return what happened to a run, oldest first; a torn line is left out.
+
+    Args:
+        run_path: the run directory.
+
+    Raises:
+        StorageError: the file is there and cannot be read.
+    """
+    return _events_in(_content(Files(run_path)))
+
+
+def _content(files: Files) -> bytes:
+    try:
+        return files.read(NAME, BYTES_MAX)
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return b""
+        raise
+
+
+def _events_in(data: bytes) -> list[dict[str, Any]]:
+    events = []
+    for line in data.decode(errors="replace").split("\n"):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and {"time_unix_ns", "job", "event", "fields"} <= event.keys():
+            events.append(event)
+    return events
+
+
+def _key(event: dict[str, Any]) -> tuple[str, int]:
+    return str(event["job"]), int(event["time_unix_ns"])

@@ -1,0 +1,130 @@
+"""Trackers are told of each report once, whatever dies between telling and taking that down."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.errors import ConfigError
+from elastic.storage import event_file
+from elastic.storage.files import Files
+from elastic.storage.trackers import Tracking, Wish, parse_trackers
+
+
+def report(run: Path, number: int, *, generation: int = 1, **metrics: float) -> None:
+    """Write a row as rank 0 of a loop over epochs does: its place tells repeats."""
+    row = {
+        "generation": generation, "rank": 0, "index": number, "unix_ns": number * 10**9,
+        "world_size": 1, "metrics": metrics, "at": [number, 0],
+    }  # fmt: skip
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def steps_shown(kind: str, run: Path) -> list[tuple[int, float]]:
+    """(number, loss) of all that a tracker of files shows."""
+    if kind == "json":
+        lines = (run / "tracked.jsonl").read_text().splitlines()
+        return [(row["step"], row["loss"]) for row in map(json.loads, lines)]
+    return list(scalars_in((run / "tensorboard" / "events.out.tfevents.1.elastic").read_bytes()))
+
+
+def scalars_in(data: bytes) -> Iterator[tuple[int, float]]:
+    """Read an event file as its format says, checksums and all."""
+    while data:
+        (size,) = struct.unpack("<Q", data[:8])
+        body = data[12 : 12 + size]
+        assert data[8:12] == event_file._masked(data[:8])
+        assert data[12 + size : 16 + size] == event_file._masked(body)
+        fields = dict(fields_in(body))
+        if 5 in fields:
+            [(_, value)] = fields_in(fields[5])
+            told = dict(fields_in(value))
+            assert told[1] == b"loss"
+            yield fields[2], struct.unpack("<f", told[2])[0]
+        data = data[16 + size :]
+
+
+def fields_in(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Number and value of each field of a protobuf message."""
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = data[place]
+            place += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while place < len(data):
+        key = varint()
+        if key & 7 == 0:
+            yield key >> 3, varint()
+            continue
+        size = {1: 8, 5: 4}.get(key & 7) or varint()
+        yield key >> 3, data[place : place + size]
+        place += size
+
+
+@pytest.mark.parametrize("kind", ["json", "tensorboard"])
+def test_each_report_is_shown_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, wish = tmp_path / "run", Wish(kind)
+    run.mkdir()
+    report(run, 1, loss=0.5)
+    first = Tracking(str(run), wish)
+    assert first.turn() == 1
+    assert first.turn() == 0
+    report(run, 2, loss=0.25)
+
+    # It dies after the file was written, and before that was taken down.
+    with monkeypatch.context() as dies:
+        dies.setattr(Files, "write", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+        with pytest.raises(OSError, match="killed"):
+            first.turn()
+    assert len(steps_shown(kind, run)) == 2
+    first.close()
+
+    # The run has gone back: what is reported again, in the next generation, is known.
+    report(run, 2, generation=2, loss=0.25)
+    report(run, 3, generation=2, loss=0.125)
+    second = Tracking(str(run), wish)
+    assert second.turn() == 2
+    assert steps_shown(kind, run) == [(1, 0.5), (2, 0.25), (3, 0.125)]
+    # Storage that failed for a moment: the same tracker shows what waits, once.
+    report(run, 4, generation=2, loss=0.0)
+    with monkeypatch.context() as fails:
+        fails.setattr(Files, "write", lambda *_: (_ for _ in ()).throw(OSError("away")))
+        with pytest.raises(OSError, match="away"):
+            second.turn()
+    assert second.turn() == 1
+    second.close()
+    assert steps_shown(kind, run)[3:] == [(4, 0.0)]
+
+
+def test_the_checksum_is_crc32c() -> None:
+    # The check value of the polynomial's catalogue, masked as TFRecord does.
+    crc = 0xE3069283
+    masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    assert event_file._masked(b"123456789") == struct.pack("<I", masked)
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_trackers(" tensorboard, json:/x ") == (Wish("tensorboard"), Wish("json", "/x"))
+    for text, message in (("tb", "expected one of"), ("wandb", "project"), ("mlflow", "server")):
+        with pytest.raises(ConfigError, match=message):
+            parse_trackers(text)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        Tracking(str(tmp_path), Wish("wandb", "p"))
