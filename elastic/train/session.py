@@ -321,12 +321,10 @@ def get_all_reported_checkpoints(
 
 
 def _counting(context: WorkerContext, run: RunDirectory) -> list[tuple[str, Marker]]:
-    """Return the reported checkpoints that the coordinator has recorded, or may still record."""
-    newest = context.newest_checkpoint
-    name = newest.rpartition("/")[2]
-    ours = name if newest == run.checkpoint_path(name) else ""
-    found = run.counting(context.job_id, context.generation, ours)
-    return context.the_reporter().kept(found)
+    """Return the reported checkpoints that count, and are kept."""
+    reporter = context.the_reporter()
+    _ = reporter.newest_checkpoint  # It counts, be its marker there or not.
+    return reporter.kept(run.reported())
 
 
 def wait_a_moment(context: WorkerContext) -> None:
