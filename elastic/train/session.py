@@ -163,8 +163,9 @@ def report(
         checkpoint: this rank's files; None if this rank has none, and others may. With SYNC they
             are copied: the directory may be deleted afterwards.
         checkpoint_dir_name: name of its directory; by default one that is never used twice.
-        checkpoint_upload_mode: SYNC returns when the checkpoint counts. ASYNC returns when all
-            ranks are here and copies in the background, one checkpoint at a time: a second one
+        checkpoint_upload_mode: SYNC returns when the checkpoint counts; while the coordinator is
+            away after a second, and it counts once that is back. ASYNC returns when all ranks are
+            here and copies in the background, one checkpoint at a time: a second one
             waits for the first. What goes wrong is raised by the next report, or at the end of the
             train function, which waits for the last upload; one that is under way when the group
             changes is given up, with a line in the log. Leave the directory alone meanwhile.

@@ -89,6 +89,7 @@ class Commit:
             whichever generation is current, reported ones to their own.
         ended: called by the committer's thread once it counts or was given up.
         is_asked: the coordinator was told.
+        is_recorded: it counts, and its marker is written as soon as storage takes it.
         path: set once it counts.
         error: what storage said, if it was given up for that.
         over: set when nothing more happens to it.
@@ -99,6 +100,7 @@ class Commit:
     event: Callable[[Generation], UserReported | StateSaved]
     ended: Callable[[Commit], None] = lambda commit: None
     is_asked: bool = False
+    is_recorded: bool = False
     path: str = ""
     error: str = ""
     over: threading.Event = field(default_factory=threading.Event)
@@ -258,12 +260,15 @@ class Committer:
         self._finish_recorded()
         run.prepare(name, commit.marker)
         self._ask(commit)
+        commit.is_recorded = True
         with self._changed:
             self._recorded.add(name)
-        if not run.finish(name):
-            raise GivenUp("somebody has deleted it meanwhile")
+        is_there = run.finish(name)
         with self._changed:
             self._recorded.discard(name)
+        if not is_there:
+            commit.is_recorded = False
+            raise GivenUp("somebody has deleted it meanwhile")
         commit.path = run.checkpoint_path(name)
         log.info("checkpoint_durable path=%s s=%.2f", commit.path, time.monotonic() - began)
         try:

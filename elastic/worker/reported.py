@@ -205,6 +205,8 @@ class Reported:
                 "the group is not left here" if turn.leaves else "training goes on",
             )
             return Outcome(path=path, is_pending=True)
+        if commit.is_recorded and not commit.path:
+            return Outcome(path=path, is_pending=True)  # It has no marker yet.
         leaves = turn.leaves and bool(commit.path)
         return Outcome(path=commit.path, error=commit.error, leaves=leaves)
 

@@ -21,6 +21,7 @@ from elastic.core.world import Generation, JobId, ReportKind
 from elastic.errors import StorageError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
+from elastic.testing.faulty_storage import Faults
 from elastic.worker import agreement, reported
 from elastic.worker.agreement import Agreement
 from elastic.worker.committing import Committer
@@ -199,6 +200,23 @@ def test_without_a_coordinator_training_goes_on_and_the_markers_come_later(
     assert run_group(run, links, train) == [None, None]
     told = sorted(links[0].posted, key=lambda one: one.index)
     assert [one.checkpoint != "" for one in told] == [True] * 3 + [False]
+
+
+def test_a_marker_that_storage_refuses_comes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    faults, run = Faults(tmp_path), tmp_path / "run"
+
+    def train(rank: Rank) -> None:
+        rank.report({}, directory(tmp_path / "first", model="x"))
+        assert committed(run) == []  # The coordinator has it, though.
+        name = rank.link.posted[0].checkpoint.rpartition("/")[2]
+        with pytest.raises(StorageError, match="was reported already"):
+            rank.reporter.report("{}", str(tmp_path / "first"), name)
+        faults.remove()
+        rank.report({}, directory(tmp_path / "second", model="x"))
+        assert len(committed(run)) == 2
+
+    faults.add("denied", on="write", match="*_COMM*")
+    assert run_group(f"faulty://{run}", [Coordinator()], train) == [None]
 
 
 def test_nobody_leaves_on_a_checkpoint_that_was_refused(tmp_path: Path) -> None:
