@@ -19,6 +19,7 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
+from elastic.core.events.coordinator import JobRecord
 from elastic.core.world import ENDED, JobPhase
 from elastic.errors import ConfigError, NameTaken, StorageError
 from elastic.runtime.clock import SystemClock
@@ -41,8 +42,8 @@ LOCK_S, LOCK_LOOK_S = 5.0, 0.05
 LEFT_BY_A_KILL = re.compile(rf"{re.escape(TRAINER_FILE)}(\.partial)?|run\.json(\.\w+)?\.partial")
 """What is in a directory whose run was killed before it had begun."""
 
-PhaseOf = Callable[[str], JobPhase | None]
-"""Returns where a job stands, None if nobody knows it."""
+JobOf = Callable[[str], JobRecord | None]
+"""Returns what the coordinator knows of a job, None if it does not know it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +87,12 @@ class Attempt:
 
 
 @contextlib.contextmanager
-def attempt(plan: Plan, *, phase_of: PhaseOf = lambda job_id: None) -> Iterator[Attempt]:
+def attempt(plan: Plan, *, job_of: JobOf = lambda job_id: None) -> Iterator[Attempt]:
     """Take a run directory for the submission in the `with` block; as it was if that fails.
 
     Args:
         plan: the run.
-        phase_of: asks the coordinator for a job.
+        job_of: asks the coordinator for a job.
 
     Raises:
         NameTaken: the run has succeeded and may not be repeated, or is still running, or the
@@ -105,8 +106,9 @@ def attempt(plan: Plan, *, phase_of: PhaseOf = lambda job_id: None) -> Iterator[
     if before is not None:
         if not plan.may_resume:
             raise NameTaken(f"{plan.run_path} is another run's directory: choose another name")
-        before = _check_over(files, before, phase_of, may_repeat=plan.may_repeat)
-        begun = _resumed(plan, before)
+        job = job_of(before.jobs[-1]) if before.jobs else None
+        before = _check_over(files, before, job, may_repeat=plan.may_repeat)
+        begun = _resumed(plan, before, job)
     else:
         begun = Attempt(plan.resume_from, bool(plan.resume_from))
     replaced: bytes | None = None
@@ -252,12 +254,12 @@ def _is_a_runs(fs: Any, root: str) -> bool:
 
 
 def _check_over(
-    files: Files, record: RunRecord, phase_of: PhaseOf, *, may_repeat: bool
+    files: Files, record: RunRecord, job: JobRecord | None, *, may_repeat: bool
 ) -> RunRecord:
     """Refuse a run that goes on, or has nothing left to do; return its record as it is now."""
     if record.phase is RunPhase.RUNNING and record.jobs:
         job_id = record.jobs[-1]
-        phase = phase_of(job_id)
+        phase = job.phase if job is not None else None
         if phase is JobPhase.SUCCEEDED:  # Nobody was there to write it down.
             record = record.ended(RunPhase.SUCCEEDED, SystemClock().unix_ns())
             write_run(files, record)
@@ -281,11 +283,11 @@ def _check_over(
     return record
 
 
-def _resumed(plan: Plan, record: RunRecord) -> Attempt:
+def _resumed(plan: Plan, record: RunRecord, job: JobRecord | None) -> Attempt:
     """Find what the next attempt of a run begins with, and say it."""
     run = RunDirectory(plan.run_path)
     lines: list[str] = []
-    found = newest_sound(run, lines.append)
+    found = newest_sound(run, lines.append, job)
     another = "use another name to begin anew"
     if found is not None:
         name, marker = found

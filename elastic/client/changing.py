@@ -121,7 +121,7 @@ def submit(
     job_id = new_job_id()
     plan = Plan(run_path=spec.run_path, name=spec.name, job_id=job_id)
     with target.connect() as client:
-        with attempt(plan, phase_of=client.phase_of) as begun:
+        with attempt(plan, job_of=client.record_of) as begun:
             for line in begun.lines:
                 click.echo(line, err=True)
             spec = replace(spec, resume_from=begun.resume_from, resumes=begun.resumes)

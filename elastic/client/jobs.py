@@ -19,6 +19,7 @@ from elastic.client.endpoints import Endpoints
 from elastic.client.sources import EventSource, JobSource, LogSource
 from elastic.client.streams import OnOutage, Source, Stream
 from elastic.core.config import JobSpec
+from elastic.core.events.coordinator import JobRecord
 from elastic.core.view import JobView
 from elastic.core.world import JobId, JobPhase, WorkerId
 from elastic.errors import NameTaken, NotFound
@@ -210,14 +211,14 @@ class Client:
         proto = self._ask("Get", jobs_pb2.GetJobRequest(job=job), stale_ok=stale_ok)
         return job_from_proto(proto, self._clock.monotonic_ns())
 
-    def phase_of(self, job: str) -> JobPhase | None:
-        """Return where a job stands, None if the coordinator does not know it.
+    def record_of(self, job: str) -> JobRecord | None:
+        """Return what the coordinator knows of a job, None if it does not know it.
 
         Raises:
             ElasticError: see the class.
         """
         try:
-            return self.get(job).record.phase
+            return self.get(job).record
         except NotFound:
             return None
 

@@ -314,7 +314,7 @@ def _submit(client: Client, launch: Launch, size: Size, *, only: Node | None = N
         check_fits(spec, only)
     owner = Owner.this_process() if only is not None else None
     plan = Plan(run_path=spec.run_path, name=spec.name, job_id=spec.job_id, owner=owner)
-    with attempt(plan, phase_of=client.phase_of) as begun:
+    with attempt(plan, job_of=client.record_of) as begun:
         for line in begun.lines:
             click.echo(line, err=True)
         spec = replace(spec, resume_from=begun.resume_from, resumes=begun.resumes)

@@ -32,9 +32,9 @@ from elastic.core.world import (
     LeavingNode,
     Node,
     RefusalCode,
+    ReportKind,
     WorkerId,
     WorkerReport,
-    is_of_script,
 )
 
 PROTOCOL_MAJOR = 1
@@ -47,7 +47,8 @@ class Report:
     """One call of `train.report` by one worker.
 
     Attributes:
-        index: counts this worker's reports in this generation from 0.
+        kind: what it is; (generation, kind, index) names one of a worker's reports.
+        index: counts this worker's reports of the script in this generation from 0; see `kind`.
         rank: the worker's rank when it reported.
         metrics: JSON object.
         checkpoint: path of a complete, uploaded checkpoint directory, "" for none.
@@ -65,11 +66,12 @@ class Report:
     checkpoint: str = ""
     status: CheckpointStatus = CheckpointStatus.COMMITTED
     request: int = 0
+    kind: ReportKind = ReportKind.SCRIPT
 
 
 def is_metrics(report: Report) -> bool:
     """Return whether this is how far a run is, as its script sees it."""
-    return report.rank == 0 and is_of_script(report.index)
+    return report.rank == 0 and report.kind is ReportKind.SCRIPT
 
 
 # ---------------------------------------------------------------- agent -> coordinator
@@ -368,6 +370,7 @@ class ReportAck:
     accepted: bool
     reason: str = ""
     code: RefusalCode = RefusalCode.NONE
+    kind: ReportKind = ReportKind.SCRIPT
 
 
 @dataclass(frozen=True)

@@ -305,6 +305,7 @@ class Assignment:
         checkpoint: path of the newest reported checkpoint that is recorded, or of the one that the
             job resumes from; "" for none.
         cause: one word for logs and counters: start, lost, join, drain, broken, resume.
+        saved: path of the newest automatic checkpoint that is recorded; "" for none.
         copies: "host:port" of the agents that hold a copy of the job's state, or may have rows of
             workers that died there.
         copies_dealt: those only that this worker asks for rows of a sharded model: others ask
@@ -336,6 +337,7 @@ class Assignment:
     copies_fingerprints: tuple[str, ...] = ()
     node_devices: tuple[str, ...] = ()
     group_key: str = field(default="", repr=False)
+    saved: str = ""
 
 
 class Strategy(Enum):
@@ -400,6 +402,17 @@ VALIDATION_OVER = (
 """A checkpoint enters one of these once, and stays there."""
 
 
+class ReportKind(Enum):
+    """What a worker reports; each kind is numbered by itself."""
+
+    SCRIPT = "script"
+    """A call of `train.report`, with a checkpoint of the script's or without."""
+    AUTOMATIC = "automatic"
+    """A checkpoint that the step engine took."""
+    VALIDATION = "validation"
+    """What the validation of a reported checkpoint came to; no checkpoint of its own."""
+
+
 class RefusalCode(Enum):
     """Why the coordinator does not take a report, for programs."""
 
@@ -419,11 +432,12 @@ class CheckpointRecord:
     Attributes:
         path: of its directory, as an fsspec path.
         generation: of the group that wrote it.
-        index: which report of its generation brought it, from 0. Automatic checkpoints are no
-            reports of the script: they are numbered from `FIRST_AUTOMATIC` on.
+        index: of a reported one, which report of its generation brought it, from 0; of an
+            automatic one, which snapshot of the run it is.
         metrics: JSON object: what was reported with it, and what its validation found out.
         status: how far its validation is.
         request: number of the newest wish for a checkpoint that it was taken after, 0 for none.
+        kind: who took it.
     """
 
     path: str
@@ -432,28 +446,16 @@ class CheckpointRecord:
     metrics: str = "{}"
     status: CheckpointStatus = CheckpointStatus.COMMITTED
     request: int = 0
+    kind: ReportKind = ReportKind.SCRIPT
 
     @property
     def automatic(self) -> bool:
         """Return whether the step engine took it, rather than the script."""
-        return is_automatic(self.index)
+        return self.kind is ReportKind.AUTOMATIC
 
 
-FIRST_AUTOMATIC = 1 << 32
-FIRST_VALIDATION = 1 << 40
-"""What a validation found out is told under a number of its own, from here on."""
 SNAPSHOT_SLOTS = 2
 """What a node keeps of a job in memory: the newest snapshot, and the one that is being written."""
-
-
-def is_automatic(index: int) -> bool:
-    """Return whether this is the number of an automatic checkpoint, not of a report."""
-    return FIRST_AUTOMATIC <= index < FIRST_VALIDATION
-
-
-def is_of_script(index: int) -> bool:
-    """Return whether this is the number of a report of the script."""
-    return index < FIRST_AUTOMATIC
 
 
 class JobPhase(Enum):

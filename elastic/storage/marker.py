@@ -1,8 +1,9 @@
 """The marker of a checkpoint: written last, and what the rest is held against.
 
-Rule: a directory without a marker that can be read does not exist. The marker names every file
-with its size and checksum, and carries a checksum of itself, so that no flipped bit of any file
-goes unseen.
+Rule: a directory without a marker that can be read does not exist, unless the coordinator has it in
+its records: then what was prepared is its marker (see `elastic.worker.committing`). The marker
+names every file with its size and checksum, and carries a checksum of itself, so that no flipped
+bit of any file goes unseen.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from elastic.core.world import CheckpointStatus, is_automatic
+from elastic.core.world import CheckpointRecord, CheckpointStatus, ReportKind
 from elastic.errors import StorageError
 from elastic.storage.names import check_inside
 from elastic.storage.summed import from_summed_json, to_summed_json
 
 MARKER = "_COMMITTED"
-RECORDED = "_RECORDED"
+PREPARED = "_PREPARED"
+"""The text of a marker that is not written yet."""
 VALIDATED = "_VALIDATED"
 DAMAGED = "_DAMAGED"
 """Stands in place of the marker once a checkpoint was found damaged: why."""
-OURS = (MARKER, RECORDED, VALIDATED, DAMAGED)
+OURS = (MARKER, PREPARED, VALIDATED, DAMAGED)
 """Files that make a directory a committed checkpoint; a copy of one is not committed itself."""
 METADATA = ".metadata.json"
 """What users write beside a checkpoint's files, also after the commit: not held against it."""
-FORMAT = 2
+FORMAT = 3
 UNKNOWN = -1
 """Stands where a checksum is not known."""
 
@@ -71,7 +73,7 @@ class Marker:
 
     Attributes:
         job_id, generation, world_size: who wrote it.
-        index: which one of its generation; see `CheckpointRecord`.
+        kind, index: which one; see `CheckpointRecord`.
         unix_ns: when it was committed.
         metrics: JSON object: what was reported with it.
         files: sorted by path.
@@ -86,18 +88,25 @@ class Marker:
     unix_ns: int
     metrics: str
     files: tuple[StoredFile, ...]
+    kind: ReportKind = ReportKind.SCRIPT
     validation: str = ""
     status: CheckpointStatus = CheckpointStatus.COMMITTED
 
     @property
     def automatic(self) -> bool:
         """Return whether the step engine took it, rather than the script."""
-        return is_automatic(self.index)
+        return self.kind is ReportKind.AUTOMATIC
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all files."""
         return sum(file.size for file in self.files)
+
+    def record(self, path: str) -> CheckpointRecord:
+        """Return the checkpoint as the coordinator knows it."""
+        return CheckpointRecord(
+            path, self.generation, self.index, self.metrics, self.status, kind=self.kind
+        )
 
     def about(self, name: str, default: Any = None) -> Any:
         """Return one of the metrics."""
@@ -107,9 +116,8 @@ class Marker:
         """Return the text of the file."""
         files = {file.path: [file.size, file.crc32] for file in self.files}
         fields = {**vars(self), "metrics": json.loads(self.metrics), "files": files}
+        fields["kind"] = self.kind.value
         del fields["status"]
-        if not self.validation:
-            del fields["validation"]  # An older reader knows no such thing.
         return to_summed_json(fields, FORMAT)
 
     @classmethod
@@ -127,6 +135,7 @@ class Marker:
             )
             # What a later version added is passed over, as in `run.json`.
             known = {key: body[key] for key in cls.__dataclass_fields__ if key in body}
-            return cls(**{**known, "metrics": json.dumps(body["metrics"])}, files=files)
-        except (KeyError, TypeError, AttributeError, StorageError) as error:
+            known |= {"metrics": json.dumps(body["metrics"]), "kind": ReportKind(body["kind"])}
+            return cls(**known, files=files)
+        except (KeyError, TypeError, AttributeError, ValueError, StorageError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None

@@ -1,4 +1,4 @@
-"""The run directory: metrics of every report, and checkpoints that count once they are marked.
+"""The run directory: metrics of every report, and checkpoints that count once they are recorded.
 
     RUN/run.json                 what became of the run; see `run_record`
     RUN/metrics.jsonl            what rank 0 reported, one JSON object a line
@@ -7,8 +7,8 @@
     RUN/events.jsonl             what happened to the run; see `events`
     RUN/profiles/*.json          what `elastic profile` has sampled, for speedscope
     RUN/checkpoints/NAME/        files of one checkpoint
-    RUN/checkpoints/NAME/_COMMITTED    written last: a directory without it does not exist
-    RUN/checkpoints/NAME/_RECORDED     the coordinator has it in its records, as far as we heard
+    RUN/checkpoints/NAME/_PREPARED     what the marker will say, until it is there
+    RUN/checkpoints/NAME/_COMMITTED    written last: the coordinator has it in its records
     RUN/checkpoints/NAME/_VALIDATED    what its validation found out (see `validation`)
 
 Rule: every failure of the storage below becomes a `StorageError` that names the path and the
@@ -20,10 +20,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import math
 import os
-import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from elastic.storage.marker import (
     MARKER,
     METADATA,
     OURS,
-    RECORDED,
+    PREPARED,
     Marker,
     StoredFile,
 )
@@ -50,6 +48,8 @@ from elastic.storage.validation import completed
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
+AUTOMATIC = "auto-"
+"""How the names of automatic checkpoints begin."""
 
 
 class RunDirectory:
@@ -73,6 +73,11 @@ class RunDirectory:
     def checkpoint_path(self, name: str) -> str:
         """Return the path under which users find a checkpoint."""
         return f"{self.path}/{CHECKPOINTS}/{name}"
+
+    def name_of(self, path: str) -> str:
+        """Return the name of the checkpoint at a path, "" if it is not one of this run."""
+        name = path.rpartition("/")[2]
+        return name if name and path == self.checkpoint_path(name) else ""
 
     def checkpoint(self, name: str) -> Files:
         """Return the files of a checkpoint.
@@ -196,25 +201,60 @@ class RunDirectory:
         if self.is_committed(name):
             raise StorageError(f"{self.checkpoint_path(name)} exists already; use another name")
 
-    def commit(self, name: str, marker: Marker) -> str:
-        """Make a checkpoint count, once all its files are there; the same twice is no error.
-
-        Returns:
-            Its path.
+    def prepare(self, name: str, marker: Marker) -> None:
+        """Write down what the marker will say, beside the files of which it speaks.
 
         Raises:
-            StorageError: the marker cannot be written, or somebody else has committed a
-                checkpoint under this name.
+            StorageError: it cannot be written, or a checkpoint of this name counts already.
+        """
+        self.check_free(name)
+        with _as("cannot commit", self.checkpoint_path(name)):
+            self.checkpoint(name).write(PREPARED, marker.to_json().encode())
+
+    def finish(self, name: str) -> bool:
+        """Write the marker of a checkpoint that the coordinator has recorded; again is no harm.
+
+        Returns:
+            Whether it has one now: not if it was set aside, or if nothing is prepared of it.
+
+        Raises:
+            StorageError: the marker cannot be written.
+        """
+        files = self.checkpoint(name)
+        if files.exists(MARKER):
+            return True
+        if files.exists(DAMAGED) or not files.exists(PREPARED):
+            return False
+        try:
+            marker = Marker.from_json(files.read(PREPARED).decode())
+        except ValueError as error:
+            self.set_aside(name, f"what was prepared of it cannot be read: {error}")
+            log.warning("checkpoint_damaged path=%s error=%r", files.path, str(error))
+            return False
+        self.commit(name, marker)
+        return True
+
+    def commit(self, name: str, marker: Marker) -> str:
+        """Write the marker, once all files are there; the same twice is no error.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            StorageError: it cannot be written, or somebody else has committed a checkpoint under
+                this name.
         """
         data = marker.to_json().encode()
+        files = self.checkpoint(name)
         with _as("cannot commit", self.checkpoint_path(name)):
-            files = self.checkpoint(name)
             # What is there may be ours: written, with an answer that was lost.
             if not files.create(MARKER, data) and (other := files.read(MARKER)) != data:
                 raise StorageError(
                     f"{_owner(other)} has committed a checkpoint of this name already; give it "
                     f"another name, or remove the old one"
                 )
+        with contextlib.suppress(StorageError):  # It says nothing more.
+            files.delete(PREPARED)
         return self.checkpoint_path(name)
 
     def clear(self, name: str, *, kept: Collection[str]) -> None:
@@ -251,14 +291,6 @@ class RunDirectory:
             self.files.delete(f"{_folder(name)}/{MARKER}")
         self.files.delete(_folder(name))
 
-    def mark_recorded(self, name: str) -> None:
-        """Remember beside a committed checkpoint that the coordinator has recorded it.
-
-        Raises:
-            StorageError: the note cannot be written.
-        """
-        self.checkpoint(name).write(RECORDED, b"")
-
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of checkpoints, also of those that were never committed.
 
@@ -268,80 +300,6 @@ class RunDirectory:
         found = self.files.list(f"{CHECKPOINTS}/{prefix}*")
         return [path.split("/")[1] for path in found]
 
-    def recorded(self, job_id: str) -> list[tuple[str, Marker]]:
-        """Return name and marker of reported checkpoints that are recorded, in that order.
-
-        Of a job those that are noted as recorded, and those that its generations committed before
-        them; those of earlier attempts of the same run, because nobody is left to do it.
-
-        Raises:
-            StorageError: the directory cannot be listed.
-        """
-        known, jobs = self._noted(), self.jobs()
-        earlier = set(jobs[: jobs.index(job_id)]) if job_id in jobs else set()
-        found = self.reported()
-        reached = _reached(found, job_id, known)
-        return [
-            (name, marker)
-            for name, marker in found
-            if marker.job_id in earlier
-            or (marker.job_id == job_id and marker.index <= reached.get(marker.generation, -1))
-        ]
-
-    def lost(self, job_id: str) -> list[str]:
-        """Return the names of a job's checkpoints that can never be recorded.
-
-        Their generation committed them when it was over already, or had no time to; of a later one
-        something is recorded.
-
-        Raises:
-            StorageError: the directory cannot be listed.
-        """
-        found = [(name, marker) for name, marker in self.reported() if marker.job_id == job_id]
-        reached = _reached(found, job_id, self._noted())
-        present = max(reached, default=0)
-        late = [
-            name
-            for name, marker in found
-            if marker.generation < present and marker.index > reached.get(marker.generation, -1)
-        ]
-        whole = {path.split("/")[1] for path in self.files.list(f"{CHECKPOINTS}/*/{MARKER}")}
-        named = re.compile(rf"checkpoint-{re.escape(job_id)}-g(\d+)-")
-        torn = [
-            name
-            for name in self.names(f"checkpoint-{job_id}-g")
-            if name not in whole and (begun := named.match(name)) and int(begun[1]) < present
-        ]
-        aside = {path.split("/")[1] for path in self.files.list(f"{CHECKPOINTS}/*/{DAMAGED}")}
-        return [*late, *(name for name in torn if name not in aside)]
-
-    def counting(self, job_id: str, generation: int, newest: str) -> list[tuple[str, Marker]]:
-        """Return name and marker of all reported checkpoints but those that cannot be recorded.
-
-        What a generation committed when it was over already, as far as the coordinator knew, is
-        left out: the run has gone on from an older one. Of a generation that is over, those count
-        that are noted as recorded, and those before them.
-
-        Args:
-            job_id: of the present attempt.
-            generation: the present one: all that it has committed count.
-            newest: name of the checkpoint that it began with, "" for none of this run.
-
-        Raises:
-            StorageError: the directory cannot be listed.
-        """
-        found = self.reported()
-        reached = _reached(found, job_id, {*self._noted(), newest}) | {generation: math.inf}
-        return [
-            (name, marker)
-            for name, marker in found
-            if marker.job_id != job_id or marker.index <= reached.get(marker.generation, -1)
-        ]
-
-    def _noted(self) -> set[str]:
-        """Return the names of what is noted as recorded."""
-        return {path.split("/")[1] for path in self.files.list(f"{CHECKPOINTS}/*/{RECORDED}")}
-
     def reported(self) -> list[tuple[str, Marker]]:
         """Return name and marker of what all attempts reported and committed, oldest first.
 
@@ -350,21 +308,24 @@ class RunDirectory:
         """
         return [(name, marker) for name, marker in self.committed() if not marker.automatic]
 
-    def committed(self) -> list[tuple[str, Marker]]:
+    def committed(self, prefix: str = "") -> list[tuple[str, Marker]]:
         """Return name and marker of every checkpoint that counts, in the order of commits.
+
+        Args:
+            prefix: of the names that are looked at.
 
         Raises:
             StorageError: the directory cannot be listed.
         """
-        jobs, found = self.jobs(), self.markers()
+        jobs, found = self.jobs(), self.markers(prefix)
         # Where nobody has noted the order of attempts, it is that of their first commits.
         began: dict[str, int] = {}
         for _, marker in found:
             began[marker.job_id] = min(marker.unix_ns, began.get(marker.job_id, marker.unix_ns))
 
-        def age(pair: tuple[str, Marker]) -> tuple[int, int, str, int, int]:
+        def age(pair: tuple[str, Marker]) -> tuple[int, int, str, int, bool, int]:
             # Inside an attempt no clock counts: those of two nodes differ, and may be set back.
-            job_id, order = pair[1].job_id, (pair[1].generation, pair[1].index)
+            job_id, order = pair[1].job_id, (pair[1].generation, pair[1].automatic, pair[1].index)
             if job_id in jobs:
                 return jobs.index(job_id), 0, job_id, *order
             return -1, began[job_id], job_id, *order
@@ -377,7 +338,7 @@ class RunDirectory:
         Raises:
             StorageError: the directory cannot be listed.
         """
-        return [(name, marker) for name, marker in self.committed() if marker.automatic]
+        return [(name, marker) for name, marker in self.committed(AUTOMATIC) if marker.automatic]
 
     def jobs(self) -> tuple[str, ...]:
         """Return the ids of the run's attempts, in order; () if it has no record.
@@ -391,21 +352,14 @@ class RunDirectory:
     def records(self) -> tuple[CheckpointRecord, ...]:
         """Return the checkpoints that count, of all attempts, in the order of commits.
 
-        Without those that can never be recorded.
-
         Raises:
             StorageError: the directory cannot be listed.
         """
-        found = self.committed()
-        lost = {name for job in {m.job_id for _, m in found} for name in self.lost(job)}
-        return tuple(self.record(name, marker) for name, marker in found if name not in lost)
+        return tuple(self.record(name, marker) for name, marker in self.committed())
 
     def record(self, name: str, marker: Marker) -> CheckpointRecord:
         """Return a checkpoint as the coordinator knows it."""
-        path = self.checkpoint_path(name)
-        return CheckpointRecord(
-            path, marker.generation, marker.index, marker.metrics, marker.status
-        )
+        return marker.record(self.checkpoint_path(name))
 
     def newest_checkpoint(self) -> str:
         """Return the path of the reported checkpoint that was committed last, "" for none.
@@ -431,17 +385,23 @@ class RunDirectory:
         Raises:
             StorageError: its marker cannot be replaced.
         """
-        self.checkpoint(name).write(DAMAGED, reason.encode())
-        self.checkpoint(name).delete(MARKER)
+        files = self.checkpoint(name)
+        files.write(DAMAGED, reason.encode())
+        for sign in (MARKER, PREPARED):
+            if files.exists(sign):
+                files.delete(sign)
 
-    def markers(self) -> list[tuple[str, Marker]]:
+    def markers(self, prefix: str = "") -> list[tuple[str, Marker]]:
         """Return name and marker of every checkpoint whose marker can be read; see `marker`.
+
+        Args:
+            prefix: of the names that are looked at.
 
         Raises:
             StorageError: the directory cannot be read.
         """
         found = []
-        for name in self.names():
+        for name in self.names(prefix):
             marker = self.marker(name)
             if marker is not None:
                 found.append((name, marker))
@@ -475,19 +435,6 @@ class RunDirectory:
 
 def _folder(name: str) -> str:
     return f"{CHECKPOINTS}/{check_one('checkpoint', name)}"
-
-
-def _reached(
-    found: Sequence[tuple[str, Marker]], job_id: str, known: Collection[str]
-) -> dict[int, float]:
-    """Return, of each generation of a job, the index of the last checkpoint that is known."""
-    reached: dict[int, float] = {}
-    for name, marker in found:
-        if marker.job_id == job_id and name in known:
-            reached[marker.generation] = max(
-                marker.index, reached.get(marker.generation, marker.index)
-            )
-    return reached
 
 
 def _files_below(folder: Path, above: tuple[os.stat_result, ...] = ()) -> Iterator[Path]:

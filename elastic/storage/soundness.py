@@ -6,8 +6,10 @@ Rule: what does not fit is refused by the file's name; nothing is guessed, and n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
+from elastic.core.events.coordinator import JobRecord
+from elastic.core.world import CheckpointRecord
 from elastic.errors import DamagedCheckpoint
 from elastic.storage.files import Files
 from elastic.storage.marker import DAMAGED, MARKER, Marker
@@ -62,19 +64,35 @@ def _damaged(checkpoint: Files, what: str) -> DamagedCheckpoint:
     )
 
 
-def newest_sound(run: RunDirectory, say: Callable[[str], None]) -> tuple[str, Marker] | None:
+def newest_sound(
+    run: RunDirectory, say: Callable[[str], None], job: JobRecord | None = None
+) -> tuple[str, Marker] | None:
     """Return the newest reported checkpoint of a run that is not damaged, None if there is none.
 
-    A damaged one is set aside, so that it is not looked at again and its name is free.
+    A damaged one is set aside, so that it is not looked at again and its name is free. Where the
+    coordinator knows the last attempt, its records say what counts of it: whoever had one recorded
+    may have been killed before its marker was written. A marker that no record stands behind is
+    passed over.
 
     Args:
         run: whose attempts are over.
         say: told of each that is passed over, and why.
+        job: the last attempt, None if the coordinator does not know it.
 
     Raises:
         StorageError: storage cannot be read or written.
     """
+    records = job.checkpoints if job is not None else ()
+    recorded = {_name(record) for record in records}
+    for record in _newest(records):
+        run.finish(_name(record))
     for name, marker in reversed(run.reported()):
+        if job is not None and marker.job_id == job.spec.job_id and name not in recorded:
+            say(
+                f"checkpoint {run.checkpoint_path(name)} is not among the coordinator's records: "
+                f"it is passed over"
+            )
+            continue
         try:
             verify(run.checkpoint(name), marker)
         except DamagedCheckpoint as error:
@@ -83,6 +101,16 @@ def newest_sound(run: RunDirectory, say: Callable[[str], None]) -> tuple[str, Ma
             continue
         return name, marker
     return None
+
+
+def _name(record: CheckpointRecord) -> str:
+    return record.path.rpartition("/")[2]
+
+
+def _newest(records: Sequence[CheckpointRecord]) -> Iterator[CheckpointRecord]:
+    """Yield the newest of each kind."""
+    for is_automatic in (False, True):
+        yield from [record for record in records if record.automatic is is_automatic][-1:]
 
 
 def place_of(marker: Marker) -> str:

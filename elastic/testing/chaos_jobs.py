@@ -93,9 +93,7 @@ class ChaosJob:
             raise ChaosFailed(f"the job is {record.phase.value}: {view.reason} {trace}")
         metrics = json.loads(record.metrics)
         for checkpoint in record.checkpoints:
-            # An automatic one is recorded first, and a kill may come between.
-            is_there = (Path(checkpoint.path) / MARKER).is_file()
-            if not is_there and not checkpoint.automatic:
+            if not (Path(checkpoint.path) / MARKER).is_file():
                 raise ChaosFailed(f"{checkpoint.path} is recorded, and not there")
         if self.kind == "epochs":
             return self._check_counted(metrics)

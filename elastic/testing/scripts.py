@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from elastic.core.events.worker import StateSaved, TrainLeft, WorkerEvent
-from elastic.core.world import FIRST_AUTOMATIC, Generation, JobId
+from elastic.core.world import Generation, JobId
 from elastic.testing.world import MS, Timeline
 
 BOUNDARY_SAVES = 500_000
@@ -161,7 +161,7 @@ class Loops:
         if leaving.written != set(leaving.members) or not leader.is_in(leaving.generation):
             return
         if self.save(leaving.job_id, leaving.step):
-            index = FIRST_AUTOMATIC + BOUNDARY_SAVES + leaving.step
+            index = BOUNDARY_SAVES + leaving.step
             saved = StateSaved(leaving.generation, index, "{}", f"auto-{index}")
             leader.tell_machine(saved)
         self._go(leaving, 0)

@@ -23,7 +23,6 @@ from elastic.core.events.worker import (
     UserReported,
 )
 from elastic.core.world import (
-    FIRST_AUTOMATIC,
     Assignment,
     Failure,
     Generation,
@@ -239,8 +238,7 @@ class DataPlane:
             self.saves_served[group.job_id] = newest
             if not self.loops.save(group.job_id, group.step):
                 return  # What cannot be written is given up; the next wish is tried again.
-            index = FIRST_AUTOMATIC + newest
-            saved = StateSaved(group.generation, index, "{}", f"auto-{newest}", newest)
+            saved = StateSaved(group.generation, newest, "{}", f"auto-{newest}", newest)
             group.members[0].tell_machine(saved)
 
     def _raise(self, group: SimGroup) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic.client.attempts import Attempt, PhaseOf, Plan, attempt, note_end
+from elastic.client.attempts import Attempt, JobOf, Plan, attempt, note_end
 from elastic.client.submission import run_path_of
 from elastic.core.world import JobPhase
 from elastic.errors import UsageError
@@ -32,9 +32,9 @@ def say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def announced(plan: Plan, *, phase_of: PhaseOf) -> Iterator[Attempt]:
+def announced(plan: Plan, *, job_of: JobOf) -> Iterator[Attempt]:
     """Do as `attempt`, and tell the user if the run is resumed."""
-    with attempt(plan, phase_of=phase_of) as begun:
+    with attempt(plan, job_of=job_of) as begun:
         for line in begun.lines:
             say(line)
         yield begun
@@ -68,7 +68,7 @@ def begin_here(plan: Plan) -> dict[str, str]:
         NameTaken: it is there, and is not to be gone on with.
         StorageError: it cannot be made.
     """
-    with announced(plan, phase_of=lambda job_id: None) as begun:
+    with announced(plan, job_of=lambda job_id: None) as begun:
         return _fields(plan, plan.job_id, begun.resume_from)
 
 

@@ -163,8 +163,9 @@ def report(
         checkpoint: this rank's files; None if this rank has none, and others may. With SYNC they
             are copied: the directory may be deleted afterwards.
         checkpoint_dir_name: name of its directory; by default one that is never used twice.
-        checkpoint_upload_mode: SYNC returns when the checkpoint counts. ASYNC returns when all
-            ranks are here and copies in the background, one checkpoint at a time: a second one
+        checkpoint_upload_mode: SYNC returns when the checkpoint counts; while the coordinator is
+            away after a second, and it counts once that is back. ASYNC returns when all ranks are
+            here and copies in the background, one checkpoint at a time: a second one
             waits for the first. What goes wrong is raised by the next report, or at the end of the
             train function, which waits for the last upload; one that is under way when the group
             changes is given up, with a line in the log. Leave the directory alone meanwhile.
@@ -321,12 +322,10 @@ def get_all_reported_checkpoints(
 
 
 def _counting(context: WorkerContext, run: RunDirectory) -> list[tuple[str, Marker]]:
-    """Return the reported checkpoints that the coordinator has recorded, or may still record."""
-    newest = context.newest_checkpoint
-    name = newest.rpartition("/")[2]
-    ours = name if newest == run.checkpoint_path(name) else ""
-    found = run.counting(context.job_id, context.generation, ours)
-    return context.the_reporter().kept(found)
+    """Return the reported checkpoints that count, and are kept."""
+    reporter = context.the_reporter()
+    _ = reporter.newest_checkpoint  # It counts, be its marker there or not.
+    return reporter.kept(run.reported())
 
 
 def wait_a_moment(context: WorkerContext) -> None:

@@ -437,7 +437,7 @@ class DataParallelTrainer:
         owner = Owner.this_process() if cluster.is_embedded else None
         plan = self._plan(spec.name, spec.job_id, owner=owner, trainer=trainer)
         take = announced if says else attempt
-        with take(plan, phase_of=client.phase_of) as begun:
+        with take(plan, job_of=client.record_of) as begun:
             spec = replace(spec, resume_from=begun.resume_from, resumes=begun.resumes)
             if self.datasets:
                 spec = self._with_tables(spec)

@@ -101,13 +101,15 @@ class Outcome:
 
     Attributes:
         path: of the committed checkpoint, "" if it could not be committed.
-        error: why not.
+        error: why not; "" also if the coordinator has refused it, because the group is over.
         leaves: every member leaves the group here.
+        is_pending: it counts once the coordinator, which is away, has recorded it.
     """
 
     path: str = ""
     error: str = ""
     leaves: bool = False
+    is_pending: bool = False
 
 
 KEYS = ("votes", "closed", "parts", "outcome", "ways")
@@ -274,7 +276,7 @@ class Agreement:
             outcome: what became of the checkpoint.
             claimed: relative paths that `claim` was asked for; they are forgotten.
         """
-        text = json.dumps([outcome.path, outcome.error, outcome.leaves])
+        text = json.dumps([outcome.path, outcome.error, outcome.leaves, outcome.is_pending])
         self._store.set(_key(index, "outcome"), text)
         for relative in claimed:
             self._store.delete_key(_key(index, f"claim/{relative}"))
@@ -283,10 +285,10 @@ class Agreement:
         """Wait for what the lead tells."""
         text = self._await(index, "outcome", None)
         try:
-            path, why, leaves = json.loads(text or b'["", "", false]')
+            path, why, leaves, pends = json.loads(text or b'["", "", false, false]')
         except (ValueError, TypeError) as error:
             raise GroupError(f"report {index}: its outcome cannot be read ({error})") from error
-        return Outcome(str(path), str(why), bool(leaves))
+        return Outcome(str(path), str(why), bool(leaves), bool(pends))
 
     def _await(self, index: Index, what: str, patience_s: float | None) -> bytes | None:
         """Look for a key until it is there; None if patience ends first.

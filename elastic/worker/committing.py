@@ -1,259 +1,325 @@
-"""Making a checkpoint count: the lead writes the marker, tells the coordinator, and tells all.
+"""How a checkpoint comes to count: one order, for automatic and for reported ones.
 
-Rule: a checkpoint counts once its marker is written, and that happens once, after every member
-has said that its part is stored. What a report tells the coordinator it tells once.
+    1. parts      every member's files, each under its name only once it is whole and on the disk
+    2. votes      every member has said that its part is there: a note beside it for a snapshot,
+                  which is written while groups come and go (`writing`), a vote in the group's
+                  store for a report, whose members are all there (`agreement`)
+    3. prepared   `_PREPARED`: the marker's text, which names every file with its checksum
+    4. record     the coordinator has the path among its records, which are durable, for a
+                  generation that is current
+    5. marker     `_COMMITTED`: the same text
+    6. pruning    what the policy drops; of each, the marker goes before its first file
+
+The record makes a checkpoint count, and the marker is the sign of it for whoever has storage
+alone. Each line is durable before the next one begins, and whoever is killed between two of them
+loses nothing:
+
+    before 4      No record names it. What counted before is untouched, because 6 comes last. What
+                  was written lies there without a marker, is nobody's checkpoint, and is swept away
+                  by 6 of a later one.
+    4 and 5       The record names it, and 3 says what it is made of. The coordinator names it to
+                  every later group (`Assignment.checkpoint`, `.saved`) and to whoever resumes the
+                  run by name; they write the marker (`RunDirectory.finish`) before they read it,
+                  write anything under its name, or commit a newer one.
+    within 6      One more is there than was asked for, until the next commit. The coordinator has
+                  dropped it in the write that recorded the newer one, so no record names what is
+                  not there.
+
+A group that is over is refused in 4 and writes no marker. An answer that is lost is not a refusal:
+so nothing is deleted on the strength of one. What was recorded after all is named to the next
+group; an automatic checkpoint, which is a state of committed steps in whichever group, is offered
+again there, and recorded once.
+
+While the coordinator is away, 4 waits on this thread, with no memory of a snapshot held, and
+training goes on: of automatic checkpoints the newest waits behind the one that is asked about;
+every reported one waits its turn.
+
+Rule: this thread alone asks and writes markers, one checkpoint after the other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from elastic.core.events.worker import TellPreemption, UserReported, WishBoundary, WorkerEvent
-from elastic.core.messages import Progress
-from elastic.core.world import CheckpointStatus, Generation, JobId
+from elastic.core.config import JobSpec
+from elastic.core.events.worker import StateSaved, UserReported
+from elastic.core.world import Generation, RefusalCode, ReportKind
 from elastic.errors import StorageError
-from elastic.runtime.clock import Clock
-from elastic.storage.marker import UNKNOWN, Marker, StoredFile
+from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.agreement import Agreement, Index, Outcome, Part
-from elastic.worker.exchange import Answer
-from elastic.worker.pruning import Pruner
+from elastic.worker.exchange import WAIT_SLICE_S, Answer
+from elastic.worker.pruning import prune
+from elastic.worker.snapshot import GivenUp, looks
 
 log = logging.getLogger(__name__)
 
-ANSWER_PATIENCE_S = 10.0
-"""How long members that are to leave wait for the coordinator to record the checkpoint."""
-RETRY_PATIENCE_S = 0.2
-"""The same while an earlier report is still unanswered: the coordinator is away."""
+CONSENT_S = 60.0
+"""How long a generation may take to form that can record an automatic checkpoint."""
+SLOW_S = 60.0
+FINISH_S = 600.0
+"""How long the end of a train function waits for reported checkpoints to count."""
 
 
-class Link(Protocol):
-    """The way from the training thread to the coordinator; nothing here waits."""
+class Line(Protocol):
+    """The way to the coordinator."""
 
-    def post(self, item: WorkerEvent | Progress) -> None:
+    def post(self, item: UserReported | StateSaved) -> None:
         """Tell what happened."""
         ...
 
-    def tell_work(self) -> None:
-        """Have the agent hear now whether the main thread says that it works."""
-        ...
-
-    def wish(self, generation: Generation) -> WishBoundary | None:
-        """Return how and why this generation is to be left at its next boundary, None if not."""
-        ...
-
-    def is_called_off(self, generation: Generation) -> bool:
-        """Return whether this generation was to save where it leaves, and need not any more."""
-        ...
-
-    def save_wish(self, generation: Generation) -> int:
-        """Return the number of the newest wish for a checkpoint in this generation, 0 for none."""
-        ...
-
-    def preemption(self, generation: Generation, now_ns: int) -> TellPreemption | None:
-        """Return what is known of nodes that leave this generation's group, None if none do."""
-        ...
-
-    def expect_answer(self, generation: Generation, index: int) -> Answer:
+    def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> Answer:
         """Ask to be told what becomes of a report; called before it is posted."""
         ...
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where in the run a report is made."""
-
-    job_id: JobId
-    generation: Generation
-    rank: int
-    world_size: int
-
-
-@dataclass(frozen=True)
-class Round:
-    """One checkpoint on its way.
+@dataclass(eq=False)
+class Commit:
+    """A checkpoint whose parts are all there, and what becomes of it.
 
     Attributes:
-        key: of its agreement in the group's store.
-        index: of the report in what the coordinator is told.
-        metrics: of the report, JSON.
-        leaves: every member leaves the group with it, if it is recorded.
-        owns_files: we have written what is in its directory, and may delete it.
-        validation: how it is to be validated, JSON, "" if it is not.
+        name: of its directory.
+        marker: what it is made of.
+        event: returns what the coordinator is told in a generation. Automatic ones are told to
+            whichever generation is current, reported ones to their own.
+        ended: called by the committer's thread once it counts or was given up.
+        is_asked: the coordinator was told.
+        is_recorded: it counts, and its marker is written as soon as storage takes it.
+        path: set once it counts.
+        error: what storage said, if it was given up for that.
+        over: set when nothing more happens to it.
     """
 
-    key: Index
-    index: int
-    metrics: str
-    leaves: bool = False
-    owns_files: bool = True
-    validation: str = ""
+    name: str
+    marker: Marker
+    event: Callable[[Generation], UserReported | StateSaved]
+    ended: Callable[[Commit], None] = lambda commit: None
+    is_asked: bool = False
+    is_recorded: bool = False
+    path: str = ""
+    error: str = ""
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 class Committer:
-    """Commits the checkpoints of one generation.
+    """Makes the checkpoints of one process count, over all its groups.
 
-    Used by one thread at a time: the one that makes reports, or the one that uploads for it while
-    it makes none with a checkpoint.
+    Attributes:
+        generation: of the group that this worker is in now.
+        unfinished: returns the names of automatic checkpoints that are still being written.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        run: RunDirectory | None,
-        *,
-        link: Link,
-        clock: Clock,
-        pruner: Pruner | None,
-        on_commit: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Begin a generation; see `Reporter`."""
-        self.place, self.run = place, run
-        self._link, self._clock, self.pruner = link, clock, pruner
-        self._on_commit = on_commit
-        self._newest_posted = -1
-        self._lock = threading.Lock()
-        self._unanswered: Answer | None = None
-
-    def post(
-        self,
-        index: int,
-        metrics: str,
-        checkpoint: str = "",
-        status: CheckpointStatus = CheckpointStatus.COMMITTED,
-    ) -> None:
-        """Tell the coordinator of a report; done once for each."""
-        place = self.place
-        with self._lock:  # An upload in the background tells of an older report.
-            self._newest_posted = max(self._newest_posted, index)
-        report = UserReported(place.generation, place.rank, metrics, checkpoint, index, status)
-        self._link.post(report)
-
-    def has_posted(self, index: int) -> bool:
-        """Return whether the report of this number, the newest one, was told."""
-        return self._newest_posted >= index
-
-    def conclude(self, agreement: Agreement, turn: Round) -> Outcome:
-        """Commit as the lead, or hear from it what became of the checkpoint.
+    def __init__(self, run: RunDirectory, spec: JobSpec, line: Line) -> None:
+        """Start nothing yet.
 
         Args:
-            agreement: in which all parts are known.
-            turn: which checkpoint.
+            run: the run directory.
+            spec: which job this is, and which checkpoints are kept.
+            line: to the coordinator.
         """
-        parts = agreement.parts(turn.key)
-        if parts[0].rank != self.place.rank:
-            self.post(turn.index, turn.metrics)
-            return agreement.wait_outcome(turn.key)
-        outcome = self._commit(turn, parts)
-        claimed = {file.path for part in parts for file in part.files}
-        agreement.tell_outcome(turn.key, outcome, tuple(sorted(claimed)))
-        return outcome
+        self.generation = 0
+        self.unfinished: Callable[[], Collection[str]] = tuple
+        self._run, self._spec, self._line = run, spec, line
+        self._changed = threading.Condition()
+        # The first is being committed; None is the end.
+        self._waiting: list[Commit | None] = []
+        self._asked_since = 0.0
+        # Recorded, and perhaps without a marker.
+        self._recorded: set[str] = set()
+        self._looks = False
+        self._thread: threading.Thread | None = None
 
-    def finish(self) -> None:
-        """The train function returned: delete the checkpoints that are not to be kept."""
-        if self.pruner is not None:
-            self.pruner.finish()
+    # ------------------------------------------------------------------- any thread
 
-    def _commit(self, turn: Round, parts: tuple[Part, ...]) -> Outcome:
-        """Write the marker, report the path, and find out whether all may leave."""
-        try:
-            path = self._mark(turn, parts)
-        except StorageError as error:
-            self.post(turn.index, turn.metrics)
-            return Outcome(error=str(error))
-        answer = self._link.expect_answer(self.place.generation, turn.index)
-        status = CheckpointStatus.COMMITTED
-        if turn.validation:
-            status = CheckpointStatus.PENDING_VALIDATION
-        self.post(turn.index, turn.metrics, path, status)
-        self._on_commit()
-        outcome = Outcome(path=path, leaves=turn.leaves and self._is_recorded(answer, path))
-        if self.pruner is not None:
-            self.pruner.committed(parts[0].name, answer)
-        return outcome
+    def enter(self, generation: Generation, recorded: Sequence[str], *, leads: bool) -> None:
+        """Be in this group from here on.
 
-    def _mark(self, turn: Round, parts: tuple[Part, ...]) -> str:
-        """Write the marker if the parts make a checkpoint, else remove what there is of it.
+        Args:
+            generation: of the group.
+            recorded: paths of the newest checkpoints that the coordinator has recorded; those of
+                other runs are not ours to touch.
+            leads: see to it now that they have markers, and not only before the next commit.
+        """
+        self.generation = generation
+        names = {self._run.name_of(path) for path in recorded} - {""}
+        with self._changed:
+            self._recorded |= names
+            if names and leads:
+                self._looks = True
+                self._wake()
+
+    def put(self, commit: Commit) -> None:
+        """Have a checkpoint committed; an automatic one overtakes those that wait to be asked."""
+        overtaken: list[Commit] = []
+        with self._changed:
+            if commit.marker.kind is ReportKind.AUTOMATIC:
+                behind = [one for one in self._waiting[1:] if one is not None]
+                overtaken = [one for one in behind if one.marker.kind is ReportKind.AUTOMATIC]
+                self._waiting = [one for one in self._waiting if one not in overtaken]
+            self._waiting.append(commit)
+            self._wake()
+        for one in overtaken:
+            self._run.discard(one.name)  # Nobody was told of it.
+            self._end(one)
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, name="elastic-committer", daemon=True
+            )
+            self._thread.start()
+
+    def wait(self, commit: Commit, patience_s: float) -> bool:
+        """Wait until a commit is over, in slices that an interrupt can end.
+
+        Storage has the time that it takes; the coordinator has `patience_s` to answer, for this
+        one or for one before it.
 
         Returns:
-            The checkpoint's path.
+            Whether it is over.
+        """
+        while not commit.over.wait(WAIT_SLICE_S):
+            since = self._asked_since
+            if since and time.monotonic() - since > patience_s:
+                return False
+        return True
+
+    def finish(self, is_over: Callable[[], bool]) -> None:
+        """Wait until every reported checkpoint counts or was given up.
+
+        Args:
+            is_over: whether the group is; also a sign of life of this thread.
+        """
+        deadline = time.monotonic() + FINISH_S
+        while commit := self._last_reported():
+            if commit.over.wait(WAIT_SLICE_S) or is_over():
+                return
+            if time.monotonic() > deadline:
+                log.warning(
+                    "checkpoint_left name=%s: not recorded in %.0f s", commit.name, FINISH_S
+                )
+                return
+
+    def _last_reported(self) -> Commit | None:
+        with self._changed:
+            waiting = [one for one in self._waiting if one is not None]
+        return next(
+            (one for one in reversed(waiting) if one.marker.kind is ReportKind.SCRIPT), None
+        )
+
+    def close(self) -> None:
+        """Let the thread end once it has committed what it was given; nothing is given after."""
+        with self._changed:
+            self._waiting.append(None)
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------- the thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._looks)
+                self._looks, waiting = False, list(self._waiting)
+            if not waiting:
+                with contextlib.suppress(StorageError):  # The next commit says so.
+                    self._finish_recorded()
+                continue
+            commit = waiting[0]
+            if commit is None:
+                return
+            try:
+                self._commit(commit)
+            except Exception as error:
+                is_known = isinstance(error, (GivenUp, StorageError, ValueError, OSError))
+                commit.error = "" if isinstance(error, GivenUp) else str(error)
+                log.warning(
+                    "checkpoint_failed name=%s reason=%r: training goes on",
+                    commit.name,
+                    str(error),
+                    exc_info=not is_known,
+                )
+            finally:
+                with self._changed:
+                    self._waiting.pop(0)
+                self._end(commit)
+
+    def _end(self, commit: Commit) -> None:
+        try:
+            commit.ended(commit)
+        finally:
+            commit.over.set()
+
+    def _commit(self, commit: Commit) -> None:
+        began, run, name = time.monotonic(), self._run, commit.name
+        self._finish_recorded()
+        run.prepare(name, commit.marker)
+        self._ask(commit)
+        commit.is_recorded = True
+        with self._changed:
+            self._recorded.add(name)
+        is_there = run.finish(name)
+        with self._changed:
+            self._recorded.discard(name)
+        if not is_there:
+            commit.is_recorded = False
+            raise GivenUp("somebody has deleted it meanwhile")
+        commit.path = run.checkpoint_path(name)
+        log.info("checkpoint_durable path=%s s=%.2f", commit.path, time.monotonic() - began)
+        try:
+            prune(run, self._spec, commit.marker, unfinished={name, *self.unfinished()})
+        except StorageError as error:
+            # The next one tries again; the room it takes up is no reason to stop training.
+            log.warning("prune_failed path=%s error=%r", run.path, str(error))
+
+    def _finish_recorded(self) -> None:
+        """Write the markers that recorded checkpoints lack.
 
         Raises:
-            StorageError: why it does not count.
+            StorageError: one cannot be written; it is tried again before the next commit.
         """
-        run, name = self.run, parts[0].name
-        if run is None:
-            raise StorageError("the job has no run directory")
-        run.check_free(name)
-        refusal = _refusal(parts)
-        if refusal:
-            if turn.owns_files:
-                run.discard(name)
-            raise StorageError(f"checkpoint {name} was not committed: {refusal}")
-        files = _files_of(parts)
-        if turn.owns_files:
-            run.clear(name, kept={file.path for file in files})
-        marker = Marker(
-            job_id=self.place.job_id,
-            generation=self.place.generation,
-            index=turn.index,
-            world_size=self.place.world_size,
-            unix_ns=self._clock.unix_ns(),
-            metrics=turn.metrics,
-            files=files,
-            validation=turn.validation,
-        )
-        if self.pruner is not None:
-            self.pruner.commits()
-        return run.commit(name, marker)
+        with self._changed:
+            names = sorted(self._recorded)
+        for name in names:
+            self._run.finish(name)
+            with self._changed:
+                self._recorded.discard(name)
 
-    def _is_recorded(self, answer: Answer, path: str) -> bool:
-        """Wait for the coordinator's word; without it leaving would lose what was done since."""
-        is_away = self._unanswered is not None and not self._unanswered.ready.is_set()
-        if not answer.wait(RETRY_PATIENCE_S if is_away else ANSWER_PATIENCE_S):
-            self._unanswered = answer
-            log.warning(
-                "boundary_put_off generation=%d reason='the coordinator has not recorded %s yet'",
-                self.place.generation,
-                path,
-            )
-            return False
-        self._unanswered = None
-        if not answer.accepted:
-            log.warning("checkpoint_refused path=%s reason=%r", path, answer.reason)
-        return answer.accepted
+    def _ask(self, commit: Commit) -> None:
+        """Wait until the coordinator has recorded the checkpoint.
 
+        Raises:
+            GivenUp: it refuses.
+        """
+        marker, is_bound = commit.marker, commit.marker.kind is ReportKind.SCRIPT
+        for _ in looks(CONSENT_S):
+            generation = marker.generation if is_bound else self.generation
+            answer = self._line.expect_answer(generation, marker.kind, marker.index)
+            commit.is_asked = True
+            self._line.post(commit.event(generation))
+            self._wait_answer(commit.name, answer)
+            if answer.accepted:
+                return
+            if is_bound or answer.code in (RefusalCode.JOB_ENDED, RefusalCode.JOB_UNKNOWN):
+                break
+        raise GivenUp(f"the coordinator refuses it: {answer.reason}")
 
-def _refusal(parts: tuple[Part, ...]) -> str:
-    """Return why these parts make no checkpoint, "" if they do."""
-    failed = [f"rank {part.rank}: {part.error}" for part in parts if part.error]
-    if failed:
-        more = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
-        return failed[0] + more
-    names = sorted({part.name for part in parts})
-    if len(names) > 1:
-        return f"members reported it under different names: {', '.join(names)}"
-    seen: dict[str, tuple[int, int]] = {}
-    for part in parts:
-        for file in part.files:
-            rank, other = seen.setdefault(file.path, (part.rank, file.size))
-            if other != file.size:
-                return (
-                    f"ranks {rank} and {part.rank} both have a file {file.path}, of {other} and "
-                    f"{file.size} bytes; give each rank's file a name of its own"
-                )
-    return ""
-
-
-def _files_of(parts: tuple[Part, ...]) -> tuple[StoredFile, ...]:
-    """Return every file once, as the member knows it that wrote it."""
-    files: dict[str, StoredFile] = {}
-    for part in parts:
-        for file in part.files:
-            if file.path not in files or file.crc32 != UNKNOWN:
-                files[file.path] = file
-    return tuple(files[path] for path in sorted(files))
+    def _wait_answer(self, name: str, answer: Answer) -> None:
+        began = warned = self._asked_since = time.monotonic()
+        try:
+            while not answer.wait(1.0):
+                now = time.monotonic()
+                if now - warned > SLOW_S:
+                    warned = now
+                    log.warning(
+                        "checkpoint_waits name=%s: the coordinator has not answered for %.0f s",
+                        name,
+                        now - began,
+                    )
+        finally:
+            self._asked_since = 0.0

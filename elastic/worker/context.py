@@ -17,7 +17,8 @@ from elastic.errors import check
 from elastic.worker.activity import Activity
 from elastic.worker.delivery import Brought
 from elastic.worker.mesh import Reach
-from elastic.worker.reporting import Link, Reporter
+from elastic.worker.reported import Link
+from elastic.worker.reporting import Reporter
 from elastic.worker.saving import Saver
 from elastic.worker.timing import Timing
 from elastic.worker.validating import Validator
@@ -78,6 +79,7 @@ class WorkerContext:
     config: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_local: bool = False
+    saved: str = ""
     copies: tuple[str, ...] = ()
     copies_key: str = field(default="", repr=False)
     copies_dealt: bool = False

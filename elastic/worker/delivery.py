@@ -27,8 +27,8 @@ from elastic.errors import GroupError, StorageError, UsageError
 from elastic.storage.files import Files
 from elastic.storage.run_directory import CHECKPOINTS, RunDirectory
 from elastic.worker.agreement import Agreement, Outcome, Part, Vote
-from elastic.worker.committing import Committer, Round
 from elastic.worker.exchange import WAIT_SLICE_S
+from elastic.worker.reported import Reported, Round
 
 log = logging.getLogger(__name__)
 
@@ -98,13 +98,11 @@ class Delivery:
     members: int
     readers: int
 
-    def make(
-        self, committer: Committer, agreement: Agreement, go_on: Callable[[], None]
-    ) -> Outcome:
+    def make(self, reported: Reported, agreement: Agreement, go_on: Callable[[], None]) -> Outcome:
         """Bring our part, and agree with the others on what becomes of it.
 
         Args:
-            committer: of the generation.
+            reported: of the generation.
             agreement: used by this thread only.
             go_on: called between two files, and before the marker; raises to end this here.
 
@@ -113,21 +111,21 @@ class Delivery:
             DistError: its store is gone.
         """
         key = self.turn.key
-        part = self._bring(committer, agreement, go_on)
+        part = self._bring(reported, agreement, go_on)
         agreement.add_part(key, part)
         agreement.vote(key, Vote(waits=True, has_checkpoint=True), voters=self.members)
         agreement.wait_closed(key)
         go_on()
-        outcome = committer.conclude(agreement, self.turn)
+        outcome = reported.conclude(agreement, self.turn)
         if not self.turn.leaves:
             agreement.forget(key, self.readers)
-        if not outcome.error:
+        if outcome.path:
             self.brought.release()
         return outcome
 
-    def _bring(self, committer: Committer, agreement: Agreement, go_on: Callable[[], None]) -> Part:
+    def _bring(self, reported: Reported, agreement: Agreement, go_on: Callable[[], None]) -> Part:
         """Have our files in the run directory; a failure is told to all, not raised here."""
-        run, rank, brought = committer.run, committer.place.rank, self.brought
+        run, rank, brought = reported.run, reported.place.rank, self.brought
 
         def claim(path: str) -> bool:
             go_on()
@@ -151,6 +149,7 @@ class Delivery:
         if problem:
             return Part(rank, name, error=problem)
         try:
+            reported.check_free(name)
             if self.turn.owns_files:
                 wait_given_up(name)
                 return Part(rank, name, run.upload(Path(brought.path), name, claim=claim))
@@ -190,10 +189,10 @@ class Background:
         outcome: what became of it, once it is over; None if an error ended it.
     """
 
-    def __init__(self, delivery: Delivery, committer: Committer, agreement: Agreement) -> None:
+    def __init__(self, delivery: Delivery, reported: Reported, agreement: Agreement) -> None:
         """Begin nothing yet; see `Delivery.make`."""
         self.delivery = delivery
-        self._committer, self._agreement = committer, agreement
+        self._reported, self._agreement = reported, agreement
         self._given_up = False
         self.outcome: Outcome | None = None
         self._error: BaseException | None = None
@@ -243,7 +242,7 @@ class Background:
     def _run(self) -> None:
         try:
             self._agreement.watch_also(self._go_on)
-            self.outcome = self.delivery.make(self._committer, self._agreement, self._go_on)
+            self.outcome = self.delivery.make(self._reported, self._agreement, self._go_on)
         except BaseException as error:  # Raised again by whoever waits.
             self._error = error
         finally:

@@ -24,7 +24,7 @@ from elastic.core.events.worker import (
     WorkerEvent,
 )
 from elastic.core.messages import Progress
-from elastic.core.world import NO_GENERATION, Generation, RefusalCode
+from elastic.core.world import NO_GENERATION, Generation, RefusalCode, ReportKind
 from elastic.worker.activity import Activity
 
 Order = Setup | FormGroup | EnterTrain | LetGo
@@ -88,7 +88,7 @@ class Exchange:
         self._preemption: TellPreemption | None = None
         self._is_preemption_seen = False
         self._aborted: Generation = NO_GENERATION
-        self._answers: dict[tuple[Generation, int], Answer] = {}
+        self._answers: dict[tuple[Generation, ReportKind, int], Answer] = {}
 
     # ------------------------------------------------------------ main thread -> control thread
 
@@ -96,6 +96,9 @@ class Exchange:
         """Tell the machine what happened, or the agent how far we are; returns at once."""
         self._posted.put(item)
         os.eventfd_write(self._wake_fd, 1)
+
+    def deliver(self) -> None:
+        """Do nothing: the control thread hears of what is posted by itself."""
 
     def tell_work(self) -> None:
         """Have the agent hear, before this returns, whether the main thread says that it works."""
@@ -121,10 +124,10 @@ class Exchange:
             except queue.Empty:
                 return items
 
-    def expect_answer(self, generation: Generation, index: int) -> Answer:
+    def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> Answer:
         """Ask to be told what becomes of a report; call this before the report is posted."""
         with self._lock:
-            return self._answers.setdefault((generation, index), Answer())
+            return self._answers.setdefault((generation, kind, index), Answer())
 
     # ------------------------------------------------------------ control thread -> main thread
 
@@ -196,7 +199,7 @@ class Exchange:
     def resolve(self, effect: ResolveReport) -> None:
         """Answer a report; one that nobody waits for is dropped."""
         with self._lock:
-            answer = self._answers.pop((effect.generation, effect.index), None)
+            answer = self._answers.pop((effect.generation, effect.kind, effect.index), None)
         if answer is not None:
             answer.accepted, answer.reason = effect.accepted, effect.reason
             answer.code = effect.code

@@ -368,7 +368,11 @@ class Keeper:
 
         def listed() -> list[Candidate] | None:
             with self._working(f"lists the checkpoints in {place.run_path}"):
-                return _attempt(lambda: _candidates(run), place.run_path, problems) if run else []
+                return (
+                    _attempt(lambda: _candidates(run, place.saved), place.run_path, problems)
+                    if run
+                    else []
+                )
 
         known = listed() if place.world_rank == 0 else []
         # Whatever fails on one member alone is no reason to keep the others waiting in a row.
@@ -421,6 +425,7 @@ class Keeper:
         """Do the same for a model of which every member has rows; all come to them, or none."""
         place = self._place
         path, rank = (place.run_path, place.world_rank) if place is not None else ("", 0)
+        saved = place.saved if place is not None else ""
         run = RunDirectory(path) if path else None
         objects = self._objects
         ours = {"objects": with_expected(objects.take(), objects.optimizers)}
@@ -429,7 +434,7 @@ class Keeper:
             if run is None:
                 return []
             with self._working(f"lists the checkpoints in {path}"):
-                return _attempt(lambda: _candidates(run), path, restorer.problems)
+                return _attempt(lambda: _candidates(run, saved), path, restorer.problems)
 
         def read(name: str, marker: Marker | None) -> State:
             check(run is not None, "a checkpoint without a run directory")
@@ -496,8 +501,16 @@ Found = tuple[str, State]
 """What tells a saved state from others of as many steps, and the state."""
 
 
-def _candidates(run: RunDirectory) -> list[Candidate]:
-    """Return the automatic checkpoints that are committed, newest first."""
+def _candidates(run: RunDirectory, recorded: str = "") -> list[Candidate]:
+    """Return the automatic checkpoints that count, newest first.
+
+    Args:
+        run: the run directory.
+        recorded: path of the newest one, as the coordinator knows it: whoever had it recorded may
+            have been killed before its marker was written.
+    """
+    if name := run.name_of(recorded):
+        run.finish(name)
     found = reversed(run.automatic())
     return [(int(marker.about("steps", 0)), name, marker) for name, marker in found]
 

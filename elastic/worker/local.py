@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,19 +32,21 @@ from elastic.core.world import (
     EntryKind,
     Generation,
     JobId,
+    ReportKind,
     WorkerId,
 )
 from elastic.errors import ElasticError, GroupError, UsageError
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.agreement import Agreement
+from elastic.worker.committing import Committer
 from elastic.worker.context import WorkerContext, set_current
 from elastic.worker.entry import call_with_config
 from elastic.worker.exchange import Answer
 from elastic.worker.mesh import Reach
 from elastic.worker.outcome import NO_RESULT, exit_code_of, result_json
-from elastic.worker.pruning import Pruner
-from elastic.worker.reporting import Place, Reporter
+from elastic.worker.reported import Place
+from elastic.worker.reporting import Reporter
 from elastic.worker.saving import Saver
 from elastic.worker.seeding import FIRST_SEED, seed_everything
 from elastic.worker.step import StepEngine
@@ -126,7 +128,7 @@ def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
             context.saver.finish()
         if context.validator is not None:
             context.validator.finish(lambda: False)
-        cast("NoCoordinator", context.link).tell()
+        context.link.deliver()
     kept: tuple[CheckpointRecord, ...] = ()
     if run.run_path:
         kept = RunDirectory(run.run_path).records()
@@ -150,12 +152,12 @@ class NoCoordinator:
         """
         if isinstance(item, UserReported) and item.rank == 0:
             self._untold.put(item.metrics)
-            self.tell()
+            self.deliver()
 
     def tell_work(self) -> None:
         """Tell nobody: there is no agent."""
 
-    def tell(self) -> None:
+    def deliver(self) -> None:
         """Pass on what was posted by other threads."""
         if threading.get_ident() != self._thread:
             return
@@ -182,7 +184,7 @@ class NoCoordinator:
         """Return None: nobody tells."""
         del generation, now_ns
 
-    def expect_answer(self, generation: Generation, index: int) -> Answer:
+    def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> Answer:
         """Return consent."""
         answer = Answer(accepted=True)
         answer.ready.set()
@@ -328,17 +330,17 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
         devices = (f"cuda:{local_rank % torch.cuda.device_count()}",)
         torch.cuda.set_device(devices[0])
     place = Place(JobId(job_id), generation, rank, world_size)
-    writer = None
-    if directory is not None:
-        writer = Writer(
-            directory, place.job_id, line=link, clock=clock, num_to_keep=run.num_to_keep
-        )
-    saver = Saver((), writer)
     spec = _retention(run, place.job_id)
+    committer = writer = None
+    if directory is not None:
+        committer = Committer(directory, spec, link)
+        committer.enter(generation, [newest], leads=rank == 0)
+        writer = Writer(directory, place.job_id, committer=committer, clock=clock)
+    saver = Saver((), writer)
     validator = Validator(directory, spec, link) if directory is not None else None
     if validator is not None:
         validator.configure(run.options.get("validation"))
-        validator.enter(generation, rank, newest)
+        validator.enter(generation, rank)
     worker_id = WorkerId(f"local/{rank}")
     return WorkerContext(
         job_id=place.job_id,
@@ -366,7 +368,8 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock, engine: StepEngin
             link=link,
             clock=clock,
             newest_checkpoint=newest,
-            pruner=Pruner(directory, spec, newest) if directory else None,
+            committer=committer,
+            spec=spec,
             on_commit=validator.look if validator is not None else lambda: None,
         ),
         link=link,

@@ -1,120 +1,101 @@
-"""Deleting checkpoints that are not to be kept, never before a newer one is safe.
+"""Deleting checkpoints that are not to be kept, and what is left of those that came to nothing.
 
-Rule: a checkpoint is deleted only when the coordinator has recorded a newer one, because until
-then it is what a recovery would read. Which ones go is the retention policy's word, asked about
-those that are known to be recorded: one that was committed and never recorded (its generation was
-over) must not push out one that the coordinator counts on. That one is recorded is noted in
-storage: of each generation at least the last, before the next one commits any.
+Rule: called once a newer one counts, for its kind alone. What has a marker is recorded; which of
+those go is the retention policy's word.
 """
 
 from __future__ import annotations
 
-import logging
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from elastic.core.config import JobSpec
 from elastic.core.policy import retention
-from elastic.core.world import CheckpointRecord
-from elastic.errors import StorageError
-from elastic.storage.marker import Marker
-from elastic.storage.run_directory import RunDirectory
-from elastic.worker.exchange import Answer
+from elastic.core.world import ReportKind
+from elastic.storage.marker import DAMAGED, Marker
+from elastic.storage.run_directory import AUTOMATIC, CHECKPOINTS, RunDirectory
 
-log = logging.getLogger(__name__)
+Found = Sequence[tuple[str, Marker]]
 
 _deleting = threading.Lock()
-LAST_ANSWER_S = 5.0
-"""How long the end of a train function waits for the last checkpoint to be recorded."""
+"""What a validation has found out is another thread's reason to delete."""
 
 
-class Pruner:
-    """Keeps a run directory within `num_to_keep`; used by the member that commits."""
+def prune(
+    run: RunDirectory, spec: JobSpec, newest: Marker, *, unfinished: Collection[str] = ()
+) -> None:
+    """Delete checkpoints of one kind, of this attempt and of those before it.
 
-    def __init__(self, run: RunDirectory, spec: JobSpec, newest: str = "") -> None:
-        """Delete nothing yet.
+    Those of later attempts are theirs: then we are somebody left behind.
 
-        Args:
-            run: the run directory.
-            spec: how many are kept, and which are the best.
-            newest: path of the checkpoint that this generation begins with; it is recorded, or
-                it is one of another run, which is not ours to touch.
-        """
-        name = newest.rpartition("/")[2]
-        self._baseline = name if newest == run.checkpoint_path(name) else ""
-        self._run = run
-        self._spec = spec
-        self._unanswered: list[tuple[str, Answer]] = []
-
-    def commits(self) -> None:
-        """A checkpoint is about to be committed: note that the one before our time is recorded.
-
-        Once there are newer ones, nobody else would know.
-
-        Raises:
-            StorageError: the note cannot be written.
-        """
-        if self._baseline and self._run.is_committed(self._baseline):
-            self._run.mark_recorded(self._baseline)
-        self._baseline = ""
-
-    def committed(self, name: str, answer: Answer) -> None:
-        """Take note of a new checkpoint, and delete what the ones before it made superfluous."""
-        if self._spec.num_to_keep == -1:
-            return
-        self._unanswered.append((name, answer))
-        self._prune()
-
-    def kept(self, found: Sequence[tuple[str, Marker]]) -> set[str]:
-        """Return the names of those that the policy keeps, be the others still there or not."""
-        return {record.path for record in _kept(found, self._spec)}
-
-    def finish(self) -> None:
-        """The train function is over: wait a moment for the last answer, then tidy up."""
-        if self._unanswered:
-            self._unanswered[-1][1].wait(LAST_ANSWER_S)
-            self._prune()
-
-    def _prune(self) -> None:
-        answered = [(n, a) for n, a in self._unanswered if a.ready.is_set()]
-        self._unanswered = [(n, a) for n, a in self._unanswered if not a.ready.is_set()]
-        recorded = [name for name, answer in answered if answer.accepted]
-        if not recorded:
-            return
-        try:
-            for name in recorded:
-                if self._run.is_committed(name):
-                    self._run.mark_recorded(name)
-            delete_superfluous(self._run, self._spec)
-        except StorageError as error:
-            # The next one tries again; the room it takes up is no reason to stop training.
-            log.warning("prune_failed path=%s error=%r", self._run.path, str(error))
-
-
-def delete_superfluous(run: RunDirectory, spec: JobSpec) -> None:
-    """Delete what the policy drops among the recorded ones, and what can never be recorded.
+    Args:
+        run: the run directory.
+        spec: which job this is, and which checkpoints are kept.
+        newest: one that has just come to count, or to be known better.
+        unfinished: names that are not touched.
 
     Raises:
         StorageError: storage cannot be read, or something cannot be deleted.
     """
-    with _deleting:  # What a validation has found out is another thread's reason to do this.
-        recorded = run.recorded(spec.job_id)
-        kept = {record.path for record in _kept(recorded, spec)}
-        for name, _ in recorded:
-            if name not in kept:
+    is_reported = newest.kind is ReportKind.SCRIPT
+    if is_reported and spec.num_to_keep == -1:
+        return
+    with _deleting:
+        jobs = run.jobs()
+        at = jobs.index(spec.job_id) if spec.job_id in jobs else len(jobs)
+        # Of what is reported under a job that nobody knows, nobody knows whose it is.
+        ours, later = {*jobs[:at], spec.job_id}, jobs[at + 1 :]
+        found = [
+            (name, marker)
+            for name, marker in (run.reported() if is_reported else run.automatic())
+            if (marker.job_id in ours if is_reported else marker.job_id not in later)
+        ]
+        kept = kept_names(found, spec)
+        for name, _ in found:
+            if name not in kept and name not in unfinished:
                 run.remove(name)
-        for name in run.lost(spec.job_id):
-            run.remove(name)
+        left = _left_reports(run, spec, found) if is_reported else _left_snapshots(run, newest)
+        for name in left:
+            is_theirs = name.startswith(tuple(f"{AUTOMATIC}{job_id}-s" for job_id in later))
+            if name not in unfinished and not is_theirs:
+                run.discard(name)
 
 
-def _kept(found: Sequence[tuple[str, Marker]], spec: JobSpec) -> tuple[CheckpointRecord, ...]:
-    records = [
-        CheckpointRecord(name, marker.generation, marker.index, marker.metrics, marker.status)
-        for name, marker in found
-    ]
-    return retention.keep(
-        records,
+def kept_names(found: Found, spec: JobSpec) -> set[str]:
+    """Return the names of those that the policy keeps, be the others still there or not."""
+    kept = retention.keep(
+        [marker.record(name) for name, marker in found],
         num_to_keep=spec.num_to_keep,
         score_attribute=spec.score_attribute,
         score_order=spec.score_order,
     )
+    return {record.path for record in kept}
+
+
+def _left_reports(run: RunDirectory, spec: JobSpec, found: Found) -> Iterator[str]:
+    """Yield those without a marker that earlier generations have begun, under default names."""
+    present = max((m.generation for _, m in found if m.job_id == spec.job_id), default=0)
+    named = re.compile(rf"checkpoint-{re.escape(spec.job_id)}-g(\d+)-")
+    for name in run.names(f"checkpoint-{spec.job_id}-g"):
+        begun = named.match(name)
+        if begun and int(begun[1]) < present and not _is_somebodys(run, name):
+            yield name
+
+
+def _left_snapshots(run: RunDirectory, newest: Marker) -> Iterator[str]:
+    """Yield automatic ones without a marker, of this run and earlier ones, that nobody writes to.
+
+    One that another member still writes to is of more steps than we have committed now; the
+    newest of all may be of more than that, if it is damaged and the run went back.
+    """
+    steps = newest.about("steps", 0)
+    for name in run.names(AUTOMATIC):
+        told = re.search(r"-s(\d+)-g\d+-\d+$", name)
+        if told and int(told[1]) < steps and not _is_somebodys(run, name):
+            yield name
+
+
+def _is_somebodys(run: RunDirectory, name: str) -> bool:
+    """Return whether it counts, whether we can read its marker or not, or was set aside."""
+    return run.is_committed(name) or bool(run.files.list(f"{CHECKPOINTS}/{name}/{DAMAGED}"))

@@ -2,16 +2,17 @@
 
 Without a checkpoint a report waits for nobody. With one, be it that only others have its files, all
 wait until it counts: members store their files, everyone votes (`agreement`), and the lead, the
-lowest rank that brought files, writes the marker, reports the path and tells the others
-(`committing`). Where the files come later, or are there already, the vote comes first (`delivery`).
-If a planned change is due and every member waits here, all leave at this very report, once the
-coordinator has recorded the checkpoint: nothing is lost.
+lowest rank that brought files, has it committed and tells the others (`reported`). While the
+coordinator is away they go on, and it counts later. Where the files come later, or are there
+already, the vote comes first (`delivery`). If a planned change is due and every member waits here,
+all leave at this very report, once the coordinator has recorded the checkpoint: nothing is lost.
 
 Rule: every member calls `report` equally often in a generation; the n-th calls belong together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -23,13 +24,14 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from elastic.core.config import JobSpec
 from elastic.core.world import EntryKind
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import Clock
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.agreement import Agreement, Index, Outcome, Part, Tally, Vote
-from elastic.worker.committing import Committer, Link, Place, Round
+from elastic.worker.committing import Committer
 from elastic.worker.delivery import (
     NO_PART,
     Background,
@@ -40,9 +42,8 @@ from elastic.worker.delivery import (
     wait_given_up,
 )
 from elastic.worker.interrupt import GroupChanged
-from elastic.worker.pruning import Pruner
-
-__all__ = ["Link", "Place", "Reporter"]
+from elastic.worker.pruning import kept_names
+from elastic.worker.reported import Link, Place, Reported, Round
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class Reporter:
         link: Link,
         clock: Clock,
         newest_checkpoint: str = "",
-        pruner: Pruner | None = None,
+        committer: Committer | None = None,
+        spec: JobSpec | None = None,
         on_commit: Callable[[], None] = lambda: None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -81,7 +83,8 @@ class Reporter:
             link: to the coordinator.
             clock: for the time of day in files.
             newest_checkpoint: path of the one that this generation begins with.
-            pruner: deletes checkpoints that are not to be kept, None to keep all.
+            committer: makes checkpoints count, None if the job has no run directory.
+            spec: which checkpoints are kept, None for all.
             on_commit: called when a checkpoint of ours counts, by the thread that committed it.
             is_over: whether the group is to be left at once.
         """
@@ -94,9 +97,14 @@ class Reporter:
         self._agreement = agreement
         self._link = link
         self._clock = clock
-        self._committer = Committer(
-            place, run, link=link, clock=clock, pruner=pruner, on_commit=on_commit
+        self._reported = Reported(
+            place, run, link=link, clock=clock, committer=committer, on_commit=on_commit
         )
+        self._spec = spec
+        self._pending = self._recorded = ""
+        if run is not None and (first := run.name_of(newest_checkpoint)):
+            self._recorded = first
+            self._reported.pending.add(first)
         self._aside: Agreement | None = None
         self._is_over = is_over
         self._index = 0
@@ -106,10 +114,23 @@ class Reporter:
 
     @property
     def newest_checkpoint(self) -> str:
-        """Return the path of the newest checkpoint that this member knows of, "" for none."""
-        under_way = self._background
+        """Return the path of the newest checkpoint that this member knows of, "" for none.
+
+        It is recorded; whoever recorded it may have been killed before its marker was written.
+        """
+        with contextlib.suppress(StorageError):
+            if self._recorded and self._run is not None:
+                self._run.finish(self._recorded)
+                self._recorded = ""
+        under_way, pending = self._background, self._pending
         if under_way is not None and under_way.is_over() and under_way.outcome is not None:
-            return under_way.outcome.path or self._newest_checkpoint
+            if not under_way.outcome.is_pending:
+                return under_way.outcome.path or self._newest_checkpoint
+            pending = under_way.outcome.path
+        with contextlib.suppress(StorageError):
+            name = self._run.name_of(pending) if self._run is not None else ""
+            if name and self._run is not None and self._run.is_committed(name):
+                self._newest_checkpoint = pending
         return self._newest_checkpoint
 
     def report(
@@ -149,9 +170,9 @@ class Reporter:
         wish = brought.validation if brought is not None else ""
         turn = Round(index, index, metrics, leaves=tally.leaves(), validation=wish)
         if tally.with_checkpoint == 0:
-            self._committer.post(index, metrics)
+            self._reported.post(index, metrics)
         elif brought is None:
-            self._committer.post(index, metrics)
+            self._reported.post(index, metrics)
             self._hear(turn, tally.waiting)
         else:
             self._complete(turn, name, brought, tally)
@@ -200,14 +221,14 @@ class Reporter:
             if brought is not None:
                 self._complete(turn, name, brought, tally)
             else:
-                self._committer.post(index, metrics)
+                self._reported.post(index, metrics)
                 if tally.with_checkpoint:
                     self._hear(turn, tally.waiting)
                 elif meets:
                     self._agreement.forget(where, tally.waiting)
         except (GroupError, dist.DistError) as error:
-            if not self._committer.has_posted(index):
-                self._committer.post(index, metrics)
+            if not self._reported.has_posted(index):
+                self._reported.post(index, metrics)
             if brought is not None:
                 log.warning("checkpoint_given_up name=%s: the group changed: %s", name, error)
         if late:
@@ -215,8 +236,7 @@ class Reporter:
 
     def kept(self, found: Sequence[tuple[str, Marker]]) -> list[tuple[str, Marker]]:
         """Return those of some checkpoints that are to be kept; others may not be gone yet."""
-        pruner = self._committer.pruner
-        kept = pruner.kept(found) if pruner is not None else {name for name, _ in found}
+        kept = kept_names(found, self._spec) if self._spec is not None else dict(found)
         return [pair for pair in found if pair[0] in kept]
 
     def is_uploading(self) -> bool:
@@ -243,7 +263,7 @@ class Reporter:
             GroupError: the group broke before it was; not for a loop that goes on in place.
         """
         problem = self._settle_upload(must_end=True)
-        self._committer.finish()
+        self._reported.finish(self._is_over)
         if problem:
             raise problem
 
@@ -347,6 +367,7 @@ class Reporter:
         if run is None:
             return Part(rank, name, error="the job has no run directory")
         try:
+            self._reported.check_free(name)
             wait_given_up(name)
             files = run.upload(source, name, claim=lambda path: self._agreement.claim(key, path))
         except StorageError as error:
@@ -361,16 +382,16 @@ class Reporter:
         ways = self._agreement.ways(turn.key)
         alike = members if brought.way else 0
         if ways != (brought.way,) * alike:
-            self._committer.post(turn.index, turn.metrics)
+            self._reported.post(turn.index, turn.metrics)
             raise UsageError(
                 f"train.report: {members} ranks brought parts of one checkpoint in different ways "
                 f"(this one: {brought.way or 'SYNC'}; not SYNC: {', '.join(ways) or 'none'}): pass "
                 f"the same checkpoint_upload_mode and checkpoint_upload_fn on every rank"
             )
         if not brought.way:
-            outcome = self._committer.conclude(self._agreement, turn)
+            outcome = self._reported.conclude(self._agreement, turn)
             self._agreement.forget(turn.key, tally.waiting)
-            if not outcome.error:
+            if outcome.path:
                 brought.release()
             self._take(outcome)
             return
@@ -384,10 +405,10 @@ class Reporter:
             if self._aside is None:
                 self._aside = self._agreement.open_again()
             # Known before it runs, so that whatever ends this call can give it up.
-            self._background = Background(delivery, self._committer, self._aside)
+            self._background = Background(delivery, self._reported, self._aside)
             self._background.start()
         else:
-            self._take(delivery.make(self._committer, self._agreement, lambda: None))
+            self._take(delivery.make(self._reported, self._agreement, lambda: None))
 
     def _hear(self, turn: Round, waiting: int) -> None:
         """Learn, without a part of our own, what became of the others' checkpoint.
@@ -428,19 +449,29 @@ class Reporter:
         self._background = None
         if outcome.error:
             return StorageError(outcome.error)
-        self._newest_checkpoint = outcome.path
-        self.reports_since = self._index - 1 - background.delivery.turn.index
+        self._go_on_from(outcome, self._index - 1 - background.delivery.turn.index)
         return None
 
     def _take(self, outcome: Outcome) -> None:
         """Go on from what became of a checkpoint."""
         if outcome.error:
             raise StorageError(outcome.error)
-        self._newest_checkpoint = outcome.path
-        self.reports_since = 0
+        self._go_on_from(outcome, 0)
         if outcome.leaves:
             self.has_left = True
             self._leave()
+
+    def _go_on_from(self, outcome: Outcome, reports_since: int) -> None:
+        """Count from this checkpoint, unless the group is over, which has refused it."""
+        if not outcome.path:
+            return
+        self.reports_since = reports_since
+        if outcome.is_pending:
+            self._pending = outcome.path
+            self._reported.pending.add(outcome.path.rpartition("/")[2])
+        else:
+            self._newest_checkpoint, self._pending = outcome.path, ""
+            self._reported.pending.clear()
 
     def _leave(self) -> NoReturn:
         generation = self._place.generation

@@ -47,6 +47,7 @@ from elastic.storage.run_directory import RunDirectory
 from elastic.worker import entry, environment, outcome
 from elastic.worker.agreement import Agreement, peers_watch
 from elastic.worker.ahead import joining_on_demand
+from elastic.worker.committing import Committer
 from elastic.worker.context import WorkerContext, current, set_current
 from elastic.worker.control import flush_output
 from elastic.worker.devices import Devices
@@ -55,8 +56,8 @@ from elastic.worker.group import GroupSpec, ProcessGroups
 from elastic.worker.held import held_back
 from elastic.worker.interrupt import GroupChanged, Interrupter
 from elastic.worker.mesh import Reach
-from elastic.worker.pruning import Pruner
-from elastic.worker.reporting import Place, Reporter, place_of_failure
+from elastic.worker.reported import Place
+from elastic.worker.reporting import Reporter, place_of_failure
 from elastic.worker.rungs import Carry, Reenter
 from elastic.worker.saving import Saver
 from elastic.worker.seeding import FIRST_SEED, seed_everything
@@ -107,6 +108,7 @@ class Runner:
         self._prepare: Callable[[], entry.Call] | None = None
         self._run_directory: RunDirectory | None = None
         self._shared = SharedStorage(None)
+        self._committer: Committer | None = None
         self._saver: Saver | None = None
         self._validator: Validator | None = None
         self._trackers: Trackers | None = None
@@ -151,6 +153,8 @@ class Runner:
             self._server = StoreServer(assign.host)
             self._run_directory = RunDirectory(spec.run_path) if spec.run_path else None
             self._shared = SharedStorage(self._run_directory)
+            if self._run_directory is not None:
+                self._committer = Committer(self._run_directory, spec, self._exchange)
             self._saver = Saver(assign.snapshots, self._writer(assign))
             if self._run_directory is not None:
                 self._validator = Validator(self._run_directory, spec, self._exchange)
@@ -305,6 +309,8 @@ class Runner:
             if end.code not in (None, 0):
                 raise
             result, self._exited = None, outcome.where_raised(end) or "its end"
+        if self._committer is not None:
+            self._committer.finish(lambda: self._is_over(self._place.generation))
         if self._saver is not None:
             self._saver.finish()
         if self._validator is not None:
@@ -339,10 +345,13 @@ class Runner:
             os.environ.update(place | self._its_devices().place(assignment))
             if self._reporter is not None:
                 self._reporter.close()
+            if self._committer is not None:
+                recorded = (assignment.checkpoint, assignment.saved)
+                self._committer.enter(assignment.generation, recorded, leads=assignment.rank == 0)
             self._reporter = self._make_reporter(assign, assignment)
             self._check_storage(assignment)
             if self._validator is not None:
-                self._validator.enter(assignment.generation, assignment.rank, assignment.checkpoint)
+                self._validator.enter(assignment.generation, assignment.rank)
             if self._trackers is not None:
                 self._trackers.enter(assignment.rank)
         self._its_devices().choose()
@@ -480,15 +489,11 @@ class Runner:
 
     # ------------------------------------------------------------ what user code finds
 
-    def _pruner(self, assign: Assign, assignment: Assignment) -> Pruner | None:
-        run = self._run_directory
-        return Pruner(run, assign.spec, assignment.checkpoint) if run is not None else None
-
     def _writer(self, assign: Assign) -> Writer | None:
-        run, spec, line = self._run_directory, assign.spec, self._exchange
-        if run is None:
+        run, committer = self._run_directory, self._committer
+        if run is None or committer is None:
             return None
-        return Writer(run, spec.job_id, line=line, clock=self._clock, num_to_keep=spec.num_to_keep)
+        return Writer(run, assign.spec.job_id, committer=committer, clock=self._clock)
 
     def _make_reporter(self, assign: Assign, assignment: Assignment) -> Reporter:
         place = Place(
@@ -507,7 +512,8 @@ class Runner:
             link=self._exchange,
             clock=self._clock,
             newest_checkpoint=assignment.checkpoint,
-            pruner=self._pruner(assign, assignment),
+            committer=self._committer,
+            spec=assign.spec,
             on_commit=self._validator.look if self._validator is not None else lambda: None,
         )
 
@@ -544,6 +550,7 @@ class Runner:
             ),
             config=call.config,
             options=call.options,
+            saved=place.saved,
             copies=place.copies,
             copies_key=place.copies_key,
             copies_dealt=place.copies_dealt,

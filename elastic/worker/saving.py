@@ -2,7 +2,7 @@
 
 The training loop pays for one copy of this worker's share into the agent's memory (`arena.py`). A
 thread of its own then writes this rank's part to storage; the thread of rank 0 waits for all
-parts, asks the coordinator for its consent, and commits.
+parts, and has the checkpoint committed (`committing`).
 
 Rule: nothing that storage does or does not do reaches the training loop. What cannot be written is
 told and given up, and the last good checkpoint stays.

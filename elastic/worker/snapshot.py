@@ -14,7 +14,6 @@ from elastic.runtime.snapshot_memory import Mark
 from elastic.worker.arena import Layout, Slot
 
 LOOK_S_MIN, LOOK_S_MAX = 0.01, 0.5
-PREFIX = "auto-"
 
 
 @dataclass(frozen=True)

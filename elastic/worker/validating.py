@@ -26,13 +26,13 @@ from typing import Any, Protocol
 
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import Validated
-from elastic.core.world import FIRST_VALIDATION, CheckpointStatus, Generation, RefusalCode
+from elastic.core.world import CheckpointStatus, Generation, RefusalCode, ReportKind
 from elastic.errors import StorageError
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.validation import Finding, Wish, write_finding
 from elastic.worker.exchange import WAIT_SLICE_S, Answer
-from elastic.worker.pruning import delete_superfluous
+from elastic.worker.pruning import prune
 from elastic.worker.validation_child import Child
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Line(Protocol):
         """Tell what happened."""
         ...
 
-    def expect_answer(self, generation: Generation, index: int) -> Answer:
+    def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> Answer:
         """Ask to be told what becomes of a report; called before it is posted."""
         ...
 
@@ -115,7 +115,6 @@ class Validator:
         self._run, self._spec, self._line = run, spec, line
         self._plan: ValidationPlan | None = None
         self._generation, self._leads, self._is_closed = 0, False, False
-        self._newest = ""
         self._thread: threading.Thread | None = None
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # The thread holds us as long as it runs, also while the interpreter ends.
@@ -130,7 +129,7 @@ class Validator:
         self._untold: list[Word] = []
         self._done: set[str] = set()
         self._retry_at = 0.0
-        self._words = FIRST_VALIDATION
+        self._words = 0
 
     # ------------------------------------------------------------------- any thread
 
@@ -145,15 +144,9 @@ class Validator:
         if plan is not None and self._leads:
             self.look()
 
-    def enter(self, generation: Generation, rank: int, newest: str) -> None:
-        """Be in this group from here on; rank 0 takes up what is not done.
-
-        Args:
-            generation: of the group.
-            rank: in it.
-            newest: path of the checkpoint that it begins with, which is recorded; "" for none.
-        """
-        self._generation, self._leads, self._newest = generation, rank == 0, newest
+    def enter(self, generation: Generation, rank: int) -> None:
+        """Be in this group from here on; rank 0 takes up what is not done."""
+        self._generation, self._leads = generation, rank == 0
         self.look()
 
     def look(self) -> None:
@@ -342,12 +335,7 @@ class Validator:
             log.info("validated checkpoint=%s metrics=%s", name, json.dumps(finding.metrics))
         known = self._run.marker(name)
         self._will_tell(name, known if known is not None else marker)
-        if self._spec.num_to_keep != -1:
-            # Whoever committed the newest one may be gone, and would have noted that.
-            newest = self._newest.rpartition("/")[2]
-            if self._newest == self._run.checkpoint_path(newest) and self._run.is_committed(newest):
-                self._run.mark_recorded(newest)
-            delete_superfluous(self._run, self._spec)
+        prune(self._run, self._spec, marker)
 
     def _will_tell(self, name: str, marker: Marker) -> None:
         if marker.job_id == self._spec.job_id:
@@ -366,7 +354,7 @@ class Validator:
         if word.answer is None and time.monotonic() >= word.not_before:
             self._words += 1
             generation = self._generation
-            word.answer = self._line.expect_answer(generation, self._words)
+            word.answer = self._line.expect_answer(generation, ReportKind.VALIDATION, self._words)
             self._line.post(
                 Validated(generation, self._words, word.metrics, word.path, word.status)
             )

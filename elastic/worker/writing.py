@@ -1,14 +1,13 @@
 """The thread that brings snapshots to storage, and makes checkpoints of them.
 
     each rank     waits for its node's copies, writes its part and the note of it
-    rank 0        waits for all notes, writes the rest
-    its committer asks for consent, commits, prunes
+    rank 0        waits for all notes, writes the rest, and hands it to its `committing.Committer`
 
 Members of a group that is over by then still finish: their parts are states of committed steps.
 What a lost member has not written makes the checkpoint come to nothing.
 
 Rule: a snapshot holds its memory until storage has taken it; storage that takes nothing for a while
-loses that hold, and what it has not taken is overtaken by newer ones. Nobody's consent holds any.
+loses that hold, and what it has not taken is overtaken by newer ones. The coordinator holds none.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ import torch
 
 from elastic import __version__
 from elastic.core.events.worker import StateSaved
-from elastic.core.world import FIRST_AUTOMATIC, JobId
+from elastic.core.world import JobId, ReportKind
 from elastic.errors import StorageError
 from elastic.runtime.clock import Clock
 from elastic.storage.marker import Marker
-from elastic.storage.run_directory import RunDirectory
+from elastic.storage.run_directory import AUTOMATIC, RunDirectory
 from elastic.worker.arena import Slot
 from elastic.worker.checkpoint_files import (
     Manifest,
@@ -42,7 +41,7 @@ from elastic.worker.checkpoint_files import (
     write_part,
     write_rest,
 )
-from elastic.worker.consent import Committer, Line, Written
+from elastic.worker.committing import Commit, Committer
 from elastic.worker.exchange import WAIT_SLICE_S
 from elastic.worker.likeness import differing
 from elastic.worker.snapshot import GivenUp, Snapshot, looks
@@ -92,27 +91,21 @@ class Writer:
     """
 
     def __init__(
-        self, run: RunDirectory, job_id: JobId, *, line: Line, clock: Clock, num_to_keep: int = -1
+        self, run: RunDirectory, job_id: JobId, *, committer: Committer, clock: Clock
     ) -> None:
         """Start nothing yet.
 
         Args:
             run: the run directory.
             job_id: of the job.
-            line: to the coordinator.
+            committer: makes checkpoints count.
             clock: for the time of day in files.
-            num_to_keep: automatic checkpoints that are kept; -1 for a default of two.
         """
         self.is_awaited = False
         self._run, self._job_id, self._clock = run, job_id, clock
-        self._committer = Committer(
-            run,
-            job_id,
-            line=line,
-            num_to_keep=num_to_keep,
-            unfinished=lambda: list(self._outstanding),
-            ended=self._end,
-        )
+        self._committer = committer
+        committer.unfinished = self._unfinished
+        self._thread: threading.Thread | None = None
         self._queue: queue.SimpleQueue[Snapshot | Failure | None] = queue.SimpleQueue()
         # Not durable yet; of those: whose memory nobody has read yet, and which is being read.
         self._outstanding: list[Snapshot] = []
@@ -120,7 +113,6 @@ class Writer:
         self._current: Snapshot | None = None
         self._stalls_at = math.inf
         self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
 
     @property
     def generation(self) -> int:
@@ -148,11 +140,9 @@ class Writer:
         self._queue.put(failure)
 
     def _start(self) -> None:
-        if not self._threads:
-            for name, work in (("writer", self._work), ("committer", self._committer.work)):
-                thread = threading.Thread(target=work, name=f"elastic-{name}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="elastic-writer", daemon=True)
+            self._thread.start()
 
     def reads(self, slot: Slot) -> bool:
         """Return whether a snapshot in this slot is still to be read by storage that takes it."""
@@ -187,8 +177,13 @@ class Writer:
             return not self._outstanding
 
     def close(self) -> None:
-        """Let the thread end once it has written what it was given; nothing is given after this."""
+        """Let the thread end once it has written what it was given; nothing is given after this.
+
+        So does the committer's.
+        """
         self._queue.put(None)
+        if self._thread is None:
+            self._committer.close()
 
     # ------------------------------------------------------------------- the thread
 
@@ -202,7 +197,7 @@ class Writer:
                 pass  # Storage has not taken it before: it is said again.
             else:
                 if item is None:
-                    self._committer.put(None)
+                    self._committer.close()
                     return
                 untold = item if isinstance(item, Failure) else self._try(item)
                 until = time.monotonic() + PARTS_S
@@ -227,11 +222,11 @@ class Writer:
             log.warning(
                 "checkpoint_failed name=%s s=%.1f reason=%r: training goes on; the next one "
                 "is tried when it is due",
-                self._committer.name(snapshot.name), time.monotonic() - began, str(error),
+                self._name(snapshot.name), time.monotonic() - began, str(error),
             )  # fmt: skip
             return Failure(snapshot.rank, snapshot.name, str(error))
         except Exception as error:
-            log.exception("checkpoint_failed name=%s", self._committer.name(snapshot.name))
+            log.exception("checkpoint_failed name=%s", self._name(snapshot.name))
             return Failure(snapshot.rank, snapshot.name, str(error))
         finally:
             with self._changed:
@@ -242,6 +237,14 @@ class Writer:
                 self._committer.put(written)
         return None
 
+    def _name(self, name: str) -> str:
+        """Return the name of a snapshot's checkpoint."""
+        return f"{AUTOMATIC}{self._job_id}-{name}"
+
+    def _unfinished(self) -> set[str]:
+        with self._changed:
+            return {self._name(snapshot.name) for snapshot in self._outstanding}
+
     def _end(self, snapshot: Snapshot) -> None:
         """It is durable, or given up."""
         with self._changed:
@@ -249,10 +252,9 @@ class Writer:
             self._changed.notify_all()
         snapshot.done.set()
 
-    def _write(self, snapshot: Snapshot) -> Written | None:
+    def _write(self, snapshot: Snapshot) -> Commit | None:
         """Write our part; as rank 0 all that a checkpoint needs."""
-        began = time.monotonic()
-        files = self._run.checkpoint(self._committer.name(snapshot.name))
+        files = self._run.checkpoint(self._name(snapshot.name))
         self._wait_for_node(snapshot)
         part = write_part(
             files, snapshot.rank, snapshot.slot, snapshot.layout, snapshot.pieces, self._moves
@@ -260,7 +262,7 @@ class Writer:
         _check_unchanged(snapshot)
         part = replace(part, tensors=snapshot.mark.tensors, prints=snapshot.prints)
         write_note(files, snapshot.rank, part)
-        return self._complete(snapshot, began) if snapshot.rank == 0 else None
+        return self._complete(snapshot) if snapshot.rank == 0 else None
 
     def _wait_for_node(self, snapshot: Snapshot) -> None:
         """Wait until all workers of this node have copied their share."""
@@ -280,15 +282,15 @@ class Writer:
         """Leave a note in place of our part; return whether storage has taken that much."""
         if failure.rank:
             try:
-                files = self._run.checkpoint(self._committer.name(failure.name))
+                files = self._run.checkpoint(self._name(failure.name))
                 write_failure(files, failure.rank, failure.reason)
             except StorageError:
                 return False
         return True
 
-    def _complete(self, snapshot: Snapshot, began: float) -> Written:
+    def _complete(self, snapshot: Snapshot) -> Commit:
         """Make a checkpoint of everyone's parts."""
-        name = self._committer.name(snapshot.name)
+        name = self._name(snapshot.name)
         files = self._run.checkpoint(name)
         written, doubtful_since = None, 0.0
         for _ in looks(PARTS_S):
@@ -337,7 +339,7 @@ class Writer:
         _check_unchanged(snapshot)  # Arrays outside of the parts were read from memory, too.
         about = {"epoch": cursor.epoch, "step": cursor.step, "steps": snapshot.mark.steps}
         metrics = json.dumps({**_in_json(snapshot.about), **about})
-        index = FIRST_AUTOMATIC + snapshot.mark.number
+        index = snapshot.mark.number
         path = self._run.checkpoint_path(name)
         marker = Marker(
             job_id=self._job_id,
@@ -346,13 +348,14 @@ class Writer:
             world_size=snapshot.world_size,
             unix_ns=self._clock.unix_ns(),
             metrics=metrics,
+            kind=ReportKind.AUTOMATIC,
             files=tuple(sorted([*(part.file for part in parts), *notes, *rest])),
         )
 
         def saved_in(generation: int) -> StateSaved:
             return StateSaved(generation, index, metrics, path, snapshot.request)
 
-        return Written(snapshot, saved_in, marker, began)
+        return Commit(name, marker, saved_in, lambda commit: self._end(snapshot))
 
 
 def _in_json(values: Mapping[str, Any]) -> dict[str, Any]:

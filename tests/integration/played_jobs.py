@@ -52,15 +52,17 @@ def wait_phase(client: Client, job: str, phase: JobPhase) -> JobView:
 
 
 @contextmanager
-def playing(address: str, node_id: str, *, failure: Failure | None = None) -> Iterator[Any]:
+def playing(
+    address: str, node_id: str, *, failure: Failure | None = None, checkpoint: str = ""
+) -> Iterator[Any]:
     """In the background, an agent whose worker trains, reports, prints and ends."""
     with anyio.from_thread.start_blocking_portal() as portal:
-        played = portal.start_task_soon(play, address, node_id, failure)
+        played = portal.start_task_soon(play, address, node_id, failure, checkpoint)
         yield played
         played.result(DEADLINE_S)
 
 
-async def play(address: str, node_id: str, failure: Failure | None) -> None:
+async def play(address: str, node_id: str, failure: Failure | None, checkpoint: str) -> None:
     """Be an agent with one worker, from its start to its end."""
     async with ScriptedAgent(address, node(node_id, slots=1)) as agent:
         await agent.join()
@@ -68,7 +70,9 @@ async def play(address: str, node_id: str, failure: Failure | None) -> None:
         wish = await agent.hear(FollowLogs)
         worker_id = report.worker_id
         await agent.say(LogLines(wish.follow_id, worker_id, "hello from the worker\n"))
-        told = Report(worker_id, report.job_id, report.generation, 0, 0, '{"loss": 0.5}')
+        told = Report(
+            worker_id, report.job_id, report.generation, 0, 0, '{"loss": 0.5}', checkpoint
+        )
         await agent.say(Reported(told))
         if failure is None:
             finished = replace(report, phase=WorkerPhase.FINISHED, result='"done"')

@@ -17,7 +17,7 @@ from elastic.client.cli import main
 from elastic.client.jobs import Client
 from elastic.core.config import JobSpec
 from elastic.core.messages import Report, Reported, SaveState
-from elastic.core.world import FIRST_AUTOMATIC, Entry, EntryKind, JobId, JobPhase
+from elastic.core.world import Entry, EntryKind, JobId, JobPhase, ReportKind
 from elastic.testing.local_cluster import LocalCluster
 from tests.integration.coordinator import Coordinator, ScriptedAgent, node, spec
 from tests.integration.played_jobs import elastic, wait_phase
@@ -164,11 +164,12 @@ def test_the_wish_reaches_the_agent_and_a_job_that_ends_meanwhile_is_told(
                 report.worker_id,
                 report.job_id,
                 1,
-                FIRST_AUTOMATIC + 1,
+                1,
                 0,
                 '{"epoch": 3}',
                 path,
                 request=wish.request,
+                kind=ReportKind.AUTOMATIC,
             )
             await agent.say(Reported(saved))
             assert (await agent.hear(SaveState)).request > wish.request

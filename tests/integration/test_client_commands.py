@@ -80,14 +80,15 @@ def test_submitting_a_name_again_goes_on_with_a_run_that_failed(
 ) -> None:
     failure = Failure("ValueError", "step seven", STORY, "report 7")
     line = ("submit", script, "--name", "again", "--storage-path", tmp_path)
-    with playing(coordinator.address, "failing-once", failure=failure):
-        assert elastic(coordinator, *line).exit_code == 1
     run = RunDirectory(str(tmp_path / "again"))
+    path = run.checkpoint_path("c1")
+    with playing(coordinator.address, "failing-once", failure=failure, checkpoint=path):
+        assert elastic(coordinator, *line).exit_code == 1
     (job_id,) = run.jobs()
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "model").write_text("weights")
     files = run.upload(tmp_path / "files", "c1", claim=lambda path: True)
-    path = run.commit("c1", Marker(job_id, 1, 0, 1, 1, '{"epoch": 4}', files))
+    run.prepare("c1", Marker(job_id, 1, 0, 1, 1, '{"epoch": 4}', files))  # And was killed.
     done = elastic(coordinator, *line, "--no-wait")
     assert done.exit_code == 0, done.stderr
     assert "resumes run again from c1 (epoch 4); use another name to begin anew" in done.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from elastic.errors import StorageError
 from elastic.storage.files import Files
-from elastic.storage.marker import MARKER, Marker
+from elastic.storage.marker import MARKER, PREPARED, Marker
 from elastic.storage.metrics import MetricsLog, read_metrics
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.study_log import StudyLog
@@ -40,12 +40,12 @@ def test_a_run_lives_in_a_bucket(s3: Trouble, tmp_path: Path) -> None:
     files = run.upload(tmp_path, "c1", claim=lambda _: True)
     assert [file[:2] for file in files] == [("deep/shard", 0), ("model", 3_000_000)]
     assert not run.is_committed("c1")
-    run.commit("c1", marker())
+    run.prepare("c1", marker())
+    assert run.finish("c1")
+    assert not run.checkpoint("c1").exists(PREPARED)
     run.commit("c2", marker(unix_ns=2, index=4))
     assert run.newest_checkpoint() == f"{URL}/checkpoints/c2"
     assert [run.checkpoint("c1").checksum(file.path) for file in files] == list(files)
-    run.mark_recorded("c1")
-    assert [name for name, _ in run.recorded("j1")] == ["c1"]
     run.remove("c1")
     assert [name for name, _ in run.markers()] == ["c2"]
     run.discard("c2")

@@ -35,7 +35,7 @@ from elastic.core.config import NS_PER_S
 from elastic.core.events.shared import Tick
 from elastic.core.link_messages import LinksTried
 from elastic.core.messages import ProbeAck
-from elastic.core.world import FIRST_AUTOMATIC, ExitCause, ExitKind, JobId, NodeId, WorkerPhase
+from elastic.core.world import ExitCause, ExitKind, JobId, NodeId, ReportKind, WorkerPhase
 from tests.scenarios.transcript import lines_of, status_lines
 from tests.unit.coordinator_under_test import Coordinator
 
@@ -151,7 +151,8 @@ def uncordon(play: Play, rest: list[str], options: dict[str, Any]) -> None:
 
 def saved(play: Play, rest: list[str], options: dict[str, Any]) -> None:
     worker, number, path = rest
-    play.coordinator.reports(worker, FIRST_AUTOMATIC + int(number), checkpoint=path, **options)
+    kind = ReportKind.AUTOMATIC
+    play.coordinator.reports(worker, int(number), checkpoint=path, kind=kind, **options)
     play.show()
 
 

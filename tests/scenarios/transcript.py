@@ -37,7 +37,7 @@ from elastic.core.messages import (
     Welcome,
 )
 from elastic.core.view import ClusterView
-from elastic.core.world import SessionId
+from elastic.core.world import ReportKind, SessionId
 
 
 def lines_of(effect: CoordinatorEffect, names: Mapping[SessionId, str]) -> Iterator[str]:
@@ -117,7 +117,8 @@ def message_line(message: CoordinatorMessage) -> str:
         return f"forget {message.worker_id}"
     if isinstance(message, ReportAck):
         answer = "accepted" if message.accepted else f"refused: {message.reason}"
-        return f"report {message.index} of {message.worker_id} g{message.generation} {answer}"
+        kind = "" if message.kind is ReportKind.SCRIPT else f"{message.kind.value} "
+        return f"{kind}report {message.index} of {message.worker_id} g{message.generation} {answer}"
     if isinstance(message, Probe):
         return f"probe {message.number}"
     if isinstance(message, TryLinks):

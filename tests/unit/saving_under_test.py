@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.core.events.worker import StateSaved
+from elastic.core.config import JobSpec
+from elastic.core.events.worker import StateSaved, UserReported
 from elastic.core.policy.cursor import Cursor
-from elastic.core.world import JobId, RefusalCode
+from elastic.core.world import JobId, RefusalCode, ReportKind
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
+from elastic.worker.committing import Committer
 from elastic.worker.exchange import Answer
 from elastic.worker.saving import Saver, Seat
 from elastic.worker.state import TrainState
 from elastic.worker.writing import Writer
 from tests.patience import DEADLINE_S
+from tests.strategies import SCRIPT
 
 WRITERS: list[Writer] = []
 """Those of the test that runs."""
@@ -34,10 +37,11 @@ class Coordinator:
         self.told: list[StateSaved] = []
         self._answers: dict[tuple[int, int], Answer] = {}
 
-    def expect_answer(self, generation: int, index: int) -> Answer:
+    def expect_answer(self, generation: int, kind: ReportKind, index: int) -> Answer:
         return self._answers.setdefault((generation, index), Answer())
 
-    def post(self, item: StateSaved) -> None:
+    def post(self, item: UserReported | StateSaved) -> None:
+        assert isinstance(item, StateSaved)
         self.told.append(item)
         answer = self._answers.pop((item.generation, item.index))
         answer.accepted, answer.reason = not self.refuses, self.refuses
@@ -49,9 +53,16 @@ def writer_of(
     directory: RunDirectory, coordinator: Coordinator, job: str = "j1", num_to_keep: int = -1
 ) -> Writer:
     """Return a writer whose thread ends with the test."""
-    writer = Writer(
-        directory, JobId(job), line=coordinator, clock=SystemClock(), num_to_keep=num_to_keep
+    spec = JobSpec(
+        job_id=JobId(job),
+        name="r",
+        entry=SCRIPT,
+        min_workers=1,
+        max_workers=1,
+        num_to_keep=num_to_keep,
     )
+    committer = Committer(directory, spec, coordinator)
+    writer = Writer(directory, spec.job_id, committer=committer, clock=SystemClock())
     WRITERS.append(writer)
     return writer
 

@@ -15,23 +15,35 @@ import pytest
 
 from elastic.client import attempts
 from elastic.client.attempts import Attempt, Plan, attempt, note_end
-from elastic.core.world import FIRST_AUTOMATIC, JobPhase
+from elastic.core.config import JobSpec
+from elastic.core.events.coordinator import JobRecord
+from elastic.core.world import CheckpointRecord, JobId, JobPhase, ReportKind
 from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
 from elastic.storage.files import Files
-from elastic.storage.marker import DAMAGED, MARKER, Marker
+from elastic.storage.marker import DAMAGED, MARKER, PREPARED, Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import Owner, RunPhase, RunRecord, read_run, write_run
+from tests.strategies import SCRIPT
 
 
 def plan(path: Path, job_id: str = "j1", **more: object) -> Plan:
     return Plan(run_path=str(path), name="r", job_id=job_id, **more)  # type: ignore[arg-type]
 
 
+def job(job_id: str, phase: JobPhase, *recorded: Path) -> JobRecord:
+    """What the coordinator knows of an attempt."""
+    spec = JobSpec(job_id=JobId(job_id), name="r", entry=SCRIPT, min_workers=1, max_workers=1)
+    records = [CheckpointRecord(str(path), 1, at) for at, path in enumerate(recorded)]
+    return JobRecord(spec, phase, checkpoints=tuple(records))
+
+
 def begin(
     path: Path, job_id: str = "j1", *, known: JobPhase | None = None, **more: object
 ) -> Attempt:
     """Begin an attempt; the coordinator says this of the one before."""
-    with attempt(plan(path, job_id, **more), phase_of=lambda job_id: known) as begun:
+    with attempt(
+        plan(path, job_id, **more), job_of=lambda job_id: known and job(job_id, known)
+    ) as begun:
         return begun
 
 
@@ -41,14 +53,22 @@ def record(path: Path) -> RunRecord:
     return found
 
 
-def commit(path: Path, name: str, index: int, metrics: dict[str, int], job_id: str = "j1") -> Path:
+def commit(
+    path: Path,
+    name: str,
+    index: int,
+    metrics: dict[str, int],
+    job_id: str = "j1",
+    kind: ReportKind = ReportKind.SCRIPT,
+) -> Path:
     """Commit a checkpoint with one file; return where it is."""
     run = RunDirectory(str(path))
     source = path.parent / "source"
     source.mkdir(exist_ok=True)
     (source / "model").write_text(f"weights {index}")
     files = run.upload(source, name, claim=lambda path: True)
-    return Path(run.commit(name, Marker(job_id, 1, index, 1, 1, json.dumps(metrics), files)))
+    marker = Marker(job_id, 1, index, 1, 1, json.dumps(metrics), files, kind=kind)
+    return Path(run.commit(name, marker))
 
 
 def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> None:
@@ -97,7 +117,7 @@ def test_storage_that_cannot_be_written_is_refused_by_path(tmp_path: Path) -> No
 def test_without_a_reported_checkpoint_it_says_what_there_is(tmp_path: Path) -> None:
     begin(tmp_path / "r", resume_from="/else/c")
     assert begin(tmp_path / "r", "j2").resume_from == "/else/c"
-    commit(tmp_path / "r", "auto", FIRST_AUTOMATIC, {})
+    commit(tmp_path / "r", "auto-0", 0, {}, kind=ReportKind.AUTOMATIC)
     assert "whose newest checkpoint is auto" in begin(tmp_path / "r", "j3").lines[0]
     begin(tmp_path / "other")
     assert "at its beginning" in begin(tmp_path / "other", "j2").lines[0]
@@ -120,6 +140,25 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, how: str) -
     assert "from good (epoch 0)" in line
     assert not (bad / MARKER).exists()
     assert (bad / DAMAGED).exists()
+
+
+def test_what_the_coordinator_has_recorded_counts_and_no_marker_alone(tmp_path: Path) -> None:
+    """The lead was killed before it wrote one; a group that was over wrote another."""
+    begin(tmp_path / "r")
+    old = commit(tmp_path / "r", "old", 0, {"epoch": 0})
+    newest = commit(tmp_path / "r", "newest", 1, {"epoch": 1})
+    (newest / MARKER).rename(newest / PREPARED)
+    fenced = commit(tmp_path / "r", "fenced", 2, {"epoch": 2})
+    known = job("j1", JobPhase.FAILED, old, newest)
+    with attempt(plan(tmp_path / "r", "j2"), job_of=lambda job_id: known) as begun:
+        assert begun.resume_from == str(newest)
+    assert f"{fenced} is not among the coordinator's records" in begun.lines[0]
+    assert (newest / MARKER).exists()
+    (newest / "model").write_text("weights 9")
+    with attempt(plan(tmp_path / "r", "j3"), job_of=lambda job_id: None) as begun:
+        assert begun.resume_from == str(fenced)  # Nobody is left who knows better.
+    with attempt(plan(tmp_path / "r", "j4"), job_of=lambda job_id: known) as begun:
+        assert begun.resume_from == str(old)
 
 
 def test_storage_that_fails_for_now_sets_nothing_aside(tmp_path: Path) -> None:

@@ -85,9 +85,9 @@ def restored(
         keeper = Keeper(run.objects, Logbook(), StreamBook())
         keeper._saver = savers[rank]
         keeper._place = SimpleNamespace(  # type: ignore[assignment]
-            world_rank=rank, run_path=run.directory.path, job_id="j1", copies=copies[rank],
-            copies_key=KEY, copies_dealt=True, copies_fingerprints=(), worker_id=f"n{rank}/1",
-            tls=(), activity=Activity(),
+            world_rank=rank, run_path=run.directory.path, job_id="j1", saved="",
+            copies=copies[rank], copies_key=KEY, copies_dealt=True, copies_fingerprints=(),
+            worker_id=f"n{rank}/1", tls=(), activity=Activity(),
         )  # fmt: skip
         found[rank] = keeper.restore(rank, Cursor())  # type: ignore[call-overload]
 

@@ -8,7 +8,7 @@ import pytest
 
 from elastic.core.machine.announcing import SAVES_SINCE_MINOR
 from elastic.core.messages import LeaveGroup
-from elastic.core.world import FIRST_AUTOMATIC, JobPhase, WorkerPhase
+from elastic.core.world import JobPhase, ReportKind, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
 
 AT_ONCE = replace(CONFIG, preemption_min_run_s=0, preemption_deadline_s=10)
@@ -44,8 +44,8 @@ def pair() -> Coordinator:
 
 def saved(coordinator: Coordinator, number: int = 1, worker: str = "n1/1") -> None:
     """Let a checkpoint be recorded that was taken after this wish."""
-    index = FIRST_AUTOMATIC + number
-    coordinator.reports(worker, index, checkpoint=f"/runs/a/auto-{number}", request=number)
+    path, kind = f"/runs/a/auto-{number}", ReportKind.AUTOMATIC
+    coordinator.reports(worker, number, checkpoint=path, request=number, kind=kind)
 
 
 def gone(coordinator: Coordinator, *workers: str) -> None:

@@ -34,7 +34,7 @@ def test_no_name_of_a_checkpoint_leads_out_of_the_run(
     acts: tuple[Callable[[], object], ...] = (
         lambda: run.remove(name), lambda: run.commit(name, MARKER),
         lambda: run.clear(name, kept=()), lambda: run.set_aside(name, "x"),
-        lambda: run.is_committed(name), lambda: run.mark_recorded(name),
+        lambda: run.is_committed(name), lambda: run.finish(name),
     )  # fmt: skip
     for act in acts:
         with pytest.raises(StorageError, match="expected"):

@@ -28,6 +28,7 @@ def keeper_of(run: Run, rank: int, saver: Saver) -> Keeper:
     keeper._place = SimpleNamespace(  # type: ignore[assignment]
         world_rank=rank,
         run_path=run.directory.path,
+        saved="",
         job_id="j1",
         copies=(),
         copies_key="",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic.core.policy.retention import keep
-from elastic.core.world import FIRST_AUTOMATIC, CheckpointRecord, CheckpointStatus
+from elastic.core.world import CheckpointRecord, CheckpointStatus, ReportKind
 
 
 def records(*metrics: Any) -> list[CheckpointRecord]:
@@ -96,7 +96,11 @@ def mixed(kinds: str) -> list[CheckpointRecord]:
     """Checkpoints 0, 1, 2, ..., reported for "r" and automatic for "a", with rising losses."""
     return [
         CheckpointRecord(
-            str(at), at, FIRST_AUTOMATIC + at if kind == "a" else 0, json.dumps({"loss": at})
+            str(at),
+            at,
+            0,
+            json.dumps({"loss": at}),
+            kind=ReportKind.AUTOMATIC if kind == "a" else ReportKind.SCRIPT,
         )
         for at, kind in enumerate(kinds)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.messages import LeaveGroup, SaveState
-from elastic.core.world import FIRST_AUTOMATIC, JobPhase, WorkerPhase
+from elastic.core.world import JobPhase, ReportKind, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
 
 AT_ONCE = replace(CONFIG, preemption_min_run_s=0, preemption_deadline_s=60)
@@ -25,8 +25,8 @@ def paused(*, in_place: bool = True) -> Coordinator:
 
 def saved(coordinator: Coordinator, number: int = 1) -> None:
     """Let a checkpoint be recorded that was taken after this wish."""
-    index = FIRST_AUTOMATIC + number
-    coordinator.reports("n1/1", index, checkpoint=f"/runs/a/auto-{number}", request=number)
+    path, kind = f"/runs/a/auto-{number}", ReportKind.AUTOMATIC
+    coordinator.reports("n1/1", number, checkpoint=path, request=number, kind=kind)
 
 
 def phase(coordinator: Coordinator) -> JobPhase:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.core.world import RefusalCode, is_automatic
+from elastic.core.events.worker import StateSaved
+from elastic.core.world import RefusalCode
 from elastic.storage.marker import MARKER
 from elastic.worker import keeping
 from elastic.worker.arena import Slot
@@ -38,7 +39,7 @@ def test_the_coordinator_is_asked_before_it_counts(tmp_path: Path) -> None:
     (name,) = run.committed()
     told = run.coordinator.told[-1]
     assert told.checkpoint == run.directory.checkpoint_path(name)
-    assert is_automatic(told.index)
+    assert isinstance(told, StateSaved)
 
 
 def test_a_copy_that_breaks_off_is_no_snapshot_and_leaves_the_one_before(

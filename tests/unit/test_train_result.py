@@ -9,7 +9,7 @@ import pytest
 
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord
-from elastic.core.world import FIRST_AUTOMATIC, CheckpointRecord, JobId, JobPhase
+from elastic.core.world import CheckpointRecord, JobId, JobPhase, ReportKind
 from elastic.errors import UsageError
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
@@ -27,9 +27,17 @@ class Run:
         self.record = RunRecord(name="r", jobs=("j1", "j2"))
         write_run(self.directory.files, self.record)
 
-    def commit(self, name: str, job_id: str, index: int, *, unix_ns: int = 0) -> CheckpointRecord:
+    def commit(
+        self,
+        name: str,
+        job_id: str,
+        index: int,
+        *,
+        unix_ns: int = 0,
+        kind: ReportKind = ReportKind.SCRIPT,
+    ) -> CheckpointRecord:
         metrics = json.dumps({"name": name})
-        marker = Marker(job_id, 1, index, 1, unix_ns, metrics, ())
+        marker = Marker(job_id, 1, index, 1, unix_ns, metrics, (), kind=kind)
         Path(self.directory.checkpoint_path(name)).mkdir(parents=True)
         self.directory.commit(name, marker)
         return self.directory.record(name, marker)
@@ -41,11 +49,11 @@ def names(result: Result) -> list[str]:
 
 def test_automatic_checkpoints_count_only_where_nothing_was_reported(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.commit("auto0", "j1", FIRST_AUTOMATIC)
-    run.commit("auto1", "j1", FIRST_AUTOMATIC + 1)
+    run.commit("auto-0", "j1", 0, kind=ReportKind.AUTOMATIC)
+    run.commit("auto-1", "j1", 1, kind=ReportKind.AUTOMATIC)
     result = Result.from_path(tmp_path)
     assert (result.best_checkpoints, result.metrics) == ([], None)
-    assert str(result.checkpoint).count("auto1")
+    assert str(result.checkpoint).count("auto-1")
     run.commit("mine", "j1", 0)
     assert str(Result.from_path(tmp_path).checkpoint).count("mine")
     assert names(Result.from_path(tmp_path)) == ["mine"]

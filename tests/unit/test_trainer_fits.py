@@ -42,7 +42,7 @@ class FakeClient:
     def submit(self, spec: object) -> None:
         raise Submitted
 
-    def phase_of(self, job_id: str) -> None:
+    def record_of(self, job_id: str) -> None:
         """Know no job."""
 
 

@@ -15,7 +15,7 @@ import pytest
 from elastic.agent.kernel import DEAD, process_state
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import Validated
-from elastic.core.world import CheckpointStatus, JobId
+from elastic.core.world import CheckpointStatus, JobId, ReportKind
 from elastic.storage.marker import Marker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.exchange import Answer
@@ -36,7 +36,7 @@ class Coordinator:
     def post(self, item: Validated) -> None:
         self.told.append(item)
 
-    def expect_answer(self, generation: int, index: int) -> Answer:
+    def expect_answer(self, generation: int, kind: ReportKind, index: int) -> Answer:
         answer = Answer()
         answer.accepted = True
         answer.ready.set()
@@ -52,7 +52,7 @@ def started() -> Iterator[Callable[[Path, Coordinator], Validator]]:
         validator = Validator(RunDirectory(str(path)), SPEC, coordinator)
         begun.append(validator)
         validator.configure(ValidationPlan(lambda path, fn_kwargs: "{}"))
-        validator.enter(1, 0, "")
+        validator.enter(1, 0)
         return validator
 
     yield start

@@ -6,10 +6,10 @@ from typing import Any
 
 from elastic.core.events.worker import LoopMoved, ResolveReport, TrainLeft, Validated
 from elastic.core.world import (
-    FIRST_VALIDATION,
     CheckpointRecord,
     CheckpointStatus,
     RefusalCode,
+    ReportKind,
 )
 from tests.unit.coordinator_under_test import Coordinator, running
 from tests.unit.worker_under_test import announce, forming, training
@@ -24,7 +24,7 @@ def report(coordinator: Coordinator, number: int, **fields: Any) -> None:
 def validate(coordinator: Coordinator, number: int, word: int = 1, **fields: Any) -> None:
     """Let rank 0 tell what the validation of a checkpoint found out."""
     told = {"checkpoint": f"/run/c{number}", "status": VALIDATED, **fields}
-    coordinator.reports("n1/1", FIRST_VALIDATION + word, **told)
+    coordinator.reports("n1/1", word, kind=ReportKind.VALIDATION, **told)
 
 
 def kept(coordinator: Coordinator) -> list[CheckpointRecord]:
@@ -45,7 +45,7 @@ def test_a_checkpoint_stays_pending_over_a_restart_of_the_coordinator() -> None:
 
 
 def found_out(generation: int) -> Validated:
-    return Validated(generation, FIRST_VALIDATION + 1, "{}", "/run/c", VALIDATED)
+    return Validated(generation, 1, "{}", "/run/c", VALIDATED)
 
 
 def test_between_two_groups_whoever_tells_is_told_to_try_again() -> None:
@@ -62,4 +62,4 @@ def test_a_group_that_ends_answers_who_waits() -> None:
     worker.told(announce(2))
     effects = worker.event(TrainLeft(1, at_boundary=False))
     (answer,) = [one for one in effects if isinstance(one, ResolveReport)]
-    assert (answer.index, answer.code) == (FIRST_VALIDATION + 1, RefusalCode.GENERATION_OVER)
+    assert (answer.index, answer.code) == (1, RefusalCode.GENERATION_OVER)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic.core.events.worker import Validated
-from elastic.core.world import JobId
+from elastic.core.world import JobId, ReportKind
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.exchange import Answer
 from elastic.worker.local import LocalRun, _retention
@@ -22,8 +22,8 @@ class Line:
     def post(self, item: Validated) -> None:
         del item
 
-    def expect_answer(self, generation: int, index: int) -> Answer:
-        del generation, index
+    def expect_answer(self, generation: int, kind: ReportKind, index: int) -> Answer:
+        del generation, kind, index
         answer = Answer(accepted=True)
         answer.ready.set()
         return answer
@@ -47,7 +47,7 @@ def test_its_thread_rests_when_there_is_nothing_to_do_in_whatever_place(
     validator.configure(ValidationPlan(nothing))
     try:
         for generation, rank in enumerate(ranks, 1):
-            validator.enter(generation, rank, "")
+            validator.enter(generation, rank)
             wait_for_thread(validator)
         validator.finish(lambda: False)
     finally:

@@ -20,11 +20,13 @@ from elastic.runtime.clock import SystemClock
 from elastic.storage.marker import Marker, StoredFile
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.agreement import Agreement
+from elastic.worker.committing import Committer
 from elastic.worker.delivery import Brought, CheckpointUploadMode
 from elastic.worker.interrupt import GroupChanged
-from elastic.worker.reporting import Place, Reporter
+from elastic.worker.reported import Place
+from elastic.worker.reporting import Reporter
 from tests.patience import DEADLINE_S
-from tests.unit.test_worker_reporting import Coordinator, committed, directory
+from tests.unit.test_worker_reporting import SPEC, Coordinator, committed, directory
 
 ASYNC, NO_UPLOAD = CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 
@@ -69,9 +71,11 @@ def members(storage: Storage, world_size: int) -> list[Rank]:
     ranks = []
     for rank in range(world_size):
         link, over = Coordinator(), threading.Event()
+        run = storage.run()
         reporter = Reporter(
             Place(JobId("j1"), 2, rank, world_size),
-            storage.run(),
+            run,
+            committer=Committer(run, SPEC, link),
             agreement=Agreement(store, rank, world_size=world_size),
             link=link,
             clock=SystemClock(),

@@ -13,7 +13,7 @@ from elastic.core.events.worker import (
     WishSave,
 )
 from elastic.core.messages import Progress
-from elastic.core.world import LeavingNode, NodeId, WorkerId
+from elastic.core.world import LeavingNode, NodeId, ReportKind, WorkerId
 from elastic.worker.exchange import Exchange
 from elastic.worker.timing import INTERVAL_NS, Timing
 from tests.patience import DEADLINE_S
@@ -76,7 +76,7 @@ def test_an_abort_holds_for_its_generation_and_all_before() -> None:
 
 def test_a_report_is_answered_by_its_generation_and_index() -> None:
     exchange = Exchange()
-    answer = exchange.expect_answer(2, 7)
+    answer = exchange.expect_answer(2, ReportKind.SCRIPT, 7)
     exchange.resolve(ResolveReport(2, 6, True, ""))
     assert not answer.wait(0.01)
     teller = threading.Thread(target=exchange.resolve, args=(ResolveReport(2, 7, False, "old"),))

@@ -14,19 +14,26 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from elastic.core.config import JobSpec
 from elastic.core.events.worker import UserReported, WishBoundary, WorkerEvent
 from elastic.core.messages import Progress
-from elastic.core.world import Generation, JobId
+from elastic.core.world import Generation, JobId, ReportKind
 from elastic.errors import StorageError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker import agreement, committing
+from elastic.testing.faulty_storage import Faults
+from elastic.worker import agreement, reported
 from elastic.worker.agreement import Agreement
+from elastic.worker.committing import Committer
 from elastic.worker.delivery import NO_PART, Brought, CheckpointUploadMode
 from elastic.worker.exchange import Answer
 from elastic.worker.interrupt import GroupChanged
-from elastic.worker.reporting import Place, Reporter
-from tests.patience import DEADLINE_S
+from elastic.worker.reported import Place
+from elastic.worker.reporting import Reporter
+from tests.patience import DEADLINE_S, wait_for
+from tests.strategies import SCRIPT
+
+SPEC = JobSpec(job_id=JobId("j1"), name="a", entry=SCRIPT, min_workers=1, max_workers=1)
 
 
 @dataclass
@@ -37,6 +44,16 @@ class Coordinator:
     answers: bool = True
     accepts: bool = True
     posted: list[UserReported] = field(default_factory=list)
+    waiting: list[Answer] = field(default_factory=list)
+
+    def come_back(self) -> None:
+        """Answer all that was asked, and whatever is asked from now on."""
+        self.answers = True
+        for answer in self.waiting:
+            answer.ready.set()
+
+    def deliver(self) -> None:
+        pass
 
     def post(self, item: WorkerEvent | Progress) -> None:
         assert isinstance(item, UserReported)
@@ -45,8 +62,9 @@ class Coordinator:
     def wish(self, generation: Generation) -> WishBoundary | None:
         return WishBoundary(generation, self.wish_reason) if self.wish_reason else None
 
-    def expect_answer(self, generation: Generation, index: int) -> Answer:
+    def expect_answer(self, generation: Generation, kind: ReportKind, index: int) -> Answer:
         answer = Answer(accepted=self.accepts, reason="because")
+        self.waiting.append(answer)
         if self.answers:
             answer.ready.set()
         return answer
@@ -72,9 +90,12 @@ def run_group(
     store = dist.HashStore()
 
     def one(rank: int) -> BaseException | None:
+        run = RunDirectory(str(run_path))
+        committer = Committer(run, SPEC, links[rank])
         reporter = Reporter(
             Place(JobId("j1"), 2, rank, len(links)),
-            RunDirectory(str(run_path)),
+            run,
+            committer=committer,
             agreement=Agreement(store, rank, world_size=len(links)),
             link=links[rank],
             clock=SystemClock(),
@@ -84,6 +105,8 @@ def run_group(
             train(Rank(rank, reporter, links[rank]))
         except BaseException as error:
             return error
+        finally:
+            committer.close()
         return None
 
     with ThreadPoolExecutor(len(links)) as pool:
@@ -141,17 +164,59 @@ def test_the_same_file_from_several_ranks_is_stored_once_if_it_has_one_size(
 def test_nobody_leaves_while_the_coordinator_does_not_record_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(committing, "ANSWER_PATIENCE_S", 0.05)
+    monkeypatch.setattr(reported, "LEAVING_PATIENCE_S", 0.05)
     links = [Coordinator(wish_reason="join", answers=False) for _ in range(2)]
 
     def train(rank: Rank) -> None:
         rank.report({}, directory(tmp_path / f"first{rank.rank}", model="x"))
-        links[rank.rank].answers = True
+        assert committed(tmp_path / "run") == []
+        links[rank.rank].come_back()
         rank.report({}, directory(tmp_path / f"second{rank.rank}", model="x"))
 
     errors = run_group(tmp_path / "run", links, train)
     assert [type(error) for error in errors] == [GroupChanged, GroupChanged]
     assert len(committed(tmp_path / "run")) == 2
+
+
+def test_without_a_coordinator_training_goes_on_and_the_markers_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reported, "PATIENCE_S", 0.05)
+    links, run = [Coordinator(answers=False) for _ in range(2)], tmp_path / "run"
+
+    def train(rank: Rank) -> None:
+        for epoch in range(3):
+            rank.report({}, directory(tmp_path / f"e{epoch}r{rank.rank}", **{str(rank.rank): "x"}))
+            assert committed(run) == []
+            assert rank.reporter.newest_checkpoint == "before"
+        with pytest.raises(StorageError, match="000002 was reported already"):
+            rank.reporter.report("{}", str(tmp_path / f"e0r{rank.rank}"), names[-1])
+        links[rank.rank].come_back()
+        rank.reporter.finish()
+        wait_for(lambda: committed(run) == names)
+        assert rank.reporter.newest_checkpoint.endswith(names[-1])
+
+    names = [f"checkpoint-j1-g000002-00000{epoch}" for epoch in range(3)]
+    assert run_group(run, links, train) == [None, None]
+    told = sorted(links[0].posted, key=lambda one: one.index)
+    assert [one.checkpoint != "" for one in told] == [True] * 3 + [False]
+
+
+def test_a_marker_that_storage_refuses_comes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    faults, run = Faults(tmp_path), tmp_path / "run"
+
+    def train(rank: Rank) -> None:
+        rank.report({}, directory(tmp_path / "first", model="x"))
+        assert committed(run) == []  # The coordinator has it, though.
+        name = rank.link.posted[0].checkpoint.rpartition("/")[2]
+        with pytest.raises(StorageError, match="was reported already"):
+            rank.reporter.report("{}", str(tmp_path / "first"), name)
+        faults.remove()
+        rank.report({}, directory(tmp_path / "second", model="x"))
+        assert len(committed(run)) == 2
+
+    faults.add("denied", on="write", match="*_COMM*")
+    assert run_group(f"faulty://{run}", [Coordinator()], train) == [None]
 
 
 def test_nobody_leaves_on_a_checkpoint_that_was_refused(tmp_path: Path) -> None:
@@ -218,7 +283,7 @@ def test_a_report_from_another_thread_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_killed_attempt_left_under_the_name_is_no_part_of_the_next(tmp_path: Path) -> None:
     run, links = tmp_path / "run", [Coordinator()]
-    left = {"shard1": "of a larger group", "_RECORDED": "", "_VALIDATED": "{}", "_DAMAGED": "why"}
+    left = {"shard1": "of a larger group", "_PREPARED": "{}", "_VALIDATED": "{}", "_DAMAGED": "why"}
     directory(run / "checkpoints" / "mine", **left)
 
     def train(rank: Rank) -> None:

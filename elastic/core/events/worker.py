@@ -18,6 +18,7 @@ from elastic.core.world import (
     Generation,
     LeavingNode,
     RefusalCode,
+    ReportKind,
 )
 
 
@@ -166,7 +167,7 @@ class StateSaved:
 
     Attributes:
         generation: that this worker is in now.
-        index: number of the checkpoint, from `FIRST_AUTOMATIC`.
+        index: which snapshot of the run it is.
         metrics: JSON object: where in the run it was taken.
         checkpoint: its path.
         request: number of the newest wish that it was taken after, 0 for none.
@@ -185,7 +186,7 @@ class Validated:
 
     Attributes:
         generation: that this worker is in now.
-        index: number of this word, from `FIRST_VALIDATION`.
+        index: of this word, from 0 in each process.
         metrics: JSON object: all of the checkpoint's.
         checkpoint: its path.
         status: how it went.
@@ -354,13 +355,14 @@ class TellPreemption:
 
 @dataclass(frozen=True)
 class ResolveReport:
-    """Tell the waiting `train.report` call whether its checkpoint was recorded."""
+    """Tell the thread that waits whether its checkpoint, or its word, was recorded."""
 
     generation: Generation
     index: int
     accepted: bool
     reason: str
     code: RefusalCode = RefusalCode.NONE
+    kind: ReportKind = ReportKind.SCRIPT
 
 
 @dataclass(frozen=True)

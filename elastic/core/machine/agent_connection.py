@@ -16,18 +16,24 @@ from elastic.core.machine.transitions import CONNECTION, ConnectionPhase, check_
 from elastic.core.messages import (
     AgentMessage,
     Hello,
+    Report,
     ReportAck,
     Reported,
     Welcome,
     is_metrics,
 )
-from elastic.core.world import Generation, Node, SessionId, WorkerId
+from elastic.core.world import Generation, Node, ReportKind, SessionId, WorkerId
 
 REPORTS_KEPT_MAX = 20_000
 """Unacknowledged reports that are kept; beyond it the oldest without a checkpoint is dropped."""
 DOUBLINGS_MAX = 40
 
-ReportKey = tuple[WorkerId, Generation, int]
+ReportKey = tuple[WorkerId, Generation, ReportKind, int]
+
+
+def _key(one: Report | ReportAck) -> ReportKey:
+    """Return what names a report, and its answer."""
+    return one.worker_id, one.generation, one.kind, one.index
 
 
 class Connection:
@@ -163,7 +169,7 @@ class Unacknowledged:
     def add(self, reported: Reported) -> bool:
         """Keep a report; False if it was known already."""
         report = reported.report
-        key = (report.worker_id, report.generation, report.index)
+        key = _key(report)
         if key in self._kept:
             return False
         self._kept[key] = reported
@@ -173,7 +179,7 @@ class Unacknowledged:
 
     def ack(self, ack: ReportAck) -> None:
         """The coordinator answered: there is nothing to send again over this connection."""
-        reported = self._kept.pop((ack.worker_id, ack.generation, ack.index), None)
+        reported = self._kept.pop(_key(ack), None)
         if reported is None or not ack.accepted or not is_metrics(reported.report):
             return
         if reported.report.checkpoint:
@@ -196,7 +202,7 @@ class Unacknowledged:
         for worker_id, reported in self._newest.items():
             report = reported.report
             if generations.get(worker_id) == report.generation and worker_id not in newer:
-                again[worker_id, report.generation, report.index] = reported
+                again[_key(report)] = reported
         self._again = {*again} | (self._again & {*self._kept})
         self._kept, self._newest = again | self._kept, {}
 

@@ -105,6 +105,7 @@ def announcer(cluster: Cluster, job: JobState) -> Callable[[Place], Announce]:
             checkpoint=checkpoint,
             cause=group.reason,
             group_key=group.key,
+            saved=job.latest_saved(),
             copies=tuple(at for at, _ in ways),
             copies_dealt=is_dealt,
             copies_key=key,

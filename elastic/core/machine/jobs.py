@@ -353,6 +353,10 @@ class JobState:
         reported = (c.path for c in reversed(self.checkpoints) if not c.automatic)
         return next(reported, self.spec.resume_from)
 
+    def latest_saved(self) -> str:
+        """Return the path of the newest automatic checkpoint that is recorded, "" for none."""
+        return next((c.path for c in reversed(self.checkpoints) if c.automatic), "")
+
     def note_failure(self, rank: int, failure: Failure) -> bool:
         """Keep what a member of the present group raised; return whether that is news."""
         if self.failed_in != self.generation:

@@ -16,10 +16,10 @@ from elastic.core.machine.settle import forgive
 from elastic.core.messages import Progress, Report, ReportAck, is_metrics
 from elastic.core.policy import retention
 from elastic.core.world import (
-    VALIDATION_OVER,
     CheckpointRecord,
     CheckpointStatus,
     RefusalCode,
+    ReportKind,
     SessionId,
 )
 
@@ -29,8 +29,7 @@ def take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
     job = cluster.jobs.get(report.job_id)
     code, refusal = _refuse_report(job, report)
     if job is None or refusal:
-        ack = ReportAck(report.worker_id, report.generation, report.index, False, refusal, code)
-        cluster.do(SendAgent(session, ack))
+        cluster.do(SendAgent(session, _ack(report, code, refusal)))
         if report.checkpoint:
             cluster.note(
                 "checkpoint_refused", report.job_id, path=report.checkpoint, reason=refusal
@@ -42,16 +41,14 @@ def take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
     if is_users and place > job.reported:
         # One whose checkpoint was uploaded meanwhile comes late, and is not the newest.
         job.metrics, job.reported = report.metrics, place
-    if report.status in VALIDATION_OVER:
+    if report.kind is ReportKind.VALIDATION:
         # No progress of the run: who becomes rank 0 tells all that was ever found out.
         _take_validation(cluster, job, report)
     elif not is_again or report.checkpoint:
         forgive(job)
         if report.checkpoint:
             _record(cluster, job, report)
-    cluster.do(
-        SendAgent(session, ReportAck(report.worker_id, report.generation, report.index, True))
-    )
+    cluster.do(SendAgent(session, _ack(report)))
     if is_users and not is_again:
         cluster.note(
             "report",
@@ -60,6 +57,12 @@ def take_metrics(cluster: Cluster, session: SessionId, report: Report) -> None:
             index=report.index,
             metrics=report.metrics,
         )
+
+
+def _ack(report: Report, code: RefusalCode = RefusalCode.NONE, refusal: str = "") -> ReportAck:
+    return ReportAck(
+        report.worker_id, report.generation, report.index, not refusal, refusal, code, report.kind
+    )
 
 
 def _record(cluster: Cluster, job: JobState, report: Report) -> None:
@@ -71,13 +74,15 @@ def _record(cluster: Cluster, job: JobState, report: Report) -> None:
         report.metrics,
         report.status,
         report.request,
+        report.kind,
     )
-    if any((c.generation, c.index) == (record.generation, record.index) for c in job.checkpoints):
-        return
+    if any(c.path == record.path for c in job.checkpoints):
+        return  # Told again, perhaps in a later generation: the answer was lost.
     # With its first one it may make room for others.
     cluster.replan = cluster.replan or not job.checkpoints
     # In order of reports, not of arrival: one that is told again, or late, is not the newest.
-    _keep(job, sorted((*job.checkpoints, record), key=lambda c: (c.generation, c.index)))
+    records = (*job.checkpoints, record)
+    _keep(job, sorted(records, key=lambda c: (c.generation, c.automatic, c.index)))
     if record in job.checkpoints:
         cluster.do(Persist((job.record(),)))
         cluster.note("checkpoint_recorded", job.job_id, path=report.checkpoint)

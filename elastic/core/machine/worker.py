@@ -186,10 +186,8 @@ class WorkerMachine:
         elif isinstance(event, (TrainReturned, TrainRaised, TrainLeft)):
             if self._is_at(MainPhase.TRAINING, event.generation):
                 self._left_train(event)
-        elif isinstance(event, UserReported) and self._is_at(MainPhase.TRAINING, event.generation):
+        elif isinstance(event, (UserReported, StateSaved, Validated)):
             self._reported(event)
-        elif isinstance(event, (StateSaved, Validated)):
-            self._found_out(event)
         elif isinstance(event, Looked) and self._is_late():
             self._exit(EXIT_FAILED, "its main thread did not leave its group in time")
         elif isinstance(event, Looked) and self._main is MainPhase.TRAINING:
@@ -404,19 +402,12 @@ class WorkerMachine:
             self._let_go_ns = None
             self._out.append(LetGo(self._generation()))
 
-    def _reported(self, event: UserReported) -> None:
-        assign = self._assign
-        if assign is None:
-            raise InvariantViolation("a report came from a process that has no job")
-        self._out.append(SendPipe(Reported(self._reports.reported(event, assign))))
-
-    def _found_out(self, event: StateSaved | Validated) -> None:
-        """Tell of an automatic checkpoint, or of what a validation came to."""
+    def _reported(self, event: UserReported | StateSaved | Validated) -> None:
         assign = self._assign
         if assign is not None and self._is_at(MainPhase.TRAINING, event.generation):
-            rank = self._assignment().rank
-            self._out.append(SendPipe(Reported(self._reports.found_out(event, assign, rank))))
-        else:
+            report = self._reports.reported(event, assign, self._assignment().rank)
+            self._out.append(SendPipe(Reported(report)))
+        elif event.checkpoint:
             self._out.append(unheard(event))
 
     def _looked(self, event: Looked) -> None:

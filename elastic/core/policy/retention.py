@@ -44,12 +44,10 @@ def keep(
     dropped = set(superfluous_automatic(automatic, num_to_keep))
     reported = [record for record in records if not record.automatic]
     best = _best(reported, num_to_keep, score_attribute, score_order)
-    names = {(record.generation, record.index) for record in best}
+    names = {record.path for record in best}
 
     def is_kept(record: CheckpointRecord) -> bool:
-        if record.automatic:
-            return record.path not in dropped
-        return (record.generation, record.index) in names
+        return record.path not in dropped if record.automatic else record.path in names
 
     return tuple(record for record in records if is_kept(record))
 

@@ -51,6 +51,13 @@ class EntryKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENTRY_KIND_SCRIPT: _ClassVar[EntryKind]
     ENTRY_KIND_MODULE: _ClassVar[EntryKind]
 
+class ReportKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REPORT_KIND_UNSPECIFIED: _ClassVar[ReportKind]
+    REPORT_KIND_SCRIPT: _ClassVar[ReportKind]
+    REPORT_KIND_AUTOMATIC: _ClassVar[ReportKind]
+    REPORT_KIND_VALIDATION: _ClassVar[ReportKind]
+
 class CheckpointStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CHECKPOINT_STATUS_UNSPECIFIED: _ClassVar[CheckpointStatus]
@@ -100,6 +107,10 @@ ENTRY_KIND_UNSPECIFIED: EntryKind
 ENTRY_KIND_FUNCTION: EntryKind
 ENTRY_KIND_SCRIPT: EntryKind
 ENTRY_KIND_MODULE: EntryKind
+REPORT_KIND_UNSPECIFIED: ReportKind
+REPORT_KIND_SCRIPT: ReportKind
+REPORT_KIND_AUTOMATIC: ReportKind
+REPORT_KIND_VALIDATION: ReportKind
 CHECKPOINT_STATUS_UNSPECIFIED: CheckpointStatus
 CHECKPOINT_STATUS_COMMITTED: CheckpointStatus
 CHECKPOINT_STATUS_PENDING_VALIDATION: CheckpointStatus
@@ -322,7 +333,7 @@ class LeavingNode(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "checkpoint", "cause", "copies", "copies_key", "copies_dealt", "copies_fingerprints", "node_devices", "group_key")
+    __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "checkpoint", "cause", "copies", "copies_key", "copies_dealt", "copies_fingerprints", "node_devices", "group_key", "saved")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -341,6 +352,7 @@ class Assignment(_message.Message):
     COPIES_FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
     NODE_DEVICES_FIELD_NUMBER: _ClassVar[int]
     GROUP_KEY_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     worker_id: str
     generation: int
@@ -359,7 +371,8 @@ class Assignment(_message.Message):
     copies_fingerprints: _containers.RepeatedScalarFieldContainer[str]
     node_devices: _containers.RepeatedScalarFieldContainer[str]
     group_key: str
-    def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., cause: _Optional[str] = ..., copies: _Optional[_Iterable[str]] = ..., copies_key: _Optional[str] = ..., copies_dealt: bool = ..., copies_fingerprints: _Optional[_Iterable[str]] = ..., node_devices: _Optional[_Iterable[str]] = ..., group_key: _Optional[str] = ...) -> None: ...
+    saved: str
+    def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., cause: _Optional[str] = ..., copies: _Optional[_Iterable[str]] = ..., copies_key: _Optional[str] = ..., copies_dealt: bool = ..., copies_fingerprints: _Optional[_Iterable[str]] = ..., node_devices: _Optional[_Iterable[str]] = ..., group_key: _Optional[str] = ..., saved: _Optional[str] = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("kind", "target", "args", "payload", "working_dir", "python_path", "env")
@@ -380,20 +393,22 @@ class Entry(_message.Message):
     def __init__(self, kind: _Optional[_Union[EntryKind, str]] = ..., target: _Optional[str] = ..., args: _Optional[_Iterable[str]] = ..., payload: _Optional[bytes] = ..., working_dir: _Optional[str] = ..., python_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ...) -> None: ...
 
 class CheckpointRecord(_message.Message):
-    __slots__ = ("path", "generation", "index", "metrics", "status", "request")
+    __slots__ = ("path", "generation", "index", "metrics", "status", "request", "kind")
     PATH_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     path: str
     generation: int
     index: int
     metrics: str
     status: CheckpointStatus
     request: int
-    def __init__(self, path: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., metrics: _Optional[str] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., request: _Optional[int] = ...) -> None: ...
+    kind: ReportKind
+    def __init__(self, path: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., metrics: _Optional[str] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., request: _Optional[int] = ..., kind: _Optional[_Union[ReportKind, str]] = ...) -> None: ...
 
 class JobSpec(_message.Message):
     __slots__ = ("job_id", "name", "entry", "min_workers", "max_workers", "workers_per_replica", "resources_per_worker", "strategy", "accelerator_type", "label_selector", "backend", "collective_timeout_s", "max_failures", "run_path", "project", "num_to_keep", "score_attribute", "score_order", "hang_timeout_s", "resume_from", "preemption_limit", "priority", "non_preemptible", "own_steps", "resumes", "grace_s")

@@ -149,20 +149,22 @@ class Profile(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., seconds: _Optional[float] = ..., name: _Optional[str] = ...) -> None: ...
 
 class ReportAck(_message.Message):
-    __slots__ = ("worker_id", "generation", "index", "accepted", "reason", "code")
+    __slots__ = ("worker_id", "generation", "index", "accepted", "reason", "code", "kind")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     generation: int
     index: int
     accepted: bool
     reason: str
     code: RefusalCode
-    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ..., code: _Optional[_Union[RefusalCode, str]] = ...) -> None: ...
+    kind: _facts_pb2.ReportKind
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ..., code: _Optional[_Union[RefusalCode, str]] = ..., kind: _Optional[_Union[_facts_pb2.ReportKind, str]] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("reason", "grace_ns", "asks")
@@ -201,7 +203,7 @@ class WorkerUpdate(_message.Message):
     def __init__(self, report: _Optional[_Union[_facts_pb2.WorkerReport, _Mapping]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("worker_id", "job_id", "generation", "index", "rank", "metrics", "checkpoint", "status", "request")
+    __slots__ = ("worker_id", "job_id", "generation", "index", "rank", "metrics", "checkpoint", "status", "request", "kind")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +213,7 @@ class Report(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     job_id: str
     generation: int
@@ -220,7 +223,8 @@ class Report(_message.Message):
     checkpoint: str
     status: _facts_pb2.CheckpointStatus
     request: int
-    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., rank: _Optional[int] = ..., metrics: _Optional[str] = ..., checkpoint: _Optional[str] = ..., status: _Optional[_Union[_facts_pb2.CheckpointStatus, str]] = ..., request: _Optional[int] = ...) -> None: ...
+    kind: _facts_pb2.ReportKind
+    def __init__(self, worker_id: _Optional[str] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., rank: _Optional[int] = ..., metrics: _Optional[str] = ..., checkpoint: _Optional[str] = ..., status: _Optional[_Union[_facts_pb2.CheckpointStatus, str]] = ..., request: _Optional[int] = ..., kind: _Optional[_Union[_facts_pb2.ReportKind, str]] = ...) -> None: ...
 
 class Reported(_message.Message):
     __slots__ = ("report",)
