@@ -53,6 +53,11 @@ OPTIONS = (
         help="Whether it gives way as a whole, saved, when a job of higher priority waits.",
     ),
     _option(
+        "--hang-timeout", default=30.0, metavar="SECONDS", show_default=True,
+        help="A worker that stands still this long while all others wait for it is killed; where "
+        "all wait for each other twice as long, they form a new group. 0 for never.",
+    ),
+    _option(
         "--env", multiple=True, callback=parse_pairs, metavar="NAME=VALUE",
         help="For the workers' environment; may be repeated.",
     ),
@@ -70,6 +75,7 @@ class JobOptions:
         resources: of each worker, beside the command's defaults.
         labels: that a node must carry.
         max_preemptions: -1 for no limit.
+        hang_timeout: seconds, 0 for never.
         env: of the workers, set by the user.
     """
 
@@ -81,6 +87,7 @@ class JobOptions:
     priority: int = 0
     project: str = ""
     preemptible: bool = True
+    hang_timeout: float = 30.0
     env: dict[str, str] = field(default_factory=dict)
 
     def apply(self, spec: JobSpec, defaults: dict[str, float]) -> JobSpec:
@@ -105,6 +112,7 @@ class JobOptions:
             priority=self.priority,
             project=self.project,
             non_preemptible=not self.preemptible,
+            hang_timeout_s=self.hang_timeout,
         )
 
 
