@@ -30,7 +30,6 @@ class Breaker:
 
     Attributes:
         generation: of the job, as far as it was heard of.
-        size: of its group.
     """
 
     def __init__(self, cluster: LocalCluster, job_id: str) -> None:
@@ -42,8 +41,8 @@ class Breaker:
         self._stopped: list[int] = []
         self._workers: dict[str, int] = {}
         self._pids: dict[int, str] = {}
+        self._members: set[int] = set()
         self.generation = 0
-        self.size = 0
         threading.Thread(target=self._watch, name="chaos-watch", daemon=True).start()
 
     def strike(self, kind: str, draw: float) -> bool:
@@ -69,6 +68,15 @@ class Breaker:
             _signal(pid, signal.SIGCONT)
         self._start_coordinator()
         self._cluster.wait_nodes(self._cluster.num_nodes, restart=True)
+
+    @property
+    def size(self) -> int:
+        """Return how many members of the group, as far as it was heard of, are there and go on.
+
+        While the coordinator is away nobody says that they are gone.
+        """
+        here = self._members.intersection(self._living())
+        return len(here.difference(self._stopped))
 
     def seen_processes(self) -> dict[int, str]:
         """Return the pids of all workers that were ever heard of, with when each was started.
@@ -191,7 +199,8 @@ class Breaker:
                     pids = {str(w.report.worker_id): w.report.pid for w in living if w.report.pid}
                     self.generation = event.record.generation
                     group = event.record.group
-                    self.size = len(group.members) if group else 0
+                    ids = [str(m.worker_id) for m in group.members] if group else []
+                    self._members = {pids[one] for one in ids if one in pids}
                     self._workers = pids
                     self._pids.update({pid: start_of(pid) for pid in pids.values()})
 
