@@ -55,6 +55,7 @@ from elastic.runtime.access import find_access
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.descriptors import raise_limit
 from elastic.runtime.eventlog import quoted
+from elastic.runtime.leaving import run_process
 from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.ready import wait_address
 from elastic.runtime.rpc import parse_endpoints
@@ -500,4 +501,4 @@ async def find_host(endpoints: tuple[str, ...], stopping: Stopping) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)
