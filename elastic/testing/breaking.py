@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from elastic.core.view import JobView
+from elastic.core.view import JobView, WorkerView
 from elastic.core.world import WorkerPhase
 from elastic.errors import ElasticError
 from elastic.testing.local_cluster import LocalCluster, descendants, start_of
@@ -71,9 +71,10 @@ class Breaker:
 
     @property
     def size(self) -> int:
-        """Return how many members of the group, as far as it was heard of, are there and go on.
+        """Return how many have the run's state, as far as it was heard of, are there and go on.
 
-        While the coordinator is away nobody says that they are gone.
+        Those of the group that trained last: who joins has no state before that, and while the
+        coordinator is away nobody says that anyone is gone.
         """
         here = self._members.intersection(self._living())
         return len(here.difference(self._stopped))
@@ -198,11 +199,18 @@ class Breaker:
                     living = [w for w in event.workers if w.report.phase is not WorkerPhase.EXITED]
                     pids = {str(w.report.worker_id): w.report.pid for w in living if w.report.pid}
                     self.generation = event.record.generation
-                    group = event.record.group
-                    ids = [str(m.worker_id) for m in group.members] if group else []
-                    self._members = {pids[one] for one in ids if one in pids}
+                    self._members = _training(living, self.generation) or self._members
                     self._workers = pids
                     self._pids.update({pid: start_of(pid) for pid in pids.values()})
+
+
+def _training(workers: Sequence[WorkerView], generation: int) -> set[int]:
+    """Return the pids of those that train in this generation."""
+    return {
+        w.report.pid
+        for w in workers
+        if w.report.phase is WorkerPhase.TRAINING and w.report.generation == generation
+    }
 
 
 def _one_of(candidates: Sequence[Item], draw: float) -> Item | None:
