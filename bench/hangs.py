@@ -18,18 +18,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from elastic.core.config import JobSpec
 from elastic.core.view import JobView, NodeView
-from elastic.core.world import Entry, EntryKind, JobId, JobPhase, NodePhase
+from elastic.core.world import JobPhase, NodePhase
+from elastic.testing.chaos_jobs import chaos_job
 from elastic.testing.local_cluster import LocalCluster
 
-SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "chaos" / "waiting.py"
 HANG_TIMEOUT_S = 2.0
 
 
@@ -48,10 +48,7 @@ class Bench:
         self.runs = 0
 
     def measure(self, strike: Callable[[JobView], Callable[[], None]]) -> float:
-        """Strike once; return the seconds until the next group's first step is over.
-
-        Each time in a job of its own: this script has no boundaries at which anyone could join.
-        """
+        """Strike once; return the seconds until the next group's first step is over."""
         job_id, view = self.begin()
         generation = view.record.generation
         self.cluster.wait_note("first_step", job_id, generation=generation)
@@ -91,12 +88,11 @@ class Bench:
     def submit(self) -> str:
         """Submit another job."""
         self.runs += 1
-        entry = Entry(EntryKind.SCRIPT, str(SCRIPT), args=("--orders", str(self.orders)))
-        spec = JobSpec(
-            job_id=JobId(""), name=f"bench-{self.runs}", entry=entry, min_workers=1, max_workers=3,
-            run_path=str(self.orders.parent / f"run-{self.runs}"), hang_timeout_s=HANG_TIMEOUT_S,
-        )  # fmt: skip
-        return self.cluster.submit(spec)
+        folder = self.orders.parent / f"job-{self.runs}"
+        folder.mkdir()
+        spec = chaos_job("steps", folder.name, workers=3, directory=folder).spec
+        entry = replace(spec.entry, args=(*spec.entry.args, "--orders", str(self.orders)))
+        return self.cluster.submit(replace(spec, entry=entry, hang_timeout_s=HANG_TIMEOUT_S))
 
     def stop_node(self, view: JobView) -> Callable[[], None]:
         """SIGSTOP everything on the last rank's node."""
@@ -105,8 +101,8 @@ class Bench:
         return lambda: self.cluster.stop_node(victim, stopped=False)
 
     def hang(self, view: JobView) -> Callable[[], None]:
-        """Hang the main thread of the last rank."""
-        (self.orders / f"hang-{max(w.rank for w in view.workers)}").touch()
+        """Hang the main thread of a rank, in its forward."""
+        (self.orders / "hang-forward").touch()
         return lambda: None
 
 

@@ -56,6 +56,7 @@ from elastic.runtime.access import find_access
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.descriptors import raise_limit
 from elastic.runtime.eventlog import quoted
+from elastic.runtime.leaving import run_process
 from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.ready import wait_address
 from elastic.runtime.rpc import parse_endpoint, parse_endpoints
@@ -537,4 +538,4 @@ async def find_host(endpoints: tuple[str, ...], stopping: Stopping) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

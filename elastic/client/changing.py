@@ -82,11 +82,6 @@ class SubmitCommand(click.Command):
 @job_options
 @click.option("--backend", default="auto", type=click.Choice(["auto", "gloo", "nccl"]))
 @click.option(
-    "--hang-timeout", default=30.0, metavar="SECONDS",
-    help="A worker that does not move this long while all others wait for it is killed; 0 for "
-    "never. Longer than anything that one rank does alone, such as an evaluation.",
-)  # fmt: skip
-@click.option(
     "--max-failures", default=0, help="How often the script may fail; -1 for ever. Lost nodes, "
     "kills and drains do not count.",
 )  # fmt: skip

@@ -59,6 +59,11 @@ OPTIONS = (
         "mlflow:URI, each report once; may be repeated.",
     ),
     _option(
+        "--hang-timeout", default=30.0, metavar="SECONDS", show_default=True,
+        help="A worker that stands still this long while all others wait for it is killed; where "
+        "all wait for each other twice as long, they form a new group. 0 for never.",
+    ),
+    _option(
         "--env", multiple=True, callback=parse_pairs, metavar="NAME=VALUE",
         help="For the workers' environment; may be repeated.",
     ),
@@ -76,6 +81,7 @@ class JobOptions:
         resources: of each worker, beside the command's defaults.
         labels: that a node must carry.
         max_preemptions: -1 for no limit.
+        hang_timeout: seconds, 0 for never.
         env: of the workers, set by the user.
         trackers: as `storage.trackers.parse_trackers` reads them.
     """
@@ -88,6 +94,7 @@ class JobOptions:
     priority: int = 0
     project: str = ""
     preemptible: bool = True
+    hang_timeout: float = 30.0
     env: dict[str, str] = field(default_factory=dict)
     trackers: tuple[str, ...] = ()
 
@@ -116,6 +123,7 @@ class JobOptions:
             priority=self.priority,
             project=self.project,
             non_preemptible=not self.preemptible,
+            hang_timeout_s=self.hang_timeout,
         )
 
 

@@ -21,7 +21,7 @@ from elastic.client.streams import OnOutage, Source, Stream
 from elastic.core.config import JobSpec
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.view import JobView
-from elastic.core.world import JobId, JobPhase, WorkerId
+from elastic.core.world import JobId, WorkerId
 from elastic.errors import NameTaken, NotFound
 from elastic.runtime.access import Access, as_access
 from elastic.runtime.clock import Clock, SystemClock

@@ -53,6 +53,7 @@ COLOURS = {
 RULED = {
     "checkpoint_refused": "checkpoint {path} does not count: {reason}",
     "gives_back": "{workers} will be given back to another job",
+    "group_stuck": "{reason}; where each of them stands is in its output",
     "left_early": "{reason}",
     "notes_dropped": "{number} events were too many to be told",
 }

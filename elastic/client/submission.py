@@ -38,7 +38,6 @@ class Options:
     num_workers: tuple[int, int]
     use_gpu: bool
     backend: str
-    hang_timeout: float
     max_failures: int
     num_to_keep: int
     storage_path: str
@@ -72,7 +71,6 @@ def job_spec(options: Options, *, now: datetime.datetime) -> JobSpec:
         min_workers=low,
         max_workers=high,
         backend=options.backend,
-        hang_timeout_s=options.hang_timeout,
         max_failures=options.max_failures,
         grace_s=options.grace,
         num_to_keep=options.num_to_keep,

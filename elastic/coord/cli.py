@@ -39,6 +39,7 @@ from elastic.errors import (
 )
 from elastic.runtime.access import Access, find_access, find_tls, read_token_file
 from elastic.runtime.clock import SystemClock
+from elastic.runtime.leaving import run_process
 from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.rpc import (
     SILENCE_S,
@@ -445,4 +446,4 @@ main.add_command(tokens)
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

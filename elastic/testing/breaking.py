@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from elastic.core.view import JobView
+from elastic.core.view import JobView, WorkerView
 from elastic.core.world import WorkerPhase
 from elastic.errors import ElasticError
 from elastic.testing.local_cluster import LocalCluster, descendants, start_of
@@ -30,7 +30,6 @@ class Breaker:
 
     Attributes:
         generation: of the job, as far as it was heard of.
-        size: of its group.
     """
 
     def __init__(self, cluster: LocalCluster, job_id: str) -> None:
@@ -42,8 +41,8 @@ class Breaker:
         self._stopped: list[int] = []
         self._workers: dict[str, int] = {}
         self._pids: dict[int, str] = {}
+        self._members: set[int] = set()
         self.generation = 0
-        self.size = 0
         threading.Thread(target=self._watch, name="chaos-watch", daemon=True).start()
 
     def strike(self, kind: str, draw: float) -> bool:
@@ -69,6 +68,16 @@ class Breaker:
             _signal(pid, signal.SIGCONT)
         self._start_coordinator()
         self._cluster.wait_nodes(self._cluster.num_nodes, restart=True)
+
+    @property
+    def size(self) -> int:
+        """Return how many have the run's state, as far as it was heard of, are there and go on.
+
+        Those of the group that trained last: who joins has no state before that, and while the
+        coordinator is away nobody says that anyone is gone.
+        """
+        here = self._members.intersection(self._living())
+        return len(here.difference(self._stopped))
 
     def seen_processes(self) -> dict[int, str]:
         """Return the pids of all workers that were ever heard of, with when each was started.
@@ -190,10 +199,18 @@ class Breaker:
                     living = [w for w in event.workers if w.report.phase is not WorkerPhase.EXITED]
                     pids = {str(w.report.worker_id): w.report.pid for w in living if w.report.pid}
                     self.generation = event.record.generation
-                    group = event.record.group
-                    self.size = len(group.members) if group else 0
+                    self._members = _training(living, self.generation) or self._members
                     self._workers = pids
                     self._pids.update({pid: start_of(pid) for pid in pids.values()})
+
+
+def _training(workers: Sequence[WorkerView], generation: int) -> set[int]:
+    """Return the pids of those that train in this generation."""
+    return {
+        w.report.pid
+        for w in workers
+        if w.report.phase is WorkerPhase.TRAINING and w.report.generation == generation
+    }
 
 
 def _one_of(candidates: Sequence[Item], draw: float) -> Item | None:

@@ -55,7 +55,7 @@ def compare(directory: Path, expected: Callable[[Place], Line]) -> int:
 
     Args:
         directory: `--trace` of the disturbed run.
-        expected: returns the undisturbed run's line of a step.
+        expected: returns the undisturbed run's line of a step; raises KeyError where it has none.
 
     Returns:
         The number of steps.
@@ -65,7 +65,13 @@ def compare(directory: Path, expected: Callable[[Place], Line]) -> int:
     """
     found = sorted(lines_of(directory), key=lambda one: place_of(one[1]))
     for process, line in found:
-        right = expected(place_of(line))
+        try:
+            right = expected(place_of(line))
+        except KeyError as unknown:
+            raise TraceDiffers(
+                f"process {process} has committed step {place_of(line)}, and the run that the job "
+                f"ended with is shorter: what was committed was lost"
+            ) from unknown
         # Whoever adopts whole steps has their mean a step later or not at all: it writes none.
         names = [name for name in right if name != "mean" or name in line]
         wrong = [name for name in names if not _is_right(name, line.get(name), right[name])]

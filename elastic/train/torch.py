@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from elastic.errors import UsageError
 from elastic.train.config import TorchConfig
@@ -25,6 +24,7 @@ from elastic.train.session import require_context, require_engine
 from elastic.train.trainer import TorchTrainer
 from elastic.worker import context as worker_context
 from elastic.worker.context import WorkerContext
+from elastic.worker.dtensor import is_dtensor
 from elastic.worker.prepared import Prepared
 from elastic.worker.sharded_state import has_shards, let_ranks_differ, shard
 
@@ -174,7 +174,7 @@ def clip_grad_norm_(
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, **named)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if is_dtensor(norm) else norm
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

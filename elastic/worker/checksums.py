@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.tensor import DTensor
+
+from elastic.worker.dtensor import is_dtensor
 
 SHORT_BYTES = 4 << 10
 """Up to here a CRC is faster than NumPy's sum begins."""
@@ -73,7 +74,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def values_print(value: Any) -> int:
     """Return a number that differs where tensors, arrays, numbers or texts in a state do."""
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         return 0
     if isinstance(value, torch.Tensor):
         # An order that differs, as of a shuffle, does not change a sum.

@@ -124,7 +124,7 @@ class CollectiveWatch:
         """Take one look, for as long as the loop itself does not say that it waits.
 
         Args:
-            beats: how far the training loop says it is; not 0.
+            beats: how far the training loop says it is; 0 for a script that has none of ours.
             now_ns: monotonic.
             is_sharded: the model is.
             work: what it says that it does, however still it may look.

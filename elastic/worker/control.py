@@ -138,9 +138,11 @@ class ControlThread:
         waiting_ns, beats = seen.waiting_ns(now_ns), seen.beats
         begun: tuple[Begun, ...] = ()
         work = ""
-        if beats and not waiting_ns:
-            beats, waiting_ns = self._collectives.look(beats, now_ns, seen.is_sharded, seen.work)
-            begun = self._collectives.begun() if seen.is_sharded else ()
+        if not waiting_ns:
+            moved, waiting_ns = self._collectives.look(beats, now_ns, seen.is_sharded, seen.work)
+            # At 0 nobody judges its silence, as of a script's own loop; that it waits is told.
+            beats = beats and moved
+            begun = self._collectives.begun() if beats and seen.is_sharded else ()
             work = seen.work or self._collectives.place()
         waiting_ns = self._flow.waiting_ns(waiting_ns, now_ns)
         return Looked(beats, waiting_ns, seen.epoch, seen.step, begun, seen.has_stepped, work)

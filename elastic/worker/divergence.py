@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from elastic.worker.checksums import (
     MASK,
@@ -35,6 +34,7 @@ from elastic.worker.checksums import (
     flat_bytes,
     values_print,
 )
+from elastic.worker.dtensor import is_dtensor
 from elastic.worker.state import TrainState
 
 SLICES = 8
@@ -256,7 +256,7 @@ def _watched_in(state: TrainState) -> Iterator[_Watched]:
         for one in found:
             tensor = one.tensor
             is_dense = tensor.layout is torch.strided and not tensor.is_meta
-            if id(tensor) in seen or isinstance(tensor, DTensor) or not is_dense:
+            if id(tensor) in seen or is_dtensor(tensor) or not is_dense:
                 continue
             seen.add(id(tensor))
             yield one

@@ -96,6 +96,17 @@ def test_scripts_that_end_their_process_with_success_have_finished(
     run.assert_nothing_is_left()
 
 
+def test_ranks_that_wait_for_each_other_run_their_script_again(
+    launched: Callable[..., Script], tmp_path: Path
+) -> None:
+    flags = ("--nproc-per-node=2", "--hang-timeout=3")
+    run = launched("deadlock", *elastic_run(tmp_path, *flags), case="deadlock")
+    assert run.wait() == 0, run.said()
+    assert "all members have waited for each other" in run.err.read_text(), run.said()
+    assert len(lines(run, "trained")) == 2, run.said()
+    run.assert_nothing_is_left()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["agent", pytest.param("coordinator", marks=pytest.mark.slow)])
 def test_a_part_of_its_own_cluster_that_dies_ends_the_command_with_its_log(

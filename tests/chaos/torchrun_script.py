@@ -90,6 +90,8 @@ def main() -> None:
         if dist.get_rank() == 1:
             raise ValueError("bad batch at step 7")
         dist.barrier()
+    if case == "deadlock" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        dist.recv(torch.zeros(1), src=1 - dist.get_rank())
     if case == "leave":  # As scripts do whose threads or libraries would not let them end.
         time.sleep(dist.get_rank())
         os._exit(0)

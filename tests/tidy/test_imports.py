@@ -29,7 +29,9 @@ NEVER_LOADED = {
     "elastic.train": GRPC,
     "elastic.tune": TORCH | GRPC,
     "elastic.tune.session": GRPC,
-    "elastic.train.torch": GRPC | {"accelerate", "lightning", "transformers"},
+    # A driver waits for whatever it imports, and no sharded tensor will ever be in it.
+    "elastic.train.torch": GRPC
+    | {"accelerate", "lightning", "transformers", "torch.distributed.tensor"},
 }
 
 

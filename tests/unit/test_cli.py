@@ -37,7 +37,6 @@ def options(script: Path | str, **changes: Any) -> Options:
         num_workers=(1, 1),
         use_gpu=False,
         backend="auto",
-        hang_timeout=30.0,
         max_failures=0,
         num_to_keep=-1,
         storage_path="results",
