@@ -42,6 +42,7 @@ class Breaker:
         self._workers: dict[str, int] = {}
         self._pids: dict[int, str] = {}
         self._members: set[int] = set()
+        self._leaving: set[int] = set()
         self.generation = 0
         threading.Thread(target=self._watch, name="chaos-watch", daemon=True).start()
 
@@ -77,7 +78,7 @@ class Breaker:
         coordinator is away nobody says that anyone is gone.
         """
         here = self._members.intersection(self._living())
-        return len(here.difference(self._stopped))
+        return len(here.difference(self._stopped, self._leaving))
 
     def seen_processes(self) -> dict[int, str]:
         """Return the pids of all workers that were ever heard of, with when each was started.
@@ -152,7 +153,10 @@ class Breaker:
 
     def _drain(self, draw: float) -> bool:
         name = _one_of(self._up(), draw)
-        return _signal(self._pid_of(name) if name else None, signal.SIGTERM)
+        if not name:
+            return False
+        self._leaving.update(descendants(self._pid_of(name)))
+        return _signal(self._pid_of(name), signal.SIGTERM)
 
     def _come_back(self, name: str) -> None:
         if self._cluster.agents[name].poll() is not None:

@@ -58,8 +58,11 @@ def test_workers_are_killed_at_every_place(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("name", ["test_script", "test_sync"])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    # Under torchrun, too, test_script fails with three and test_sync with one.
+    [("test_script", 1), ("test_script", 2), ("test_sync", 2), ("test_sync", 3)],
+)
 def test_the_scripts_that_accelerate_is_tested_with_pass_as_under_torchrun(
     scripts: list[Script], tmp_path: Path, name: str, workers: int
 ) -> None:
